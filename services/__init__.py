@@ -1,0 +1,1 @@
+"""What can be started: composition roots. Nothing imports them."""

@@ -1,0 +1,81 @@
+"""The `flywheel` command. Parses first; heavy imports come after, so that --help and config errors are instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shared.errors import FlywheelError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, build, run. Returns the exit status: 0 done, 1 cannot run, 2 wrong call or configuration."""
+    args = _parser().parse_args(argv)
+    try:
+        return _run(args)
+    except FlywheelError as error:
+        print(f"flywheel: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flywheel", description="Makes the model behind an agent better while it is in use.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="the whole loop on this machine: a support desk that learns")
+    demo.add_argument("--json", action="store_true", help="end with one JSON line instead of the live view")
+    demo.add_argument("--minutes", type=float, default=None, help="how long to run, from engine ready")
+    demo.add_argument("--root", type=Path, default=Path("demo-data"), help="where the demo keeps its data (made anew)")
+    demo.add_argument("--seed", type=int, default=0, help="seed of customers and training")
+
+    for name, help_text in (
+        ("up", "engines, explorer and trainer on this machine, supervised"),
+        ("engine", "one vLLM engine"),
+        ("explorer", "the service that agents talk to"),
+        ("trainer", "the service that learns"),
+        ("status", "rows by state, versions, engines, trainer"),
+        ("versions", "every version and its state"),
+    ):
+        command = commands.add_parser(name, help=help_text)
+        command.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration file")
+        if name == "engine":
+            command.add_argument("--name", default=None, help="which of explorer.engines (default: the first)")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "demo":
+        from services.demo import run_demo
+
+        return run_demo(root=args.root, json_output=args.json, minutes=args.minutes, seed=args.seed)
+
+    from shared.config import load_config
+
+    config = load_config(args.config)
+    if args.command == "up":
+        from services.local import run_local
+
+        return run_local(config, Path(args.config))
+    if args.command == "engine":
+        from services.engine.launch import run_engine
+
+        return run_engine(config, args.name)
+    if args.command == "explorer":
+        from services.explorer import run_explorer
+
+        return run_explorer(config)
+    if args.command == "trainer":
+        from services.trainer import run_trainer
+
+        return run_trainer(config)
+    from services.operate import print_status, print_versions
+
+    return print_status(config) if args.command == "status" else print_versions(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""An experience: one sampled choice, and the compact encoding of its tokens.
+
+Owns the row that stages record, claim and batch pass along, and the byte layout of its token arrays. Knows nothing of
+SQL or HTTP.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.errors import FlywheelError
+
+TokenArray = npt.NDArray[np.int32]
+LogprobArray = npt.NDArray[np.float32]
+
+
+class State(StrEnum):
+    """Where a row stands between chat and training."""
+
+    RECORDED = "RECORDED"  # sampled; may have a reward; waits for a commit
+    READY = "READY"  # committed: rewarded and to be trained on
+    LEASED = "LEASED"  # held by a trainer
+    CONSUMED = "CONSUMED"  # trained on: the version in consumed_version contains it
+    DISCARDED = "DISCARDED"  # out, with a reason
+
+
+class CorruptTokens(FlywheelError):
+    """A row's token arrays cannot be read or do not agree; the row is to be quarantined with this reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of one sample, exactly as the engine saw and sampled them.
+
+    prompt_ids: [P] int32; reply_ids: [R] int32; logprobs: [R] float32, the sampler's own, natural logarithm.
+    """
+
+    prompt_ids: TokenArray
+    reply_ids: TokenArray
+    logprobs: LogprobArray
+
+    # magic, layout version, 3 bytes reserved, prompt length, reply length; then the arrays, little-endian
+    _HEADER = struct.Struct("<4sB3xII")
+    _MAGIC = b"FWTK"
+    _LAYOUT = 1
+
+    def check(self) -> None:
+        """Raise CorruptTokens unless the arrays agree in length and every logprob is a finite number ≤ 0 (+ rounding)."""
+        if len(self.reply_ids) != len(self.logprobs):
+            raise CorruptTokens(f"{len(self.reply_ids)} reply tokens but {len(self.logprobs)} logprobs")
+        if not len(self.prompt_ids) or not len(self.reply_ids):
+            raise CorruptTokens(f"{len(self.prompt_ids)} prompt tokens and {len(self.reply_ids)} reply tokens")
+        if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-3).any():
+            raise CorruptTokens("a logprob is not a finite number of at most 0")
+
+    def encode(self) -> bytes:
+        """The arrays as bytes: 16 bytes of header, then 4 bytes for each element."""
+        return b"".join(
+            (
+                self._HEADER.pack(self._MAGIC, self._LAYOUT, len(self.prompt_ids), len(self.reply_ids)),
+                self.prompt_ids.astype("<i4", copy=False).tobytes(),
+                self.reply_ids.astype("<i4", copy=False).tobytes(),
+                self.logprobs.astype("<f4", copy=False).tobytes(),
+            )
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Tokens:
+        """The inverse of `encode`. Raises CorruptTokens for bytes that `encode` did not write."""
+        if len(data) < cls._HEADER.size:
+            raise CorruptTokens(f"{len(data)} bytes are no token arrays")
+        magic, layout, n_prompt, n_reply = cls._HEADER.unpack_from(data)
+        if magic != cls._MAGIC or layout != cls._LAYOUT:
+            raise CorruptTokens(f"unknown layout {magic!r} {layout}")
+        if len(data) != cls._HEADER.size + 4 * (n_prompt + 2 * n_reply):
+            raise CorruptTokens(f"{len(data)} bytes for {n_prompt} prompt and {n_reply} reply tokens")
+        body = np.frombuffer(data, dtype="<i4", offset=cls._HEADER.size, count=n_prompt + n_reply)
+        logprobs = np.frombuffer(data, dtype="<f4", offset=cls._HEADER.size + 4 * (n_prompt + n_reply), count=n_reply)
+        return cls(body[:n_prompt], body[n_prompt:], logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens were sampled: what the trainer needs to compute the same logprobs."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the explorer records for one choice: stage 2's input."""
+
+    msg_id: str
+    choice: int
+    version: int  # the version that sampled the first token
+    version_end: int  # the version that sampled the last one; differs when weights changed in between
+    tokens: Tokens
+    sampling: Sampling
+    finish_reason: str | None
+    created_at: float  # Unix seconds
+    latency_s: float
+    parent_id: str | None = None
+    task_id: str | None = None
+    run_id: str | None = None
+    key_name: str | None = None
+    request: bytes | None = None  # JSON of the request's messages, tools and sampling parameters
+    reply: bytes | None = None  # JSON of the reply's message
+    quarantine: str | None = None  # why this sample must not be trained on
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """A leased row as the trainer sees it."""
+
+    id: int
+    msg_id: str
+    choice: int
+    parent_id: str | None
+    task_id: str | None
+    run_id: str | None
+    version: int
+    reward: float
+    created_at: float
+    tokens: Tokens
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Rows that one trainer holds: one batch."""
+
+    batch_id: int
+    rows: list[Experience]
+    corrupt: dict[int, str] = field(default_factory=dict)  # row id → reason; quarantined, not trained on
+
+
+JSON = dict[str, Any]

@@ -1,0 +1,98 @@
+"""Opening the ledger: SQLite or PostgreSQL, durable, with errors one can act on.
+
+SQLite runs with WAL and synchronous=FULL: a committed transaction survives a power cut. Every writing transaction
+begins with BEGIN IMMEDIATE, so that two writers queue instead of failing half-way.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine, create_engine, event, exc
+from sqlalchemy.engine import make_url
+
+from shared.errors import LedgerError
+from shared.ledger.tables import metadata
+
+BUSY_TIMEOUT_S = 30.0
+
+
+class Ledger:
+    """A database with our tables. `read()` and `write()` give a connection in a transaction.
+
+    Blocking: call it from a thread where an event loop runs.
+    """
+
+    def __init__(self, engine: Engine, shown_url: str) -> None:
+        self._engine = engine
+        self.shown_url = shown_url  # without the password
+
+    @classmethod
+    def open(cls, url: str) -> Ledger:
+        """Connect and create missing tables. Raises LedgerError when the database is away or refuses."""
+        parsed = make_url(url)
+        shown = parsed.render_as_string(hide_password=True)
+        if parsed.get_backend_name() == "sqlite":
+            if parsed.database:
+                _make_folder(Path(parsed.database).parent)
+            engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False})
+            event.listen(engine, "connect", _prepare_sqlite)
+        else:
+            engine = create_engine(parsed, pool_size=5, max_overflow=5, pool_pre_ping=True, pool_timeout=BUSY_TIMEOUT_S)
+        ledger = cls(engine, shown)
+        with ledger._errors(), ledger._begin("IMMEDIATE") as connection:
+            if engine.dialect.name == "postgresql":  # two processes creating the same tables at once
+                connection.exec_driver_sql("SELECT pg_advisory_xact_lock(732160)")
+            metadata.create_all(connection)
+        return ledger
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A read-only transaction: one consistent snapshot."""
+        with self._errors(), self._begin("DEFERRED") as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A writing transaction: durable when the block ends, undone when it raises."""
+        with self._errors(), self._begin("IMMEDIATE") as connection:
+            yield connection
+
+    @contextmanager
+    def _begin(self, mode: str) -> Iterator[Connection]:
+        if self._engine.dialect.name != "sqlite":
+            with self._engine.begin() as connection:
+                yield connection
+            return
+        with self._engine.connect() as connection, connection.begin():
+            connection.exec_driver_sql(f"BEGIN {mode}")  # the driver is in autocommit: this is the real BEGIN
+            yield connection
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.IntegrityError:
+            raise
+        except (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError) as error:
+            cause = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
+            raise LedgerError(f"the database {self.shown_url} is away or refuses ({cause}); is it up and reachable?") from error
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # we say BEGIN ourselves; the driver's own would be DEFERRED
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc_:
+        raise LedgerError(f"the folder {folder} cannot be made ({exc_.strerror}); choose another root_dir") from exc_

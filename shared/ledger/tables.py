@@ -1,0 +1,129 @@
+"""The ledger's tables. Narrow rows for what is polled; token arrays and texts stand apart, in `payloads`."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+
+metadata = MetaData()
+
+# SQLite's rowid is an INTEGER; PostgreSQL wants 64 bits said.
+Id = BigInteger().with_variant(Integer, "sqlite")
+
+experiences = Table(
+    "experiences",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),  # the order in which rows were recorded
+    Column("msg_id", String(200), nullable=False),
+    Column("choice", Integer, nullable=False),
+    Column("parent_id", String(200)),  # msg_id of the exchange that this one extends
+    Column("task_id", String(400)),
+    Column("run_id", String(400)),
+    Column("key_name", String(200)),
+    Column("version", Integer, nullable=False),  # sampled the first token
+    Column("version_end", Integer, nullable=False),  # sampled the last token
+    Column("state", String(12), nullable=False),
+    Column("reason", Text),  # why DISCARDED
+    Column("reward", Float),  # what the signals say now
+    Column("batch_id", Id, ForeignKey("batches.id")),  # the batch that holds or held it
+    Column("consumed_version", Integer),
+    Column("n_prompt", Integer, nullable=False),  # tokens
+    Column("n_reply", Integer, nullable=False),  # tokens
+    Column("temperature", Float, nullable=False),
+    Column("top_p", Float, nullable=False),
+    Column("top_k", Integer, nullable=False),
+    Column("min_p", Float, nullable=False),
+    Column("finish_reason", String(40)),
+    Column("latency_s", Float),
+    Column("created_at", Float, nullable=False),  # Unix seconds
+    UniqueConstraint("msg_id", "choice", name="uq_experiences_message"),
+)
+for _state in ("RECORDED", "READY", "LEASED"):  # each index holds only the rows that someone polls for
+    _where = text(f"state = '{_state}'")
+    Index(f"ix_experiences_{_state.lower()}", experiences.c.id, sqlite_where=_where, postgresql_where=_where)
+Index("ix_experiences_task", experiences.c.task_id, experiences.c.run_id)
+Index("ix_experiences_batch", experiences.c.batch_id)
+
+payloads = Table(
+    "payloads",
+    metadata,
+    Column("experience_id", Id, ForeignKey("experiences.id", ondelete="CASCADE"), primary_key=True, autoincrement=False),
+    Column("tokens", LargeBinary, nullable=False),  # shared.experience.Tokens.encode
+    Column("request", LargeBinary),  # JSON
+    Column("reply", LargeBinary),  # JSON
+)
+
+signals = Table(
+    "signals",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("msg_id", String(200), nullable=False),
+    Column("choice", Integer, nullable=False),
+    Column("kind", String(20), nullable=False),  # reward, rating, metric, comment, correction, preferred_over
+    Column("name", String(200)),  # a metric's name
+    Column("value", Float),
+    Column("text", Text),
+    Column("key_name", String(200)),
+    Column("created_at", Float, nullable=False),
+)
+Index("ix_signals_message", signals.c.msg_id, signals.c.choice)
+
+idempotency = Table(
+    "idempotency",
+    metadata,
+    Column("key", String(400), primary_key=True),
+    Column("response", LargeBinary, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+
+versions = Table(
+    "versions",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("parent", Integer),
+    Column("kind", String(8), nullable=False),
+    Column("path", Text, nullable=False),  # relative to root_dir
+    Column("state", String(12), nullable=False),  # PUBLISHED, SERVING, RETIRED, REJECTED
+    Column("reason", Text),  # why REJECTED
+    Column("step", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("served_at", Float),  # when it first came into service
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("id", Id, primary_key=True, autoincrement=True),
+    Column("owner", String(200), nullable=False),
+    Column("state", String(12), nullable=False),  # LEASED, CONSUMED, RETURNED
+    Column("lease_until", Float, nullable=False),  # Unix seconds
+    Column("consumed_version", Integer),
+    Column("created_at", Float, nullable=False),
+)
+Index("ix_batches_leased", batches.c.owner, sqlite_where=text("state = 'LEASED'"), postgresql_where=text("state = 'LEASED'"))
+
+trainers = Table(
+    "trainers",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("step", Integer, nullable=False),  # optimizer steps, in the saved state
+    Column("version", Integer, nullable=False),  # the version that the saved state belongs to
+    Column("state_path", Text),  # relative to root_dir; null before the first save
+    Column("stats", LargeBinary),  # JSON: the last update's figures
+    Column("alive", Boolean, nullable=False, server_default=text("true")),
+    Column("heartbeat_at", Float, nullable=False),
+)

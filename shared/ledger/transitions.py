@@ -1,0 +1,420 @@
+"""Every change of state in the ledger, and nowhere else.
+
+A row's way:   record → RECORDED → commit → READY → claim → LEASED → publish → CONSUMED
+               any of the first three → DISCARDED with a reason; LEASED → READY when a lease is given back or runs out
+A version's:   publish → PUBLISHED → SERVING → RETIRED, or REJECTED with a reason
+
+Each function runs inside the caller's writing transaction and changes rows only by statements that name the state they
+come from, so whoever loses a race changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from shared.experience import CorruptTokens, Experience, Lease, Sample, Sampling, State, Tokens
+from shared.ledger.tables import batches, experiences, idempotency, payloads, signals, trainers, versions
+from shared.versions import version_path
+
+ReceiptState = Literal["applied", "updated", "duplicate", "unknown", "already_trained", "expired"]
+
+
+# ---------------------------------------------------------------------------------------------------- 2 record
+
+
+def record(connection: Connection, samples: Sequence[Sample]) -> None:
+    """Store samples. One that must not be trained on is stored as DISCARDED with its reason.
+
+    Raises sqlalchemy.exc.IntegrityError when a message id with that choice exists already.
+    """
+    ids = connection.execute(
+        insert(experiences).returning(experiences.c.id, sort_by_parameter_order=True),
+        [_experience_columns(sample) for sample in samples],
+    ).scalars()
+    connection.execute(
+        insert(payloads),
+        [
+            {"experience_id": row_id, "tokens": s.tokens.encode(), "request": s.request, "reply": s.reply}
+            for row_id, s in zip(ids, samples, strict=True)
+        ],
+    )
+
+
+def _experience_columns(sample: Sample) -> dict[str, Any]:
+    return {
+        "msg_id": sample.msg_id,
+        "choice": sample.choice,
+        "parent_id": sample.parent_id,
+        "task_id": sample.task_id,
+        "run_id": sample.run_id,
+        "key_name": sample.key_name,
+        "version": sample.version,
+        "version_end": sample.version_end,
+        "state": State.DISCARDED if sample.quarantine else State.RECORDED,
+        "reason": f"quarantined: {sample.quarantine}" if sample.quarantine else None,
+        "n_prompt": len(sample.tokens.prompt_ids),
+        "n_reply": len(sample.tokens.reply_ids),
+        "temperature": sample.sampling.temperature,
+        "top_p": sample.sampling.top_p,
+        "top_k": sample.sampling.top_k,
+        "min_p": sample.sampling.min_p,
+        "finish_reason": sample.finish_reason,
+        "latency_s": sample.latency_s,
+        "created_at": sample.created_at,
+    }
+
+
+# -------------------------------------------------------------------------------------------------- 3 feedback
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """One thing that a user or code said about a message. `kind` reward carries the reward itself in `value`."""
+
+    kind: Literal["reward", "rating", "metric", "comment", "correction", "preferred_over"]
+    value: float | None = None
+    name: str | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of feedback for one target, as the caller named it."""
+
+    msg_id: str
+    state: ReceiptState
+
+
+def apply_feedback(
+    connection: Connection,
+    *,
+    msg_ids: Sequence[str],
+    task_id: str | None,
+    run_id: str | None,
+    said: Sequence[Signal],
+    reward: float | None,
+    key_name: str | None = None,
+) -> list[Receipt]:
+    """Append signals to the log of every target and set the reward of those that are not leased yet.
+
+    Targets: each of `msg_ids` ("ID" is all choices of a message, "ID#2" one), or else the rows of task and run.
+    Returns one receipt for each id named, or for each message found by task and run; an id nobody knows is `unknown`.
+    """
+    if msg_ids:
+        found = {name: _rows_of(connection, _is_message(name)) for name in dict.fromkeys(msg_ids)}
+    else:
+        found = {}
+        for row in _rows_of(connection, _in_scope(task_id, run_id)):
+            found.setdefault(row.msg_id, []).append(row)
+    now = time.time()
+    return [
+        Receipt(name, _apply(connection, rows, said, reward, key_name, now) if rows else "unknown")
+        for name, rows in found.items()
+    ]
+
+
+def _rows_of(connection: Connection, where: ColumnElement[bool]) -> list[Row[Any]]:
+    columns = (experiences.c.id, experiences.c.msg_id, experiences.c.choice, experiences.c.state, experiences.c.reward)
+    query = select(*columns).where(where).order_by(experiences.c.id)
+    if connection.dialect.name == "postgresql":
+        query = query.with_for_update()  # SQLite's BEGIN IMMEDIATE has locked all already
+    return list(connection.execute(query))
+
+
+def _is_message(name: str) -> ColumnElement[bool]:
+    msg_id, mark, index = name.rpartition("#")
+    if mark and index.isascii() and index.isdigit() and len(index) < 10:
+        return and_(experiences.c.msg_id == msg_id, experiences.c.choice == int(index))
+    return experiences.c.msg_id == name
+
+
+def _apply(
+    connection: Connection,
+    rows: list[Row[Any]],
+    said: Sequence[Signal],
+    reward: float | None,
+    key_name: str | None,
+    now: float,
+) -> ReceiptState:
+    open_rows = [row for row in rows if row.state in (State.RECORDED, State.READY)]
+    if reward is not None and open_rows and all(row.reward == reward for row in open_rows) and len(said) == 1:
+        return "duplicate"
+    connection.execute(
+        insert(signals),
+        [
+            {
+                "msg_id": row.msg_id,
+                "choice": row.choice,
+                "kind": signal.kind,
+                "name": signal.name,
+                "value": signal.value,
+                "text": signal.text,
+                "key_name": key_name,
+                "created_at": now,
+            }
+            for row in rows
+            for signal in said
+        ],
+    )
+    if not open_rows:
+        return "expired" if all(row.state == State.DISCARDED for row in rows) else "already_trained"
+    if reward is None:
+        return "applied"
+    connection.execute(
+        update(experiences)
+        .where(
+            experiences.c.id.in_([row.id for row in open_rows]),
+            experiences.c.state.in_((State.RECORDED, State.READY)),
+        )
+        .values(reward=reward)
+    )
+    return "applied" if all(row.reward is None for row in open_rows) else "updated"
+
+
+def remember_answer(connection: Connection, key: str, response: bytes) -> None:
+    """Keep the answer to an idempotency key, in the same transaction as what it reports."""
+    connection.execute(insert(idempotency).values(key=key, response=response, created_at=time.time()))
+
+
+def remembered_answer(connection: Connection, key: str) -> bytes | None:
+    """The answer first given to this idempotency key."""
+    return connection.execute(select(idempotency.c.response).where(idempotency.c.key == key)).scalar()
+
+
+# ---------------------------------------------------------------------------------------------------- 4 commit
+
+
+def commit(
+    connection: Connection, *, task_id: str | None = None, run_id: str | None = None, before: float | None = None
+) -> tuple[int, int]:
+    """RECORDED → READY for every rewarded row of the scope.
+
+    Args: before: only rows recorded before this moment, Unix seconds.
+    Returns: (rows made ready now, rows ready in all).
+    """
+    where = [experiences.c.state == State.RECORDED, experiences.c.reward.is_not(None), _in_scope(task_id, run_id)]
+    if before is not None:
+        where.append(experiences.c.created_at < before)
+    committed = connection.execute(update(experiences).where(*where).values(state=State.READY)).rowcount
+    return committed, count_ready(connection)
+
+
+def _in_scope(task_id: str | None, run_id: str | None) -> ColumnElement[bool]:
+    conditions = [experiences.c.id.is_not(None)]
+    if task_id is not None:
+        conditions.append(experiences.c.task_id == task_id)
+    if run_id is not None:
+        conditions.append(experiences.c.run_id == run_id)
+    return and_(*conditions)
+
+
+def count_ready(connection: Connection) -> int:
+    """How many rows wait for a trainer."""
+    query = select(func.count()).select_from(experiences).where(experiences.c.state == State.READY)
+    return int(connection.execute(query).scalar_one())
+
+
+# ----------------------------------------------------------------------------------------------------- 5 claim
+
+
+def claim(connection: Connection, *, owner: str, at_least: int, at_most: int, lease_s: float) -> int | None:
+    """READY → LEASED for the oldest rows, as one batch of `owner`.
+
+    Returns the batch's id, or None, with nothing changed, when fewer than `at_least` rows are ready.
+    """
+    now = time.time()
+    oldest = select(experiences.c.id).where(experiences.c.state == State.READY).order_by(experiences.c.id).limit(at_most)
+    if connection.dialect.name == "postgresql":
+        oldest = oldest.with_for_update(skip_locked=True)
+    ids = connection.execute(oldest).scalars().all()
+    if len(ids) < max(at_least, 1):
+        return None
+    batch_id = connection.execute(
+        insert(batches).values(owner=owner, state="LEASED", lease_until=now + lease_s, created_at=now).returning(batches.c.id)
+    ).scalar_one()
+    taken = connection.execute(
+        update(experiences)
+        .where(experiences.c.id.in_(ids), experiences.c.state == State.READY)
+        .values(state=State.LEASED, batch_id=batch_id)
+    ).rowcount
+    assert taken == len(ids), f"claimed {taken} of {len(ids)} locked rows"
+    return int(batch_id)
+
+
+def load_lease(connection: Connection, batch_id: int) -> Lease:
+    """The rows of a batch, oldest first. Rows whose tokens cannot be read are listed apart, with the reason."""
+    query = (
+        select(experiences, payloads.c.tokens)
+        .join(payloads, payloads.c.experience_id == experiences.c.id)
+        .where(experiences.c.batch_id == batch_id, experiences.c.state == State.LEASED)
+        .order_by(experiences.c.id)
+    )
+    lease = Lease(batch_id, [])
+    for row in connection.execute(query):
+        try:
+            tokens = Tokens.decode(row.tokens)
+            tokens.check()
+        except CorruptTokens as exc:
+            lease.corrupt[row.id] = str(exc)
+            continue
+        lease.rows.append(
+            Experience(
+                id=row.id,
+                msg_id=row.msg_id,
+                choice=row.choice,
+                parent_id=row.parent_id,
+                task_id=row.task_id,
+                run_id=row.run_id,
+                version=row.version,
+                reward=row.reward,
+                created_at=row.created_at,
+                tokens=tokens,
+                sampling=Sampling(row.temperature, row.top_p, row.top_k, row.min_p),
+            )
+        )
+    return lease
+
+
+def quarantine(connection: Connection, reasons: dict[int, str]) -> None:
+    """LEASED → DISCARDED for rows that must not be trained on."""
+    for row_id, reason in reasons.items():
+        connection.execute(
+            update(experiences)
+            .where(experiences.c.id == row_id, experiences.c.state == State.LEASED)
+            .values(state=State.DISCARDED, reason=f"quarantined: {reason}")
+        )
+
+
+def extend_lease(connection: Connection, *, owner: str, lease_s: float) -> None:
+    """The trainer lives: its leases hold for another `lease_s`."""
+    now = time.time()
+    connection.execute(
+        update(batches).where(batches.c.owner == owner, batches.c.state == "LEASED").values(lease_until=now + lease_s)
+    )
+    connection.execute(update(trainers).where(trainers.c.name == owner).values(heartbeat_at=now))
+
+
+def give_back(connection: Connection, *, owner: str | None = None) -> int:
+    """LEASED → READY for an owner's batches, or, with no owner, for every batch whose lease has run out.
+
+    Returns how many rows went back.
+    """
+    mine = batches.c.owner == owner if owner is not None else batches.c.lease_until < time.time()
+    ids = connection.execute(select(batches.c.id).where(batches.c.state == "LEASED", mine)).scalars().all()
+    if not ids:
+        return 0
+    connection.execute(update(batches).where(batches.c.id.in_(ids), batches.c.state == "LEASED").values(state="RETURNED"))
+    return connection.execute(
+        update(experiences)
+        .where(experiences.c.batch_id.in_(ids), experiences.c.state == State.LEASED)
+        .values(state=State.READY, batch_id=None)
+    ).rowcount
+
+
+# --------------------------------------------------------------------------------------------------- 8 publish
+
+
+class LeaseLost(Exception):
+    """A batch is no longer held by this trainer: its update must not become official."""
+
+
+def publish(
+    connection: Connection,
+    *,
+    version: int,
+    parent: int | None,
+    kind: str,
+    step: int,
+    trainer: str | None = None,
+    batch_ids: Collection[int] = (),
+    state_path: str | None = None,
+    stats: dict[str, float] | None = None,
+) -> None:
+    """Make a version official: its row, CONSUMED for the batches in it, and the trainer state that contains them.
+
+    One transaction: after a crash either all of it stands or none. Raises LeaseLost when a batch is not ours any more.
+    """
+    now = time.time()
+    connection.execute(
+        insert(versions).values(
+            version=version, parent=parent, kind=kind, path=version_path(version), state="PUBLISHED", step=step, created_at=now
+        )
+    )
+    if trainer is None:
+        return
+    mine = and_(batches.c.id.in_(batch_ids), batches.c.owner == trainer, batches.c.state == "LEASED")
+    held = connection.execute(update(batches).where(mine).values(state="CONSUMED", consumed_version=version)).rowcount
+    if held != len(batch_ids):
+        raise LeaseLost(f"{len(batch_ids) - held} of {len(batch_ids)} batches are no longer leased to {trainer!r}")
+    connection.execute(
+        update(experiences)
+        .where(experiences.c.batch_id.in_(batch_ids), experiences.c.state == State.LEASED)
+        .values(state=State.CONSUMED, consumed_version=version)
+    )
+    _save_trainer(
+        connection,
+        name=trainer,
+        step=step,
+        version=version,
+        state_path=state_path,
+        stats=msgspec.json.encode(stats or {}),
+        alive=True,
+        heartbeat_at=now,
+    )
+
+
+def announce_trainer(connection: Connection, *, name: str, step: int, version: int, state_path: str | None) -> None:
+    """A trainer is up, at this point of its line."""
+    _save_trainer(
+        connection, name=name, step=step, version=version, state_path=state_path, alive=True, heartbeat_at=time.time()
+    )
+
+
+def dismiss_trainer(connection: Connection, *, name: str) -> None:
+    """A trainer has stopped in order."""
+    connection.execute(update(trainers).where(trainers.c.name == name).values(alive=False))
+
+
+def _save_trainer(connection: Connection, *, name: str, **columns: Any) -> None:
+    make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    statement = make(trainers).values(name=name, **columns)
+    connection.execute(statement.on_conflict_do_update(index_elements=[trainers.c.name], set_=columns))
+
+
+# ---------------------------------------------------------------------------------------------------- 9 reload
+
+
+def serve_version(connection: Connection, version: int) -> None:
+    """An engine has proven that it serves this version: SERVING; the one before is RETIRED."""
+    connection.execute(
+        update(versions).where(versions.c.state == "SERVING", versions.c.version != version).values(state="RETIRED")
+    )
+    connection.execute(
+        update(versions)
+        .where(versions.c.version == version, or_(versions.c.state == "PUBLISHED", versions.c.state == "RETIRED"))
+        .values(state="SERVING", served_at=func.coalesce(versions.c.served_at, time.time()))
+    )
+    connection.execute(
+        update(versions).where(versions.c.version < version, versions.c.state == "PUBLISHED").values(state="RETIRED")
+    )
+
+
+def reject_version(connection: Connection, version: int, reason: str) -> None:
+    """A version's folder is damaged, or no engine reproduces its probe: it never gets traffic."""
+    connection.execute(
+        update(versions)
+        .where(versions.c.version == version, versions.c.state.in_(("PUBLISHED", "SERVING", "RETIRED")))
+        .values(state="REJECTED", reason=reason[:2000])
+    )
+
+
+def forget_answers(connection: Connection, *, before: float) -> None:
+    """Drop idempotency keys from before this moment, Unix seconds."""
+    connection.execute(delete(idempotency).where(idempotency.c.created_at < before))

@@ -1,0 +1,1 @@
+"""The service that learns: claim → batch → update → publish."""
