@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="flywheel", description="Makes the model behind an agent better while it is in use.")
+    parser = argparse.ArgumentParser(
+        prog="flywheel", description="Makes the model behind an agent better while it is in use."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="the whole loop on this machine: a support desk that learns")

@@ -51,7 +51,7 @@ class KeyConfig(_Section):
     key_env: Annotated[str, Field(min_length=1)]
     """The environment variable that holds the key. The key itself never stands in the file."""
     role: Literal["chat", "feedback", "admin"]
-    """chat: chat and feedback on it. feedback: feedback and commit. admin: everything."""
+    """chat: chat. feedback: feedback and commit. admin: everything. Any of them may read the status."""
 
 
 class EngineAddress(_Section):
@@ -214,7 +214,7 @@ class Config(_Section):
     @model_validator(mode="after")
     def _check_together(self) -> Config:
         explorer = self.explorer
-        if not explorer.keys and not _is_loopback(explorer.host):
+        if not explorer.keys and not is_loopback(explorer.host):
             raise ValueError(
                 f"explorer.host={explorer.host!r} is not loopback and explorer.keys is empty, so anyone could chat and "
                 "steer the model; set explorer.keys, or explorer.host: 127.0.0.1"
@@ -225,7 +225,9 @@ class Config(_Section):
         ):
             twice = {value for value in values if values.count(value) > 1}
             if twice:
-                raise ValueError(f"explorer.engines: {what} {sorted(twice)[0]!r} stands twice; give each engine its own")
+                raise ValueError(
+                    f"explorer.engines: {what} {sorted(twice)[0]!r} stands twice; give each engine its own"
+                )
         for network in explorer.open_feedback_from:
             try:
                 ipaddress.ip_network(network)
@@ -243,7 +245,8 @@ class Config(_Section):
         return self
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that address."""
     if host == "localhost":
         return True
     try:

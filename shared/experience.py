@@ -51,7 +51,7 @@ class Tokens:
     _LAYOUT = 1
 
     def check(self) -> None:
-        """Raise CorruptTokens unless the arrays agree in length and every logprob is a finite number ≤ 0 (+ rounding)."""
+        """Raise CorruptTokens unless the arrays agree in length and every logprob is finite and ≤ 0 (+ rounding)."""
         if len(self.reply_ids) != len(self.logprobs):
             raise CorruptTokens(f"{len(self.reply_ids)} reply tokens but {len(self.logprobs)} logprobs")
         if not len(self.prompt_ids) or not len(self.reply_ids):

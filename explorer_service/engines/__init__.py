@@ -1,0 +1,1 @@
+"""The vLLM servers behind the explorer: their administration, and the pool that chats draw from."""

@@ -79,7 +79,9 @@ class Ledger:
             raise
         except (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError) as error:
             cause = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
-            raise LedgerError(f"the database {self.shown_url} is away or refuses ({cause}); is it up and reachable?") from error
+            raise LedgerError(
+                f"the database {self.shown_url} is away or refuses ({cause}); is it up and reachable?"
+            ) from error
 
     def close(self) -> None:
         self._engine.dispose()
@@ -87,7 +89,12 @@ class Ledger:
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
     connection.isolation_level = None  # we say BEGIN ourselves; the driver's own would be DEFERRED
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}"):
+    for pragma in (
+        "journal_mode=WAL",
+        "synchronous=FULL",
+        "foreign_keys=ON",
+        f"busy_timeout={int(BUSY_TIMEOUT_S * 1000)}",
+    ):
         connection.execute(f"PRAGMA {pragma}")
 
 

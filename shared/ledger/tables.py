@@ -61,7 +61,9 @@ Index("ix_experiences_batch", experiences.c.batch_id)
 payloads = Table(
     "payloads",
     metadata,
-    Column("experience_id", Id, ForeignKey("experiences.id", ondelete="CASCADE"), primary_key=True, autoincrement=False),
+    Column(
+        "experience_id", Id, ForeignKey("experiences.id", ondelete="CASCADE"), primary_key=True, autoincrement=False
+    ),
     Column("tokens", LargeBinary, nullable=False),  # shared.experience.Tokens.encode
     Column("request", LargeBinary),  # JSON
     Column("reply", LargeBinary),  # JSON
@@ -114,7 +116,12 @@ batches = Table(
     Column("consumed_version", Integer),
     Column("created_at", Float, nullable=False),
 )
-Index("ix_batches_leased", batches.c.owner, sqlite_where=text("state = 'LEASED'"), postgresql_where=text("state = 'LEASED'"))
+Index(
+    "ix_batches_leased",
+    batches.c.owner,
+    sqlite_where=text("state = 'LEASED'"),
+    postgresql_where=text("state = 'LEASED'"),
+)
 
 trainers = Table(
     "trainers",

@@ -199,7 +199,11 @@ def commit(
     Args: before: only rows recorded before this moment, Unix seconds.
     Returns: (rows made ready now, rows ready in all).
     """
-    where = [experiences.c.state == State.RECORDED, experiences.c.reward.is_not(None), _in_scope(task_id, run_id)]
+    where: list[ColumnElement[bool]] = [
+        experiences.c.state == State.RECORDED,
+        experiences.c.reward.is_not(None),
+        _in_scope(task_id, run_id),
+    ]
     if before is not None:
         where.append(experiences.c.created_at < before)
     committed = connection.execute(update(experiences).where(*where).values(state=State.READY)).rowcount
@@ -207,7 +211,7 @@ def commit(
 
 
 def _in_scope(task_id: str | None, run_id: str | None) -> ColumnElement[bool]:
-    conditions = [experiences.c.id.is_not(None)]
+    conditions: list[ColumnElement[bool]] = [experiences.c.id.is_not(None)]
     if task_id is not None:
         conditions.append(experiences.c.task_id == task_id)
     if run_id is not None:
@@ -230,14 +234,18 @@ def claim(connection: Connection, *, owner: str, at_least: int, at_most: int, le
     Returns the batch's id, or None, with nothing changed, when fewer than `at_least` rows are ready.
     """
     now = time.time()
-    oldest = select(experiences.c.id).where(experiences.c.state == State.READY).order_by(experiences.c.id).limit(at_most)
+    oldest = (
+        select(experiences.c.id).where(experiences.c.state == State.READY).order_by(experiences.c.id).limit(at_most)
+    )
     if connection.dialect.name == "postgresql":
         oldest = oldest.with_for_update(skip_locked=True)
     ids = connection.execute(oldest).scalars().all()
     if len(ids) < max(at_least, 1):
         return None
     batch_id = connection.execute(
-        insert(batches).values(owner=owner, state="LEASED", lease_until=now + lease_s, created_at=now).returning(batches.c.id)
+        insert(batches)
+        .values(owner=owner, state="LEASED", lease_until=now + lease_s, created_at=now)
+        .returning(batches.c.id)
     ).scalar_one()
     taken = connection.execute(
         update(experiences)
@@ -310,7 +318,9 @@ def give_back(connection: Connection, *, owner: str | None = None) -> int:
     ids = connection.execute(select(batches.c.id).where(batches.c.state == "LEASED", mine)).scalars().all()
     if not ids:
         return 0
-    connection.execute(update(batches).where(batches.c.id.in_(ids), batches.c.state == "LEASED").values(state="RETURNED"))
+    connection.execute(
+        update(batches).where(batches.c.id.in_(ids), batches.c.state == "LEASED").values(state="RETURNED")
+    )
     return connection.execute(
         update(experiences)
         .where(experiences.c.batch_id.in_(ids), experiences.c.state == State.LEASED)
@@ -344,7 +354,13 @@ def publish(
     now = time.time()
     connection.execute(
         insert(versions).values(
-            version=version, parent=parent, kind=kind, path=version_path(version), state="PUBLISHED", step=step, created_at=now
+            version=version,
+            parent=parent,
+            kind=kind,
+            path=version_path(version),
+            state="PUBLISHED",
+            step=step,
+            created_at=now,
         )
     )
     if trainer is None:

@@ -1,0 +1,148 @@
+"""The explorer's HTTP surface: which path answers what, and every failure in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from explorer_service.chat import answer_chat
+from explorer_service.commit import answer_commit
+from explorer_service.deps import Deps
+from explorer_service.engines.client import EngineClient
+from explorer_service.errors import ApiError
+from explorer_service.feedback import answer_feedback
+from explorer_service.reload import EngineKeeper
+from explorer_service.status import (
+    answer_health,
+    answer_metrics,
+    answer_models,
+    answer_ready,
+    answer_status,
+    answer_versions,
+)
+from shared.log import StageLogger
+
+log = StageLogger("explorer")
+Handler = Callable[[Request, Deps], Awaitable[Response]]
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions", answer_chat),
+    ("POST", "/chat", answer_chat),
+    ("POST", "/feedback", answer_feedback),
+    ("POST", "/commit", answer_commit),
+    ("GET", "/v1/models", answer_models),
+    ("GET", "/health", answer_health),
+    ("GET", "/ready", answer_ready),
+    ("GET", "/metrics", answer_metrics),
+    ("GET", "/versions", answer_versions),
+    ("GET", "/status", answer_status),
+)
+NOT_YET: tuple[tuple[str, str], ...] = (
+    ("PUT", "/traffic"),
+    ("POST", "/versions/{version}/promote"),
+    ("POST", "/rollback"),
+)
+
+
+def build_app(make_deps: Callable[[], Awaitable[Deps]], close_deps: Callable[[Deps], Awaitable[None]]) -> FastAPI:
+    """The application. Its lifespan builds the dependencies and keeps the engines; a dead keeper stops the process."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        deps = await make_deps()
+        app.state.deps = deps
+        keepers = [asyncio.create_task(keeper.run(), name=name) for name, keeper in _keepers(deps)]
+        for task in keepers:
+            task.add_done_callback(_stop_if_dead)
+        try:
+            yield
+        finally:
+            for task in keepers:
+                task.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+            await close_deps(deps)
+
+    app = FastAPI(title="Flywheel Explorer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    for method, path, handler in ROUTES:
+        app.add_route(path, partial(_handle, handler), methods=[method])
+    for method, path in NOT_YET:
+        app.add_route(path, partial(_handle, _answer_not_yet), methods=[method])
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+    return app
+
+
+async def _handle(handler: Handler, request: Request) -> Response:
+    deps: Deps = request.app.state.deps
+    chat = handler is answer_chat
+    try:
+        with deps.metrics.chat_latency.time() if chat else _nothing():
+            response = await handler(request, deps)
+    except ApiError as error:
+        response = error.response()
+    if chat:
+        deps.metrics.chat_requests.labels(str(response.status_code)).inc()
+    return response
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+async def _answer_not_yet(request: Request, deps: Deps) -> Response:
+    deps.auth.require(request, "admin")
+    raise ApiError(
+        501, "traffic, promotion and rollback are not built yet", kind="not_implemented", code="not_implemented"
+    )
+
+
+async def _on_http_exception(_request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    kind = "NotFoundError" if exc.status_code == 404 else "invalid_request_error"
+    response = ApiError(exc.status_code, str(exc.detail), kind=kind).response()
+    response.headers.update(exc.headers or {})
+    return response
+
+
+async def _on_bug(request: Request, exc: Exception) -> Response:
+    log.error("a request failed for a reason of ours", path=request.url.path, error=repr(exc))
+    return ApiError(500, "an error of the server; its log has the details", kind="server_error").response()
+
+
+def _keepers(deps: Deps) -> list[tuple[str, EngineKeeper]]:
+    lock = asyncio.Lock()  # with several engines, one reloads while the others serve
+    config = deps.config
+    return [
+        (
+            f"keeper-{engine.name}",
+            EngineKeeper(
+                engine,
+                EngineClient(deps.session, engine.url, config.model.name, config.explorer.reload.timeout_s),
+                deps.pool,
+                config,
+                deps.ledger,
+                deps.recorder,
+                deps.metrics,
+                lock,
+            ),
+        )
+        for engine in deps.pool.engines
+    ]
+
+
+def _stop_if_dead(task: asyncio.Task[None]) -> None:
+    """A keeper never ends by itself; if one does, the explorer must not go on half-blind."""
+    if not task.cancelled():
+        error = task.exception()
+        log.error("a side task died; the explorer stops", task=task.get_name(), error=repr(error))
+        signal.raise_signal(signal.SIGTERM)

@@ -1,0 +1,300 @@
+"""Stage 1, chat: an OpenAI request goes to an engine; token ids and the sampler's own logprobs come back.
+
+The request goes on as the caller wrote it, with two fields added; the reply comes back as the engine wrote it, with
+what the caller did not ask for taken out. Between the two the sample is recorded (stage 2).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from msgspec import Raw
+from starlette.requests import Request
+from starlette.responses import Response
+
+from explorer_service.deps import Deps
+from explorer_service.engines.pool import EngineState, Seat
+from explorer_service.errors import ApiError, bad_request, unavailable
+from shared.errors import LedgerError
+from shared.experience import CorruptTokens, Sample, Sampling, Tokens
+
+VERSION_HEADER = "X-Flywheel-Version"
+_NULL = Raw(b"null")
+_SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
+
+
+@dataclass(slots=True)
+class Chat:
+    """One request, as far as we look into it."""
+
+    msg_id: str
+    body: dict[str, Any]
+    raw: bytes
+    pin: int | None
+    store: bool
+    stream: bool
+    seeded: bool
+    keep_logprobs: bool  # the caller asked for them
+    keep_token_ids: bool
+    sampling: dict[str, Any]  # what the caller set of Sampling's fields
+    task_id: str | None
+    run_id: str | None
+    key_name: str | None
+    started: float  # time.perf_counter()
+    created_at: float  # Unix seconds
+
+    def upstream(self, model: str) -> bytes:
+        """The body for the engine: the caller's, and what recording needs."""
+        body = {**self.body, "model": model}
+        if self.store:
+            body["return_token_ids"] = True
+            if not self.keep_logprobs and not body.get("top_logprobs"):  # else the engine explains the contradiction
+                body["logprobs"] = True
+        return msgspec.json.encode(body)
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class Logprobs(msgspec.Struct):
+    """The part of a choice's logprobs that is recorded."""
+
+    content: list[_Logprob] | None = None
+
+
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_raw = msgspec.json.Decoder(dict[str, Raw]).decode
+_decode_choices = msgspec.json.Decoder(list[dict[str, Raw]]).decode
+_decode_ids = msgspec.json.Decoder(list[int] | None).decode
+_decode_logprobs = msgspec.json.Decoder(Logprobs | None).decode
+
+
+async def answer_chat(request: Request, deps: Deps) -> Response:
+    """POST /v1/chat/completions and POST /chat."""
+    key_name = deps.auth.require(request, "chat")
+    chat = parse_chat(await read_body(request, deps.config.explorer.max_body_bytes), request, deps, key_name)
+    if chat.stream:
+        from explorer_service.stream import stream_chat
+
+        return await stream_chat(chat, deps)
+    async with deps.router.seat(chat.pin, seeded=chat.seeded) as seat, open_upstream(chat, seat, deps) as reply:
+        content = await _read_all(reply, seat, deps)
+        if reply.status != 200:
+            return Response(content, reply.status, media_type=reply.content_type)
+        headers = {VERSION_HEADER: str(seat.version)}
+        if not chat.store:
+            return Response(content, 200, headers, media_type="application/json")
+        content, samples = split_reply(content, chat, seat)
+    await record_or_fail(samples, deps)
+    return Response(content, 200, headers, media_type="application/json")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises ApiError 413 when it is longer than `limit` bytes, without reading on."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise ApiError(
+                413, f"the body is larger than {limit} bytes (explorer.max_body_bytes)", code="body_too_large"
+            )
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def decode_body(raw: bytes) -> dict[str, Any]:
+    """A JSON object. Raises ApiError 400 for anything else, NaN and infinity included."""
+    try:
+        return _decode_object(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise bad_request(f"the body is not a JSON object: {exc}") from exc
+
+
+def parse_chat(raw: bytes, request: Request, deps: Deps, key_name: str | None) -> Chat:
+    """Look at the fields that concern us; the engine judges the rest. Raises ApiError."""
+    body = decode_body(raw)
+    metadata = body.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise bad_request("metadata must be an object of strings", param="metadata")
+    return Chat(
+        msg_id=f"chatcmpl-{uuid.uuid4().hex}",
+        body=body,
+        raw=raw,
+        pin=deps.router.parse(body.get("model")),
+        store=body.get("store") is not False,
+        stream=body.get("stream") is True,
+        seeded=body.get("seed") is not None,
+        keep_logprobs=bool(body.get("logprobs")),
+        keep_token_ids=bool(body.get("return_token_ids")),
+        sampling={name: value for name in _SAMPLING_FIELDS if (value := _number(body, name)) is not None},
+        task_id=attribution(request.headers.get("x-flywheel-task") or metadata.get("task_id"), "task_id"),
+        run_id=attribution(request.headers.get("x-flywheel-run") or metadata.get("run_id"), "run_id"),
+        key_name=key_name,
+        started=time.perf_counter(),
+        created_at=time.time(),
+    )
+
+
+def _number(body: dict[str, Any], name: str) -> float | None:
+    value = body.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float | None):
+        raise bad_request(f"{name} must be a number", param=name)
+    return value
+
+
+def attribution(value: object, name: str) -> str | None:
+    """A task or run id as text; integers are taken as their digits. Raises ApiError 400."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise bad_request(f"{name} must be a string or an integer", param=name)
+    text = str(value)
+    if len(text) > 400 or "\x00" in text:
+        raise bad_request(f"{name} must be at most 400 characters, without NUL", param=name)
+    return text
+
+
+@asynccontextmanager
+async def open_upstream(chat: Chat, seat: Seat, deps: Deps) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The engine's answer, its head read. The engine names the message by our id. Raises ApiError 503."""
+    url = seat.engine.url + "/v1/chat/completions"
+    # vLLM makes the reply's id from this header, so the id needs no rewriting
+    headers = {"X-Request-Id": chat.msg_id.removeprefix("chatcmpl-"), "Content-Type": "application/json"}
+    data = chat.upstream(deps.config.model.name)
+    for attempt in (1, 2):
+        try:
+            reply = await deps.session.post(url, data=data, headers=headers)
+            break
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as exc:
+            if attempt == 2 or isinstance(exc, aiohttp.ClientConnectorError):  # once more, on a new connection
+                raise await _engine_lost(seat, deps, exc) from exc
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise await _engine_lost(seat, deps, exc) from exc
+    deps.metrics.chat_in_flight.inc()
+    started = time.perf_counter()
+    try:
+        yield reply
+    finally:
+        reply.close() if not reply.content.at_eof() else reply.release()
+        deps.metrics.chat_in_flight.dec()
+        deps.metrics.chat_engine.observe(time.perf_counter() - started)
+
+
+async def _read_all(reply: aiohttp.ClientResponse, seat: Seat, deps: Deps) -> bytes:
+    try:
+        return await reply.read()
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        raise await _engine_lost(seat, deps, exc) from exc
+
+
+async def _engine_lost(seat: Seat, deps: Deps, exc: Exception) -> ApiError:
+    """The engine broke off. It gets no more chats until it has proven itself again."""
+    reason = str(exc) or type(exc).__name__
+    if not isinstance(exc, TimeoutError) and seat.engine.state is EngineState.SERVING:
+        await deps.pool.set_state(seat.engine, EngineState.AWAY, reason)
+    return unavailable(f"engine {seat.engine.name} broke off ({reason}); try again", "engine_lost")
+
+
+def split_reply(content: bytes, chat: Chat, seat: Seat) -> tuple[bytes, list[Sample]]:
+    """The engine's reply as the caller gets it, and a sample for each choice."""
+    try:
+        reply = _decode_raw(content)
+        choices = _decode_choices(reply["choices"])
+    except (msgspec.DecodeError, KeyError) as exc:
+        raise unavailable(f"engine {seat.engine.name} gave a reply that is no chat completion", "engine_reply") from exc
+    prompt_ids = _decode_ids(reply.get("prompt_token_ids", _NULL)) or []
+    samples = []
+    for choice in choices:
+        sampled = Sampled(prompt_ids)
+        sampled.add(choice)
+        sampled.reply = bytes(choice.get("message", _NULL))
+        samples.append(sampled.sample(int(bytes(choice["index"])), chat, seat))
+        strip(choice, chat)
+    if not chat.keep_token_ids and "prompt_token_ids" in reply:
+        reply["prompt_token_ids"] = _NULL
+    reply["choices"] = Raw(msgspec.json.encode(choices))
+    return msgspec.json.encode(reply), samples
+
+
+def strip(choice: dict[str, Raw], chat: Chat) -> None:
+    """Take out what the caller did not ask for, leaving the engine's own default behind."""
+    if not chat.keep_logprobs and "logprobs" in choice:
+        choice["logprobs"] = _NULL
+    if not chat.keep_token_ids and "token_ids" in choice:
+        choice["token_ids"] = _NULL
+
+
+def effective_sampling(chat: Chat, seat: Seat) -> Sampling:
+    """The caller's parameters, and the engine's defaults where the caller said nothing."""
+    return replace(seat.engine.sampling_defaults, **chat.sampling) if chat.sampling else seat.engine.sampling_defaults
+
+
+class Sampled:
+    """What one choice has sampled so far: a whole reply at once, or a stream's chunks one by one."""
+
+    __slots__ = ("finish_reason", "logprobs", "prompt_ids", "reply", "reply_ids")
+
+    def __init__(self, prompt_ids: list[int]) -> None:
+        self.prompt_ids = prompt_ids
+        self.reply_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: str | None = None
+        self.reply: bytes | None = None
+
+    def add(self, choice: dict[str, Raw]) -> None:
+        """Take in token ids, logprobs and the finish reason of a choice."""
+        self.reply_ids += _decode_ids(choice.get("token_ids", _NULL)) or []
+        logprobs = _decode_logprobs(choice.get("logprobs", _NULL))
+        if logprobs is not None and logprobs.content:
+            self.logprobs += [entry.logprob for entry in logprobs.content]
+        finish = bytes(choice.get("finish_reason", _NULL))
+        if finish != b"null":
+            self.finish_reason = msgspec.json.decode(finish, type=str)
+
+    def sample(self, index: int, chat: Chat, seat: Seat) -> Sample:
+        """The row to record; one whose arrays do not agree is marked for quarantine, never mended."""
+        tokens = Tokens(
+            np.array(self.prompt_ids, dtype=np.int32),
+            np.array(self.reply_ids, dtype=np.int32),
+            np.array(self.logprobs, dtype=np.float32),
+        )
+        try:
+            tokens.check()
+            quarantine = None
+        except CorruptTokens as exc:
+            quarantine = str(exc)
+        return Sample(
+            msg_id=chat.msg_id,
+            choice=index,
+            version=seat.version,
+            version_end=seat.version_now,
+            tokens=tokens,
+            sampling=effective_sampling(chat, seat),
+            finish_reason=self.finish_reason,
+            created_at=chat.created_at,
+            latency_s=time.perf_counter() - chat.started,
+            task_id=chat.task_id,
+            run_id=chat.run_id,
+            key_name=chat.key_name,
+            request=chat.raw,
+            reply=self.reply,
+            quarantine=quarantine,
+        )
+
+
+async def record_or_fail(samples: list[Sample], deps: Deps) -> None:
+    """Make samples durable. A caller who goes away meanwhile does not undo it. Raises ApiError 503."""
+    try:
+        await asyncio.shield(deps.recorder.record(samples))
+    except LedgerError as exc:
+        raise unavailable(f"the reply could not be recorded: {exc}", "not_recorded") from exc

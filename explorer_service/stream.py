@@ -1,0 +1,149 @@
+"""Chat as a stream: every event goes on as it comes; the sample is recorded before the last one.
+
+The engine's timing is the caller's: nothing is held back but the final `[DONE]`, which waits until the rows stand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import msgspec
+from msgspec import Raw
+from starlette.responses import Response, StreamingResponse
+
+from explorer_service.chat import (
+    _NULL,
+    VERSION_HEADER,
+    Chat,
+    Sampled,
+    _decode_choices,
+    _decode_ids,
+    _decode_raw,
+    open_upstream,
+    record_or_fail,
+)
+from explorer_service.deps import Deps
+from explorer_service.engines.pool import Seat
+from explorer_service.errors import ApiError, unavailable
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def stream_chat(chat: Chat, deps: Deps) -> Response:
+    """Open the engine's stream; answer with its error, or with its events."""
+    stack = AsyncExitStack()
+    try:
+        seat = await stack.enter_async_context(deps.router.seat(chat.pin, seeded=chat.seeded))
+        reply = await stack.enter_async_context(open_upstream(chat, seat, deps))
+        if reply.status != 200:
+            content = await reply.read()
+            await stack.aclose()
+            return Response(content, reply.status, media_type=reply.content_type)
+    except BaseException:
+        await stack.aclose()
+        raise
+    deps.in_flight.begin(chat.msg_id)
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            async with stack:
+                async for event in _relay(reply, chat, seat, deps):
+                    yield event
+        finally:
+            deps.in_flight.end(chat.msg_id)
+
+    headers = {VERSION_HEADER: str(seat.version), "Cache-Control": "no-cache"}
+    return StreamingResponse(events(), headers=headers, media_type="text/event-stream")
+
+
+async def _relay(reply: aiohttp.ClientResponse, chat: Chat, seat: Seat, deps: Deps) -> AsyncIterator[bytes]:
+    heard = Heard(chat)
+    try:
+        async for event in _events(reply):
+            if event == DONE:
+                if chat.store:
+                    await record_or_fail(heard.samples(seat), deps)
+                yield DONE
+                return
+            yield heard.take(event) if chat.store else event
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        lost = unavailable(
+            f"engine {seat.engine.name} broke off ({exc or type(exc).__name__}); try again", "engine_lost"
+        )
+        yield b"data: " + lost.body() + b"\n\n"
+    except ApiError as error:  # the head is out already: say it in the stream, and leave [DONE] out
+        yield b"data: " + error.body() + b"\n\n"
+
+
+async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Server-sent events, whole, each with its blank line."""
+    rest = b""
+    async for chunk in reply.content.iter_any():
+        rest += chunk
+        while (end := rest.find(b"\n\n")) >= 0:
+            yield rest[: end + 2]
+            rest = rest[end + 2 :]
+
+
+class Heard:
+    """What a stream has said so far, for each choice."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._prompt_ids: list[int] = []
+        self._choices: dict[int, Sampled] = {}
+        self._messages: dict[int, dict[str, Any]] = {}
+
+    def take(self, event: bytes) -> bytes:
+        """Note an event's tokens; return it as the caller gets it."""
+        if not event.startswith(b"data: {"):
+            return event
+        chunk = _decode_raw(event[6:-2])
+        if "choices" not in chunk:  # an error the engine found on the way
+            return event
+        chat = self._chat
+        self._prompt_ids = _decode_ids(chunk.get("prompt_token_ids", _NULL)) or self._prompt_ids
+        choices = _decode_choices(chunk["choices"])
+        for choice in choices:
+            index = int(bytes(choice["index"]))
+            sampled = self._choices.setdefault(index, Sampled([]))
+            sampled.add(choice)
+            _merge_delta(self._messages.setdefault(index, {}), msgspec.json.decode(choice.get("delta", _NULL)) or {})
+            if not chat.keep_logprobs and "logprobs" in choice:
+                choice["logprobs"] = _NULL
+            if not chat.keep_token_ids:
+                choice.pop("token_ids", None)
+        if not chat.keep_token_ids:
+            chunk.pop("prompt_token_ids", None)
+        chunk["choices"] = Raw(msgspec.json.encode(choices))
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def samples(self, seat: Seat) -> list[Any]:
+        """A sample for each choice that was heard to its end."""
+        samples = []
+        for index, sampled in sorted(self._choices.items()):
+            sampled.prompt_ids = self._prompt_ids
+            sampled.reply = json.dumps(self._messages[index], ensure_ascii=False).encode()
+            samples.append(sampled.sample(index, self._chat, seat))
+        return samples
+
+
+def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add a delta to the message: texts are joined, tool calls are joined by their index, the rest is set."""
+    for name, value in delta.items():
+        if name == "tool_calls":
+            calls = message.setdefault("tool_calls", [])
+            for part in value or []:
+                while len(calls) <= part.get("index", 0):
+                    calls.append({})
+                _merge_delta(calls[part.get("index", 0)], {k: v for k, v in part.items() if k != "index"})
+        elif isinstance(value, dict):
+            _merge_delta(message.setdefault(name, {}), value)
+        elif isinstance(value, str) and name in ("content", "reasoning", "reasoning_content", "arguments", "refusal"):
+            message[name] = (message.get(name) or "") + value
+        elif value is not None or name not in message:
+            message[name] = value

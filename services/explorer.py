@@ -1,0 +1,71 @@
+"""`flywheel explorer`: builds the explorer and runs it under uvicorn."""
+
+from __future__ import annotations
+
+import uvicorn
+
+from explorer_service.app import build_app
+from explorer_service.auth import Auth
+from explorer_service.deps import Deps
+from explorer_service.engines.client import open_session
+from explorer_service.engines.pool import EnginePool
+from explorer_service.record import Recorder
+from explorer_service.router import Router
+from shared.config import Config
+from shared.errors import StartupError
+from shared.ledger.connect import Ledger
+from shared.lifecycle import require_free_port
+from shared.log import StageLogger, configure_logging
+from shared.metrics import ExplorerMetrics
+
+log = StageLogger("explorer")
+
+
+def run_explorer(config: Config) -> int:
+    """Run until a signal. Returns the exit status."""
+    configure_logging("explorer", config.log_level)
+    explorer = config.explorer
+    auth = Auth(explorer)
+    require_free_port(explorer.host, explorer.port, "explorer.port")
+    ledger = Ledger.open(config.ledger_url)
+
+    async def make_deps() -> Deps:
+        metrics = ExplorerMetrics()
+        recorder = Recorder(ledger, metrics)
+        recorder.start()
+        pool = EnginePool(explorer.engines, explorer.engine_wait_s)
+        return Deps(
+            config=config,
+            ledger=ledger,
+            recorder=recorder,
+            pool=pool,
+            router=Router(config.model.name, pool),
+            auth=auth,
+            metrics=metrics,
+            session=open_session(explorer.request_timeout_s),
+        )
+
+    async def close_deps(deps: Deps) -> None:
+        await deps.session.close()
+        await deps.recorder.stop()
+        ledger.close()
+
+    app = build_app(make_deps, close_deps)
+    log.info("listening", url=f"http://{explorer.host}:{explorer.port}", ledger=ledger.shown_url)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=explorer.host,
+            port=explorer.port,
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=10,
+            loop="uvloop",
+            http="httptools",
+        )
+    )
+    server.run()
+    if not server.started:
+        raise StartupError(f"the explorer could not listen on {explorer.host}:{explorer.port}; its log says why")
+    return 0

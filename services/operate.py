@@ -1,0 +1,66 @@
+"""`flywheel status` and `flywheel versions`: what the ledger says, for a person."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from explorer_service.status import ledger_status
+from shared.config import Config
+from shared.ledger.connect import Ledger
+from shared.ledger.queries import list_versions
+
+
+def print_status(config: Config) -> int:
+    """Rows by state, versions, trainers."""
+    ledger = Ledger.open(config.ledger_url)
+    try:
+        status = ledger_status(ledger)
+    finally:
+        ledger.close()
+    console = Console()
+    console.print("rows      " + "  ".join(f"{state} {count}" for state, count in status["rows"].items()))
+    versions = status["versions"]
+    console.print(
+        f"versions  newest {versions['newest']}  serving {versions['serving']}  published {versions['published']}  "
+        f"reloads {versions['reloads']}  lag {status['lag_versions']}"
+    )
+    for trainer in status["trainers"]:
+        alive = "alive" if trainer["alive"] else "stopped"
+        console.print(
+            f"trainer   {trainer['name']}  {alive}  step {trainer['step']}  version {trainer['version']}  "
+            f"heard of {trainer['heartbeat_age_s']:.0f} s ago"
+        )
+    return 0
+
+
+def print_versions(config: Config) -> int:
+    """Every version and its state."""
+    ledger = Ledger.open(config.ledger_url)
+    try:
+        with ledger.read() as connection:
+            rows = list_versions(connection)
+    finally:
+        ledger.close()
+    table = Table("version", "parent", "kind", "state", "step", "published", "in service", "reason")
+    for row in rows:
+        served = _clock(row.served_at) if row.served_at is not None else ""
+        parent = "" if row.parent is None else str(row.parent)
+        table.add_row(
+            str(row.version),
+            parent,
+            row.kind,
+            row.state,
+            str(row.step),
+            _clock(row.created_at),
+            served,
+            row.reason or "",
+        )
+    Console().print(table)
+    return 0
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

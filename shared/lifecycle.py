@@ -1,0 +1,62 @@
+"""Starting and ending: signals that ask to stop, ports that must be free, children that must not outlive us."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from shared.errors import StartupError
+
+
+class StopRequest:
+    """Set by SIGTERM or SIGINT. Wait on it instead of sleeping."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def listen(self) -> StopRequest:
+        """Install the signal handlers (main thread only)."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        return self
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._event.set()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s`; True when the process should stop."""
+        return self._event.wait(timeout_s)
+
+
+def require_free_port(host: str, port: int, setting: str) -> None:
+    """Raise StartupError when nothing can listen there, naming the setting to change."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as exc:
+            raise StartupError(
+                f"cannot listen on {host}:{port} ({exc.strerror}); end what holds the port, or change {setting}"
+            ) from exc
+
+
+def die_with_parent(signal_number: int = signal.SIGTERM) -> Callable[[], None]:
+    """A `preexec_fn` for subprocess: the kernel signals the child when its parent dies, however it dies (Linux)."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    set_parent_death_signal = 1
+
+    def in_child() -> None:
+        prctl(set_parent_death_signal, signal_number)
+
+    return in_child

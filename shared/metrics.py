@@ -1,0 +1,48 @@
+"""Metrics, named `flywheel_<stage>_<what>_<unit>`. One object holds them; nothing is registered globally."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class ExplorerMetrics:
+    """What the explorer counts; docs/metrics.md explains each."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.chat_requests = Counter("flywheel_chat_requests", "Chats by HTTP status", ["status"], registry=registry)
+        self.chat_latency = Histogram(
+            "flywheel_chat_latency_seconds", "Whole chat, engine included", buckets=_LATENCY_S, registry=registry
+        )
+        self.chat_engine = Histogram(
+            "flywheel_chat_engine_seconds", "The engine's part of a chat", buckets=_LATENCY_S, registry=registry
+        )
+        self.chat_in_flight = Gauge("flywheel_chat_in_flight_requests", "Chats at engines now", registry=registry)
+        self.record_rows = Counter("flywheel_record_rows", "Samples stored, by result", ["result"], registry=registry)
+        self.record_commit = Histogram(
+            "flywheel_record_commit_seconds", "One durable write of the ledger", buckets=_LATENCY_S, registry=registry
+        )
+        self.feedback_receipts = Counter(
+            "flywheel_feedback_receipts", "Receipts by state", ["state"], registry=registry
+        )
+        self.commit_rows = Counter("flywheel_commit_rows", "Rows made ready", registry=registry)
+        self.reloads = Counter(
+            "flywheel_reload_versions", "Versions taken up, by result", ["result"], registry=registry
+        )
+        self.reload_pause = Histogram(
+            "flywheel_reload_pause_seconds",
+            "How long an engine was paused for a reload",
+            buckets=_LATENCY_S,
+            registry=registry,
+        )
+        self.reload_version = Gauge(
+            "flywheel_reload_version_number", "Version in service", ["engine"], registry=registry
+        )
+
+    def render(self) -> bytes:
+        """Prometheus text."""
+        text: bytes = generate_latest(self.registry)
+        return text
