@@ -123,7 +123,9 @@ def decode_body(raw: bytes) -> dict[str, Any]:
 def parse_chat(raw: bytes, request: Request, deps: Deps, key_name: str | None) -> Chat:
     """Look at the fields that concern us; the engine judges the rest. Raises ApiError."""
     body = decode_body(raw)
-    metadata = body.get("metadata") or {}
+    metadata = body.get("metadata")
+    if metadata is None:
+        metadata = {}
     if not isinstance(metadata, dict):
         raise bad_request("metadata must be an object of strings", param="metadata")
     return Chat(

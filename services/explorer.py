@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import uvicorn
 
 from explorer_service.app import build_app
@@ -25,32 +27,11 @@ def run_explorer(config: Config) -> int:
     """Run until a signal. Returns the exit status."""
     configure_logging("explorer", config.log_level)
     explorer = config.explorer
-    auth = Auth(explorer)
+    Auth(explorer)  # a key that is not set must be said before anything starts
     require_free_port(explorer.host, explorer.port, "explorer.port")
     ledger = Ledger.open(config.ledger_url)
 
-    async def make_deps() -> Deps:
-        metrics = ExplorerMetrics()
-        recorder = Recorder(ledger, metrics)
-        recorder.start()
-        pool = EnginePool(explorer.engines, explorer.engine_wait_s)
-        return Deps(
-            config=config,
-            ledger=ledger,
-            recorder=recorder,
-            pool=pool,
-            router=Router(config.model.name, pool),
-            auth=auth,
-            metrics=metrics,
-            session=open_session(explorer.request_timeout_s),
-        )
-
-    async def close_deps(deps: Deps) -> None:
-        await deps.session.close()
-        await deps.recorder.stop()
-        ledger.close()
-
-    app = build_app(make_deps, close_deps)
+    app = build_app(*make_deps_factory(config, ledger))
     log.info("listening", url=f"http://{explorer.host}:{explorer.port}", ledger=ledger.shown_url)
     server = uvicorn.Server(
         uvicorn.Config(
@@ -65,7 +46,39 @@ def run_explorer(config: Config) -> int:
             http="httptools",
         )
     )
-    server.run()
+    try:
+        server.run()
+    finally:
+        ledger.close()
     if not server.started:
         raise StartupError(f"the explorer could not listen on {explorer.host}:{explorer.port}; its log says why")
     return 0
+
+
+def make_deps_factory(
+    config: Config, ledger: Ledger
+) -> tuple[Callable[[], Awaitable[Deps]], Callable[[Deps], Awaitable[None]]]:
+    """How the app builds and closes what its handlers need, inside its event loop."""
+    explorer = config.explorer
+
+    async def make_deps() -> Deps:
+        metrics = ExplorerMetrics()
+        recorder = Recorder(ledger, metrics)
+        recorder.start()
+        pool = EnginePool(explorer.engines, explorer.engine_wait_s)
+        return Deps(
+            config=config,
+            ledger=ledger,
+            recorder=recorder,
+            pool=pool,
+            router=Router(config.model.name, pool),
+            auth=Auth(explorer),
+            metrics=metrics,
+            session=open_session(explorer.request_timeout_s),
+        )
+
+    async def close_deps(deps: Deps) -> None:
+        await deps.session.close()
+        await deps.recorder.stop()
+
+    return make_deps, close_deps

@@ -35,9 +35,11 @@ class EngineClient:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def check_health(self) -> None:
-        """Answer 200 on /health and serve the configured model, or raise."""
-        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
-        await self._call("GET", "/health", timeout=timeout)
+        """Return if the engine answers 200 on /health; raise EngineAway for anything else."""
+        try:
+            await self._call("GET", "/health", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S))
+        except EngineRefused as exc:  # warming up, or its core is dead
+            raise EngineAway(str(exc)) from exc
 
     async def list_models(self) -> list[str]:
         """The names this engine answers to."""

@@ -55,7 +55,7 @@ def run_engine(config: Config, name: str | None) -> int:
         stdin=subprocess.DEVNULL,
         preexec_fn=die_with_parent(),  # noqa: PLW1509 — one prctl call, no lock
     )
-    output = _Output(process.stdout, show=config.log_level == "DEBUG")
+    output = _Output(process.stdout, config.root / "logs" / f"vllm-{address.name}.log")
     try:
         warming = WarmingEngine(f"http://{_reachable(host)}:{address.port}", config.model.name, token)
         if not _start(process, warming, stop, config.engine.start_timeout_s, output):
@@ -184,30 +184,35 @@ def _start(
 
 
 class _Output:
-    """vLLM's log: kept for the reason when it dies; shown as it comes only at DEBUG."""
+    """vLLM's log: into a file beside the ledger, and searched for the reason when vLLM dies."""
 
-    _ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception)\b:? .+|.*\berror: .+)")
+    _ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+|.*\berror: .+)")
+    # these only say that something else went wrong
+    _CONSEQUENCE = re.compile(
+        r"EngineDeadError|Worker failed with error|Engine core initialization failed|EngineCore enc"
+    )
 
-    def __init__(self, stream: IO[bytes] | None, show: bool) -> None:
+    def __init__(self, stream: IO[bytes] | None, file: Path) -> None:
         assert stream is not None
-        self._lines: deque[str] = deque(maxlen=400)
-        self._show = show
+        self.file = file
+        self._lines: deque[str] = deque(maxlen=2000)
+        file.parent.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._drain, args=(stream,), name="vllm-output", daemon=True)
         self._thread.start()
 
     def _drain(self, stream: IO[bytes]) -> None:
-        for raw in stream:
-            line = raw.decode(errors="replace").rstrip()
-            self._lines.append(line)
-            if self._show or " ERROR " in line or line.startswith("ERROR"):
-                log.warning("vLLM says", line=line)
+        with self.file.open("wb") as copy:
+            for raw in stream:
+                copy.write(raw)
+                copy.flush()
+                self._lines.append(raw.decode(errors="replace").rstrip())
 
     def reason(self) -> str:
-        """The line that most plainly says why vLLM ended."""
+        """The line that most plainly says why vLLM ended, and where all of them are."""
         self._thread.join(2.0)
-        errors = [match.group(1) for line in self._lines if (match := self._ERROR.search(line))]
-        telling = [line for line in errors if "Engine core initialization failed" not in line]
-        return (telling or errors or list(self._lines) or ["it said nothing"])[-1].strip()
+        errors = [match.group(1).strip() for line in self._lines if (match := self._ERROR.search(line))]
+        causes = [line for line in errors if not self._CONSEQUENCE.search(line)]
+        return f"{(causes or errors or [*self._lines, 'it said nothing'])[0]} (its whole log: {self.file})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -74,5 +74,5 @@ def find_trainer(connection: Connection, name: str) -> TrainerRow | None:
 def count_by_state(connection: Connection) -> dict[str, int]:
     """Rows in each state, zeros included."""
     query = select(experiences.c.state, func.count()).group_by(experiences.c.state)
-    counted: dict[str, int] = dict(connection.execute(query).tuples().all())
+    counted: dict[str, int] = dict(row for row in connection.execute(query))
     return {state.value: counted.get(state, 0) for state in State}

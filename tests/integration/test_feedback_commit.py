@@ -1,0 +1,124 @@
+"""Feedback and commit, over real HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from sqlalchemy import select, update
+
+from shared.ledger.tables import experiences, signals
+from tests.scripted_engine import ScriptedEngine
+from tests.servers import RunningExplorer
+
+
+def feedback(explorer: RunningExplorer, **body: object):
+    return explorer.http.post("/feedback", json=body)
+
+
+def new_message(explorer: RunningExplorer, **body: object) -> str:
+    return explorer.chat(**body).json()["id"]
+
+
+def test_every_id_gets_an_honest_receipt(explorer):
+    known = new_message(explorer)
+    reply = feedback(explorer, msg_ids=[known, "chatcmpl-nobody"], reward=0.8, task_id=None, run_id=None)
+    assert reply.status_code == 200
+    assert reply.json() == {
+        "status": "success",
+        "applied": 1,
+        "receipts": [{"msg_id": known, "state": "applied"}, {"msg_id": "chatcmpl-nobody", "state": "unknown"}],
+    }
+    assert feedback(explorer, msg_ids=["chatcmpl-nobody"], reward=1).status_code == 404
+
+
+def test_a_later_reward_replaces_an_earlier_one_until_the_row_is_leased(explorer):
+    known = new_message(explorer)
+    states = [feedback(explorer, msg_ids=[known], reward=r).json()["receipts"][0]["state"] for r in (0.1, 0.1, 0.9)]
+    assert states == ["applied", "duplicate", "updated"]
+    with explorer.ledger.write() as connection:
+        connection.execute(update(experiences).values(state="CONSUMED"))
+    assert feedback(explorer, msg_ids=[known], reward=0).json()["receipts"][0]["state"] == "already_trained"
+    with explorer.ledger.read() as connection:
+        assert connection.execute(select(experiences.c.reward)).scalar() == 0.9
+        assert [row.value for row in connection.execute(select(signals).order_by(signals.c.id))] == [0.1, 0.9, 0.0]
+
+
+def test_feedback_reaches_one_choice_a_task_or_a_run(explorer):
+    several = new_message(explorer, n=2, metadata={"task_id": "t", "run_id": 1})
+    other = new_message(explorer, metadata={"task_id": "t", "run_id": "2"})
+    feedback(explorer, msg_ids=[f"{several}#1"], reward=0.5)
+    assert {r["msg_id"] for r in feedback(explorer, task_id="t", rating="up").json()["receipts"]} == {several, other}
+    assert feedback(explorer, task_id="t", run_id=1, reward=0.25).json()["applied"] == 1
+    with explorer.ledger.read() as connection:
+        rewards = connection.execute(select(experiences.c.reward).order_by(experiences.c.id)).scalars().all()
+    assert rewards == [0.25, 0.25, 1.0]
+
+
+def test_an_idempotency_key_gets_the_first_answer_again(explorer):
+    known = new_message(explorer)
+    request = {"json": {"msg_ids": [known], "reward": 1}, "headers": {"Idempotency-Key": "k1"}}
+    first = explorer.http.post("/feedback", **request)
+    assert explorer.http.post("/feedback", **request).content == first.content
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b'{"msg_ids": ["a"]}',
+        b'{"reward": 1}',
+        b'{"msg_ids": ["a"], "reward": NaN}',
+        b'{"msg_ids": ["a"], "reward": 1e999}',
+        b'{"msg_ids": ["a"], "reward": "good"}',
+        b'{"msg_ids": "a", "reward": 1}',
+        b'{"msg_ids": ["a"], "rating": "meh"}',
+        b'{"task_id": "a\\u0000", "reward": 1}',
+    ],
+)
+def test_feedback_that_says_nothing_or_nonsense_is_refused(explorer, body):
+    reply = explorer.http.post("/feedback", content=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"]
+
+
+def test_commit_makes_rewarded_rows_of_the_scope_ready(explorer):
+    first, second = new_message(explorer, metadata={"task_id": "a"}), new_message(explorer, metadata={"task_id": "b"})
+    new_message(explorer)
+    feedback(explorer, msg_ids=[first, second], reward=1)
+    assert explorer.http.post("/commit", json={"task_id": "a", "run_id": None, "time_threshold": None}).json() == {
+        "status": "success",
+        "committed": 1,
+        "ready": 1,
+    }
+    assert explorer.http.post("/commit", json={"time_threshold": 1000 * (time.time() - 60)}).json()["committed"] == 0
+    assert explorer.http.post("/commit").json() == {"status": "success", "committed": 1, "ready": 2}
+    assert explorer.http.post("/commit").json() == {"status": "success", "committed": 0, "ready": 2}
+    assert explorer.http.get("/status").json()["rows"]["READY"] == 2
+
+
+def test_keys_and_roles_decide_who_may_do_what(
+    scripted_engine: ScriptedEngine, start_explorer: Callable[..., RunningExplorer], monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("chat", "feedback", "admin"):
+        monkeypatch.setenv(f"KEY_{name}", f"secret-{name}")
+    keys = [{"key_env": f"KEY_{name}", "role": name} for name in ("chat", "feedback", "admin")]
+    explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
+    asked = {
+        "chat": ("/v1/chat/completions", {"messages": []}),
+        "feedback": ("/commit", {}),
+        "admin": ("/rollback", {}),
+    }
+
+    def status(path: str, body: dict, key: str | None) -> int:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return explorer.http.post(path, json=body, headers=headers).status_code
+
+    for name, (path, body) in asked.items():
+        assert status(path, body, None) == 401
+        assert status(path, body, "wrong") == 401
+        for role in ("chat", "feedback"):
+            assert status(path, body, f"secret-{role}") == (200 if role == name else 403)
+        assert status(path, body, "secret-admin") == (501 if name == "admin" else 200)
