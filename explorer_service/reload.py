@@ -163,7 +163,7 @@ class EngineKeeper:
             gaps += [abs(a - b) for a, b in zip(scored, sequence.logprobs, strict=True)]
         if gaps and (max(gaps) > per_token or sum(gaps) / len(gaps) > mean):
             raise ProbeMismatch(
-                f"engine {self._engine.name} computes other logprobs than the trainer did: off by up to {max(gaps):.4g}, "
+                f"engine {self._engine.name} computes other logprobs than the trainer: off by {max(gaps):.4g}, "
                 f"{sum(gaps) / len(gaps):.4g} on average (allowed: {per_token:g} and {mean:g})"
             )
 

@@ -51,6 +51,7 @@ class Manifest(msgspec.Struct, frozen=True):
     parent: int | None
     kind: str  # full | lora
     base: str  # the base model's path, as configured
+    base_fingerprint: str  # of the base model's configuration and weights: see `fingerprint`
     step: int  # optimizer steps behind these weights
     created_at: float  # Unix seconds
     files: dict[str, FileEntry]
@@ -125,6 +126,14 @@ def verify_version(folder: Path) -> Manifest:
         if found.sha256 != entry.sha256:
             raise VersionError(f"{folder}: {name} does not match its sha256")
     return manifest
+
+
+def fingerprint(folder: Path) -> str:
+    """What tells one base model from another: sha256 over config.json and over names and sizes of the weight files."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()
 
 
 def remove_temporary_versions(root: Path) -> None:

@@ -84,7 +84,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 def write_scripted_version(root: Path, version: int, logprob: float) -> Path:
     """A version whose only weight is its probe."""
     probe = Probe("float32", [ProbeSequence([5, 6, 7], [logprob, logprob])])
-    manifest = Manifest(version, version - 1 if version else None, "full", "base", version, time.time(), {}, probe)
+    manifest = Manifest(version, version - 1 if version else None, "full", "base", "", version, time.time(), {}, probe)
 
     def write_files(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"weights of %d" % version)

@@ -300,6 +300,13 @@ def quarantine(connection: Connection, reasons: dict[int, str]) -> None:
         )
 
 
+def close_empty_batch(connection: Connection, batch_id: int) -> None:
+    """LEASED → RETURNED for a batch whose rows were all quarantined."""
+    connection.execute(
+        update(batches).where(batches.c.id == batch_id, batches.c.state == "LEASED").values(state="RETURNED")
+    )
+
+
 def extend_lease(connection: Connection, *, owner: str, lease_s: float) -> None:
     """The trainer lives: its leases hold for another `lease_s`."""
     now = time.time()

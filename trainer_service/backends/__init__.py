@@ -1,0 +1,1 @@
+"""What carries out an optimizer step: DeepSpeed."""

@@ -1,0 +1,117 @@
+"""Stage 5, claim: ready rows are leased to this trainer, and the lease is kept while it works.
+
+Waits for ever when there is nothing to do, and says so once. A ledger that is away is waited for, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from shared.config import TrainerConfig
+from shared.errors import LedgerError
+from shared.experience import Lease
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from shared.lifecycle import StopRequest
+from shared.log import StageLogger
+
+log = StageLogger("claim")
+
+
+class Claimer:
+    """Takes batches from the ledger."""
+
+    def __init__(self, ledger: Ledger, config: TrainerConfig, stop: StopRequest) -> None:
+        self._ledger = ledger
+        self._config = config
+        self._stop = stop
+        self._said: str | None = None
+        self._first_ready_at: float | None = None  # time.monotonic()
+
+    def next(self) -> Lease | None:
+        """The next batch, or None when asked to stop."""
+        while not self._stop:
+            try:
+                lease = self._try()
+            except LedgerError as error:
+                self._say_once("the ledger is away; waiting", reason=str(error))
+                lease = None
+            if lease is not None:
+                self._said = None
+                return lease
+            self._stop.wait(self._config.poll_interval_s)
+        return None
+
+    def _try(self) -> Lease | None:
+        config = self._config
+        with self._ledger.read() as connection:
+            ready = transitions.count_ready(connection)
+        if ready < config.batch_size and not (ready and self._is_overdue()):
+            if not ready:
+                self._first_ready_at = None
+                self._say_once("no ready rows; waiting for commits")
+            else:
+                self._say_once("waiting for a whole batch", ready=ready, batch_size=config.batch_size)
+            return None
+        self._first_ready_at = None
+        with self._ledger.write() as connection:
+            transitions.give_back(connection)  # leases that ran out
+            batch_id = transitions.claim(
+                connection, owner=config.name, at_least=1, at_most=config.batch_size, lease_s=config.lease_s
+            )
+            if batch_id is None:
+                return None
+            lease = transitions.load_lease(connection, batch_id)
+            if lease.corrupt:
+                transitions.quarantine(connection, lease.corrupt)
+                log.error("rows quarantined", rows=len(lease.corrupt), first=next(iter(lease.corrupt.values())))
+            if not lease.rows:
+                transitions.close_empty_batch(connection, batch_id)
+                return None
+            return lease
+
+    def _is_overdue(self) -> bool:
+        """Whether ready rows have waited for batch_timeout_s."""
+        now = time.monotonic()
+        if self._first_ready_at is None:
+            self._first_ready_at = now
+        timeout_s = self._config.batch_timeout_s
+        return timeout_s is not None and now - self._first_ready_at >= timeout_s
+
+    def _say_once(self, event: str, **fields: object) -> None:
+        if self._said != event:
+            log.info(event, **fields)
+        self._said = event
+
+
+class Heartbeat:
+    """A side task that keeps this trainer's leases while an update runs. Its death stops the trainer."""
+
+    def __init__(self, ledger: Ledger, config: TrainerConfig, stop: StopRequest) -> None:
+        self._ledger = ledger
+        self._config = config
+        self._stop = stop
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        interval_s = min(self._config.lease_s / 4, 5.0)
+        while not self._ended.wait(interval_s):
+            try:
+                with self._ledger.write() as connection:
+                    transitions.extend_lease(connection, owner=self._config.name, lease_s=self._config.lease_s)
+            except LedgerError as error:
+                log.debug("no heartbeat: the ledger is away", reason=str(error))
+            except Exception:  # the boundary of this thread: without heartbeats the leases would run out unseen
+                log.exception("the heartbeat died; the trainer stops")
+                self._stop.set()
+                return
