@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from shared.errors import StartupError
 
 
 def load_causal_lm(folder: Path) -> Any:
     """A causal LM in float32. Raises StartupError naming the folder and what is wrong with it."""
+    disable_progress_bar()
     if not (folder / "config.json").exists():
         raise StartupError(f"{folder} is no model folder (no config.json in it); correct model.path")
     try:

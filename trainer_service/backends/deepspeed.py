@@ -36,7 +36,7 @@ class DeepSpeedBackend:
         self._deepspeed = deepspeed
         _join_alone(deepspeed)
         try:
-            self._engine, *_ = deepspeed.initialize(module, model_parameters=groups, config=config)
+            self._engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config)
         except (AssertionError, ValueError, TypeError, KeyError, RuntimeError) as exc:
             reason = str(exc).strip().split("\n")[0] or type(exc).__name__
             raise ConfigError(f"trainer.deepspeed: DeepSpeed refuses its configuration ({reason}); correct it") from exc
@@ -58,9 +58,16 @@ class DeepSpeedBackend:
         for number, share in enumerate(shares):
             self._engine.set_gradient_accumulation_boundary(number == len(shares) - 1)
             self._engine.backward(share())
+        norm = self._own_norm() if self.zero_stage == 0 else None
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
+        if norm is None:
+            norm = self._engine.get_global_grad_norm()
+        return float(norm) if norm is not None else 0.0
+
+    def _own_norm(self) -> float:
+        """The gradient's norm before clipping; without ZeRO, in float32, DeepSpeed does not keep it."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
 
     @contextlib.contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
@@ -126,6 +133,8 @@ def _join_alone(deepspeed: Any) -> None:
         return
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     meeting = Path(tempfile.mkdtemp(prefix="flywheel-rank-")) / "meet"
+    # a shared-memory all-reduce for several CPU ranks: alone it is no use, and compiling it takes half a minute
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(backend, init_method=f"file://{meeting}", rank=0, world_size=1)
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
