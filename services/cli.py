@@ -46,6 +46,14 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration file")
         if name == "engine":
             command.add_argument("--name", default=None, help="which of explorer.engines (default: the first)")
+        if name == "up":
+            command.add_argument(
+                "--without",
+                action="append",
+                default=[],
+                choices=("engines", "explorer", "trainer"),
+                help="leave this part out",
+            )
     return parser
 
 
@@ -61,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "up":
         from services.local import run_local
 
-        return run_local(config, Path(args.config))
+        return run_local(config, Path(args.config), without=args.without)
     if args.command == "engine":
         from services.engine.launch import run_engine
 

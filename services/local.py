@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -47,11 +48,11 @@ class Child:
         return self.process is not None and self.process.poll() is None
 
 
-def run_local(config: Config, file: Path) -> int:
-    """Run everything until Ctrl-C or SIGTERM. Returns the exit status."""
+def run_local(config: Config, file: Path, without: Sequence[str] = ()) -> int:
+    """Run everything, but for the parts left out, until Ctrl-C or SIGTERM. Returns the exit status."""
     configure_logging("up", config.log_level)
     stop = StopRequest().listen()
-    engines = [engine for engine in config.explorer.engines if is_loopback(engine.host)]
+    engines = [e for e in config.explorer.engines if is_loopback(e.host) and "engines" not in without]
     for engine in engines:
         require_free_port(engine.host, engine.port, f"the url of explorer.engines {engine.name!r}")
     require_free_port(config.explorer.host, config.explorer.port, "explorer.port")
@@ -60,11 +61,8 @@ def run_local(config: Config, file: Path) -> int:
             f"model.path={config.model.path!r} is no model folder (no config.json in it); correct model.path"
         )
     Ledger.open(config.ledger_url).close()  # away or not ours: say it now, once, and not three times a second
-    children = [
-        *(Child(f"engine-{e.name}", ["engine", "-c", str(file), "--name", e.name]) for e in engines),
-        Child("explorer", ["explorer", "-c", str(file)]),
-        Child("trainer", ["trainer", "-c", str(file)]),
-    ]
+    children = [Child(f"engine-{e.name}", ["engine", "-c", str(file), "--name", e.name]) for e in engines]
+    children += [Child(name, [name, "-c", str(file)]) for name in ("explorer", "trainer") if name not in without]
     return Supervisor(children, stop).run()
 
 

@@ -1,0 +1,270 @@
+"""`flywheel demo`: the whole loop on this machine. Makes a small model, starts `flywheel up`, lets customers come.
+
+Composition only: the desk, its customers, its agent and the pictures are in examples/support_desk. Nothing here reaches
+around HTTP once the processes run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from examples.support_desk.base_model import base_model
+from examples.support_desk.customers import Customers, Judge, honest
+from examples.support_desk.report import draw_report, first_and_last_tenth
+from examples.support_desk.view import Frame, View
+from shared.errors import StartupError
+
+EPISODES = 6000
+CUSTOMERS = 24
+READY_TIMEOUT_S = 600.0
+MARKER = ".flywheel-demo"
+REPORT = Path("report.png")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the demo measured; `--json` prints it."""
+
+    reward_first: float
+    reward_last: float
+    versions: int
+    reloads: int
+    experiences: int
+    seconds: float
+    failed_chats: int
+
+
+def run_demo(
+    root: Path,
+    json_output: bool,
+    minutes: float | None,
+    seed: int,
+    *,
+    episodes: int = EPISODES,
+    judge: Judge = honest,
+    with_trainer: bool = True,
+    report: Path = REPORT,
+) -> int:
+    """Run it. Returns 0 when it went through and no chat failed, 130 after Ctrl-C."""
+    make_root(root)
+    with View(quiet=json_output) as view:
+        model = _make_model(view)
+        url, file = write_config(root, model, seed)
+        log = root / "flywheel.log"
+        view.say(f"starting engine, explorer{' and trainer' if with_trainer else ''}; their log is {log}")
+        with _running(file, log, with_trainer) as process:
+            try:
+                goal = None if minutes else episodes
+                outcome = asyncio.run(_play(url, process, log, view, seed, goal, minutes, judge, report))
+            except KeyboardInterrupt:
+                view.say("stopping")
+                return 130
+    _summarise(view, outcome, report)
+    if json_output:
+        print(json.dumps(_as_json(outcome)), flush=True)  # noqa: T201
+    return 0 if outcome.failed_chats == 0 else 1
+
+
+def make_root(root: Path) -> None:
+    """An empty demo root; an old one is deleted, anything else is left alone. Raises StartupError."""
+    if root.exists() and any(root.iterdir()):
+        if not (root / MARKER).exists():
+            raise StartupError(f"--root {str(root)!r} holds something that is no demo; name an empty or new folder")
+        shutil.rmtree(root)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / MARKER).touch()
+
+
+def _make_model(view: View) -> Path:
+    said = -1
+
+    def progress(what: str, done: float) -> None:
+        nonlocal said
+        if int(done * 4) != said:
+            said = int(done * 4)
+            view.say(f"base model: {what} {done:4.0%}")
+
+    return base_model(progress)
+
+
+def write_config(root: Path, model: Path, seed: int) -> tuple[str, Path]:
+    """The demo's configuration file. Returns the explorer's URL and the file."""
+    explorer_port, engine_port = free_ports(2)
+    config = {
+        "root_dir": "./data",
+        "model": {"name": "agent", "path": str(model.resolve()), "kind": "full"},
+        "explorer": {"port": explorer_port, "engines": [{"name": "e0", "url": f"http://127.0.0.1:{engine_port}"}]},
+        "engine": {"dtype": "float32", "max_model_len": 256, "kv_cache_gb": 0.5},
+        "trainer": {
+            "algorithm": "ppo",
+            "batch_size": 96,
+            "publish_every": 1,
+            "learning_rate": 5.0e-4,
+            "seed": seed,
+            "ppo": {
+                "epochs": 2,
+                "minibatches": 2,
+                "kl_coef": 0.005,
+                "entropy_coef": 0.01,
+                "critic_learning_rate": 1.0e-3,
+                "lam": 1.0,
+            },
+        },
+    }
+    file = root / "flywheel.yaml"
+    file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return f"http://127.0.0.1:{explorer_port}", file
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextlib.contextmanager
+def _running(file: Path, log: Path, with_trainer: bool) -> Any:
+    """`flywheel up` as a process of its own; ended in order when the block ends."""
+    command = [sys.executable, "-m", "services.cli", "up", "-c", str(file)]
+    if not with_trainer:
+        command += ["--without", "trainer"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+async def _play(
+    url: str,
+    process: subprocess.Popen[bytes],
+    log: Path,
+    view: View,
+    seed: int,
+    goal: int | None,
+    minutes: float | None,
+    judge: Judge,
+    report: Path,
+) -> Outcome:
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        await _wait_ready(http, process, log, view)
+        customers = Customers(url, seed=seed, in_flight=CUSTOMERS, judge=judge)
+        started = time.monotonic()
+        limit_s = minutes * 60 if minutes else None
+        running = asyncio.create_task(customers.run(goal or sys.maxsize), name="customers")
+        while not running.done():
+            await asyncio.wait({running}, timeout=1.0)
+            _require_alive(process, log)
+            elapsed_s = time.monotonic() - started
+            if limit_s is not None and elapsed_s > limit_s:
+                customers.stop()
+            view.show(await _frame(http, customers, goal, elapsed_s, limit_s))
+        await running
+        seconds = time.monotonic() - started
+        status = (await http.get("/status")).json()
+        versions = (await http.get("/versions")).json()["versions"]
+    episodes = customers.books.episodes
+    if not episodes:
+        raise StartupError(f"no chat was answered: {customers.books.failures[-1:]}; see {log}")
+    served = [(v["version"], v["served_at"]) for v in versions if v["version"] > 0 and v["served_at"]]
+    draw_report(report, episodes, served, "A support desk learns from its customers")
+    first, last = first_and_last_tenth(episodes)
+    for failure in customers.books.failures[:3]:
+        view.say(f"failed: {failure}")
+    return Outcome(
+        reward_first=first,
+        reward_last=last,
+        versions=status["versions"]["published"],
+        reloads=status["versions"]["reloads"],
+        experiences=sum(status["rows"].values()),
+        seconds=seconds,
+        failed_chats=len(customers.books.failures),
+    )
+
+
+async def _wait_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes], log: Path, view: View) -> None:
+    started, said = time.monotonic(), 0
+    while True:
+        _require_alive(process, log)
+        with contextlib.suppress(httpx.TransportError):
+            if (await http.get("/ready")).status_code == 200:
+                view.say(f"ready after {time.monotonic() - started:.0f} s; customers come in")
+                return
+        waited_s = time.monotonic() - started
+        if waited_s > READY_TIMEOUT_S:
+            raise StartupError(f"not ready after {READY_TIMEOUT_S:g} s; see {log}")
+        if int(waited_s) // 10 > said:
+            said = int(waited_s) // 10
+            view.say(f"the engine is starting and compiling its kernels: {waited_s:.0f} s (usually 30 to 90)")
+        await asyncio.sleep(0.5)
+
+
+def _require_alive(process: subprocess.Popen[bytes], log: Path) -> None:
+    if process.poll() is not None:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
+        raise StartupError("flywheel up has ended; the end of its log says why:\n  " + "\n  ".join(lines))
+
+
+async def _frame(
+    http: httpx.AsyncClient, customers: Customers, goal: int | None, elapsed_s: float, limit_s: float | None
+) -> Frame:
+    status = (await http.get("/status")).json()
+    trainers = status["trainers"]
+    return Frame(
+        episodes=customers.books.episodes,
+        goal=goal,
+        failures=len(customers.books.failures),
+        elapsed_s=elapsed_s,
+        limit_s=limit_s,
+        version=status["versions"]["serving"],
+        lag_versions=status["lag_versions"],
+        rows=status["rows"],
+        trainer_step=trainers[0]["step"] if trainers else 0,
+    )
+
+
+def _as_json(outcome: Outcome) -> dict[str, float]:
+    return {
+        "reward_first": round(outcome.reward_first, 4),
+        "reward_last": round(outcome.reward_last, 4),
+        "versions": outcome.versions,
+        "reloads": outcome.reloads,
+        "experiences": outcome.experiences,
+        "seconds": round(outcome.seconds, 1),
+        "failed_chats": outcome.failed_chats,
+    }
+
+
+def _summarise(view: View, outcome: Outcome, report: Path) -> None:
+    view.say(
+        f"\nreward {outcome.reward_first:.2f} → {outcome.reward_last:.2f} (first and last tenth of the episodes)\n"
+        f"{outcome.versions} versions published, {outcome.reloads} taken into service while chats went on, "
+        f"{outcome.failed_chats} failed chats\n"
+        f"{outcome.experiences} experiences in {outcome.seconds:.0f} s; the picture: {report}"
+    )
