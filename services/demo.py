@@ -29,9 +29,10 @@ from examples.support_desk.report import draw_report, first_and_last_tenth
 from examples.support_desk.view import Frame, View
 from shared.errors import StartupError
 
-EPISODES = 6000
+EPISODES = 9000
 CUSTOMERS = 24
 READY_TIMEOUT_S = 600.0
+GIVE_UP_AFTER = 2  # failed starts of processes
 MARKER = ".flywheel-demo"
 REPORT = Path("report.png")
 
@@ -109,7 +110,7 @@ def write_config(root: Path, model: Path, seed: int) -> tuple[str, Path]:
         "root_dir": "./data",
         "model": {"name": "agent", "path": str(model.resolve()), "kind": "full"},
         "explorer": {"port": explorer_port, "engines": [{"name": "e0", "url": f"http://127.0.0.1:{engine_port}"}]},
-        "engine": {"dtype": "float32", "max_model_len": 256, "kv_cache_gb": 0.5},
+        "engine": {"dtype": "float32", "max_model_len": 256, "kv_cache_gb": 1},
         "trainer": {
             "algorithm": "ppo",
             "batch_size": 96,
@@ -219,6 +220,9 @@ async def _wait_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes],
         waited_s = time.monotonic() - started
         if waited_s > READY_TIMEOUT_S:
             raise StartupError(f"not ready after {READY_TIMEOUT_S:g} s; see {log}")
+        complaints = [line for line in _read(log) if "flywheel: " in line]
+        if len(complaints) >= GIVE_UP_AFTER:
+            raise StartupError(f"a process cannot start: {complaints[-1].partition('flywheel: ')[2]}")
         if int(waited_s) // 10 > said:
             said = int(waited_s) // 10
             view.say(f"the engine is starting and compiling its kernels: {waited_s:.0f} s (usually 30 to 90)")
@@ -227,8 +231,11 @@ async def _wait_ready(http: httpx.AsyncClient, process: subprocess.Popen[bytes],
 
 def _require_alive(process: subprocess.Popen[bytes], log: Path) -> None:
     if process.poll() is not None:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
-        raise StartupError("flywheel up has ended; the end of its log says why:\n  " + "\n  ".join(lines))
+        raise StartupError("flywheel up has ended; the end of its log says why:\n  " + "\n  ".join(_read(log)[-8:]))
+
+
+def _read(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 async def _frame(

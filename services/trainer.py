@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
-from shared.config import Config
+from shared.config import Config, is_loopback
 from shared.errors import ConfigError
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
@@ -30,6 +31,7 @@ def run_trainer(config: Config) -> int:
     from trainer_service.resume import StateStore, remove_garbage
 
     torch.manual_seed(config.trainer.seed)
+    torch.set_num_threads(cpu_threads(config))
     ledger = Ledger.open(config.ledger_url)
     try:
         ensure_base_version(config, ledger)
@@ -47,6 +49,12 @@ def run_trainer(config: Config) -> int:
     finally:
         ledger.close()
     return 0
+
+
+def cpu_threads(config: Config) -> int:
+    """Threads for PyTorch. More than there are free cores, and threads wait for each other at every operation."""
+    here = sum(is_loopback(engine.host) for engine in config.explorer.engines)
+    return config.trainer.cpu_threads or max(1, (os.cpu_count() or 1) - here)
 
 
 def build_update(config: Config, start: Path):  # type: ignore[no-untyped-def]  # torch is imported inside

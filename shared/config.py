@@ -114,8 +114,8 @@ class EngineConfig(_Section):
     """Weights' type in the engine; auto: as the model's config.json says."""
     max_model_len: Count | None = None
     """Longest prompt and reply together, tokens; null: the model's own."""
-    kv_cache_gb: Positive = 1.0
-    """KV cache on a CPU, GB. (On a GPU vLLM takes a share of the device: extra_args.)"""
+    kv_cache_gb: Count = 1
+    """KV cache on a CPU, whole GB. (On a GPU vLLM takes a share of the device: extra_args.)"""
     tool_parser: str | None = None
     """vLLM's --tool-call-parser; set, tools are on."""
     start_timeout_s: Positive = 900.0
@@ -176,6 +176,8 @@ class TrainerConfig(_Section):
     """How often the ledger is asked for rows."""
     lease_s: Positive = 600.0
     """How long a claimed batch stays with a trainer that is not heard of."""
+    cpu_threads: Count | None = None
+    """Threads of PyTorch on a CPU; null: all cores but one for each engine on this machine."""
     seed: Annotated[int, Field(ge=0, strict=True)] = 0
     """Seed of the critic's head and of minibatch order."""
     ppo: PPOConfig = PPOConfig()

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
@@ -127,7 +128,7 @@ def environment(config: Config) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_CPU_KVCACHE_SPACE": f"{config.engine.kv_cache_gb:g}",
+        "VLLM_CPU_KVCACHE_SPACE": f"{config.engine.kv_cache_gb}",
         "VLLM_LOGGING_LEVEL": "INFO" if config.log_level == "DEBUG" else "WARNING",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
     }
@@ -210,7 +211,12 @@ class _Output:
     def reason(self) -> str:
         """The line that most plainly says why vLLM ended, and where all of them are."""
         self._thread.join(2.0)
-        errors = [match.group(1).strip() for line in self._lines if (match := self._ERROR.search(line))]
+        lines = [*self._lines, ""]
+        errors = [
+            match.group(1).strip() + (" " + after.strip() if "validation error" in line else "")
+            for line, after in pairwise(lines)
+            if (match := self._ERROR.search(line))
+        ]
         causes = [line for line in errors if not self._CONSEQUENCE.search(line)]
         return f"{(causes or errors or [*self._lines, 'it said nothing'])[0]} (its whole log: {self.file})"
 
