@@ -42,6 +42,7 @@ def run_explorer(config: Config) -> int:
             access_log=False,
             lifespan="on",
             timeout_graceful_shutdown=10,
+            timeout_keep_alive=75,  # longer than clients keep idle connections: theirs close first, and none in use
             loop="uvloop",
             http="httptools",
         )

@@ -1,0 +1,136 @@
+"""Configuration, token encoding and version folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.config import load_config
+from shared.errors import ConfigError, VersionError
+from shared.experience import CorruptTokens, Tokens
+from shared.versions import verify_version
+from tests.servers import write_scripted_version
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "flywheel.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_minimal_file_gives_the_documented_defaults(tmp_path):
+    config = load_config(write(tmp_path, "model: {path: ./base}"), {})
+    assert config.root == tmp_path / "flywheel-data"
+    assert config.model.path == str(tmp_path / "base")
+    assert config.ledger_url == f"sqlite:///{tmp_path / 'flywheel-data' / 'ledger.sqlite3'}"
+    assert (config.explorer.host, config.explorer.port) == ("127.0.0.1", 8010)
+    assert [engine.url for engine in config.explorer.engines] == ["http://127.0.0.1:8101"]
+
+
+def test_environment_variables_override_the_file(tmp_path):
+    environ = {
+        "FLYWHEEL_EXPLORER__PORT": "8020",
+        "FLYWHEEL_TRAINER__DEEPSPEED": "{zero_optimization: {stage: 2}}",
+        "FLYWHEEL_DATABASE_URL": "postgresql://u:p@db/x",
+        "OTHER": "1",
+    }
+    config = load_config(write(tmp_path, "model: {path: /m}\nexplorer: {port: 1}"), environ)
+    assert config.explorer.port == 8020
+    assert config.trainer.deepspeed == {"zero_optimization": {"stage": 2}}
+    assert config.ledger_url == "postgresql+psycopg://u:p@db/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("model: {path: m}\nexplorer: {prot: 1}", ["explorer.prot=1", "did you mean 'port'"]),
+        ("model: {path: m}\nexplorer: {port: '80'}", ["explorer.port='80'", "integer"]),
+        ("model: {path: m}\nexplorer: {port: 0}", ["explorer.port=0", "greater than or equal to 1"]),
+        ("model: {path: m}\nexplorer: {host: 0.0.0.0}", ["explorer.host='0.0.0.0'", "explorer.keys", "127.0.0.1"]),
+        ("model: {path: m, kind: half}", ["model.kind='half'", "'full' or 'lora'"]),
+        ("model: {path: m}\ntrainer: {batch_size: -1}", ["trainer.batch_size=-1"]),
+        ("model: {path: m}\ntrainer: {learning_rate: .nan}", ["trainer.learning_rate=nan"]),
+        ("model: {path: m}\ndatabase_url: mysql://x:secret@y/z", ["database_url", "postgresql://"]),
+        ("explorer: {}", ["model is missing"]),
+        ("model: {path: m}\nexplorer: {engines: []}", ["explorer.engines=[]"]),
+        ("model: {path: m", ["is not YAML", "line"]),
+        ("- 1", ["holds a list"]),
+        ("", ["model is missing"]),
+    ],
+)
+def test_a_wrong_file_gives_one_line_with_key_value_and_mend(tmp_path, text, parts):
+    with pytest.raises(ConfigError) as error:
+        load_config(write(tmp_path, text), {})
+    message = str(error.value)
+    assert "\n" not in message
+    assert "secret" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_a_missing_file_and_an_unknown_variable_are_said_plainly(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "nowhere.yaml", {})
+    with pytest.raises(ConfigError, match="FLYWHEEL_NONSENSE names no setting"):
+        load_config(write(tmp_path, "model: {path: m}"), {"FLYWHEEL_NONSENSE": "1"})
+
+
+def tokens(prompt: int = 3, reply: int = 2, logprobs: int | None = None) -> Tokens:
+    n = reply if logprobs is None else logprobs
+    return Tokens(np.arange(prompt, dtype=np.int32), np.arange(reply, dtype=np.int32), -np.ones(n, np.float32))
+
+
+def test_tokens_come_back_from_bytes_as_they_were():
+    before = tokens(5, 3)
+    after = Tokens.decode(before.encode())
+    for name in ("prompt_ids", "reply_ids", "logprobs"):
+        np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
+    assert len(before.encode()) == 16 + 4 * (5 + 3 + 3)
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"XXXX" + bytes(40), tokens().encode()[:-1], tokens().encode() + b"x"])
+def test_bytes_that_are_not_ours_are_refused(damage):
+    with pytest.raises(CorruptTokens):
+        Tokens.decode(damage)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        tokens(reply=2, logprobs=1),
+        tokens(prompt=0),
+        tokens(reply=0),
+        Tokens(np.ones(1, np.int32), np.ones(1, np.int32), np.array([np.nan], np.float32)),
+        Tokens(np.ones(1, np.int32), np.ones(1, np.int32), np.array([0.5], np.float32)),
+    ],
+)
+def test_arrays_that_do_not_agree_are_found(bad):
+    with pytest.raises(CorruptTokens):
+        bad.check()
+
+
+def test_a_version_verifies_until_a_file_changes(tmp_path):
+    folder = write_scripted_version(tmp_path, 3, -1.0)
+    assert verify_version(folder).version == 3
+    assert [path.name for path in (tmp_path / "versions").iterdir()] == ["v000003"]
+    (folder / "model.safetensors").write_bytes(b"weights of 4")
+    with pytest.raises(VersionError, match=r"model\.safetensors does not match its sha256"):
+        verify_version(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(VersionError, match="cannot be read"):
+        verify_version(folder)
+    (folder / "MANIFEST.json").write_text("{")
+    with pytest.raises(VersionError, match="damaged"):
+        verify_version(folder)
+
+
+def test_what_a_crash_left_under_a_versions_name_is_replaced(tmp_path):
+    left = tmp_path / "versions" / "v000001"
+    left.mkdir(parents=True)
+    (left / "rubbish").touch()
+    folder = write_scripted_version(tmp_path, 1, -1.0)
+    assert sorted(path.name for path in folder.iterdir()) == ["MANIFEST.json", "model.safetensors"]
+    assert json.loads((folder / "MANIFEST.json").read_text())["parent"] == 0
