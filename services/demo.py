@@ -29,8 +29,9 @@ from examples.support_desk.report import draw_report, first_and_last_tenth
 from examples.support_desk.view import Frame, View
 from shared.errors import StartupError
 
-EPISODES = 9000
-CUSTOMERS = 24
+EPISODES = 8000
+CUSTOMERS_PER_S = 32.0
+CUSTOMERS_AT_ONCE = 24
 READY_TIMEOUT_S = 600.0
 GIVE_UP_AFTER = 2  # failed starts of processes
 MARKER = ".flywheel-demo"
@@ -116,14 +117,15 @@ def write_config(root: Path, model: Path, seed: int) -> tuple[str, Path]:
             "batch_size": 96,
             "publish_every": 1,
             "learning_rate": 5.0e-4,
+            "max_tokens_per_micro_batch": 512,
             "seed": seed,
             "ppo": {
                 "epochs": 2,
-                "minibatches": 2,
-                "kl_coef": 0.005,
+                "minibatches": 6,
+                "lam": 0.8,
+                "kl_coef": 0.03,
                 "entropy_coef": 0.01,
-                "critic_learning_rate": 1.0e-3,
-                "lam": 1.0,
+                "critic_learning_rate": 5.0e-4,
             },
         },
     }
@@ -175,7 +177,7 @@ async def _play(
 ) -> Outcome:
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
         await _wait_ready(http, process, log, view)
-        customers = Customers(url, seed=seed, in_flight=CUSTOMERS, judge=judge)
+        customers = Customers(url, seed=seed, per_s=CUSTOMERS_PER_S, at_most=CUSTOMERS_AT_ONCE, judge=judge)
         started = time.monotonic()
         limit_s = minutes * 60 if minutes else None
         running = asyncio.create_task(customers.run(goal or sys.maxsize), name="customers")

@@ -1,7 +1,7 @@
 """Simulated customers: they write tickets, get the agent's answer, and say how satisfied they are. All over HTTP.
 
-Closed loop: so many customers at once, each with a new ticket when the last one is answered and rated. Commits come
-as they would in production, from a timer, not from the one who gives feedback.
+They come in at random moments (a Poisson process), each with one ticket; whoever finds too many others waiting comes
+in when one of them is done. Commits come as they would in production, from a timer, not from the one who gives feedback.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ def honest(ticket: Ticket, desk: str | None, priority: str | None, _draw: random
 
 
 class Customers:
-    """`run` sends `in_flight` customers at once until `episodes` tickets are rated, or until told to stop."""
+    """`run` lets customers in, `per_s` of them on average, until `episodes` tickets are rated, or until told to stop."""
 
-    def __init__(self, service_url: str, *, seed: int, in_flight: int, judge: Judge = honest) -> None:
+    def __init__(self, service_url: str, *, seed: int, per_s: float, at_most: int, judge: Judge = honest) -> None:
         self.books = Books()
         self._url = service_url
         self._seed = seed
-        self._in_flight = in_flight
+        self._draw = random.Random(seed)
+        self._per_s = per_s
+        self._places = asyncio.Semaphore(at_most)
         self._judge = judge
-        self._begun = 0
         self._stopping = False
 
     def stop(self) -> None:
@@ -70,30 +71,35 @@ class Customers:
             committing = asyncio.create_task(self._commit_now_and_then(http), name="commits")
             try:
                 async with asyncio.TaskGroup() as group:
-                    for number in range(self._in_flight):
-                        group.create_task(self._customer(number, agent, http, episodes), name=f"customer-{number}")
+                    due = time.monotonic()
+                    for number in range(episodes):
+                        await self._places.acquire()
+                        due = max(due, time.monotonic() - 1.0) + self._draw.expovariate(self._per_s)
+                        await asyncio.sleep(max(0.0, due - time.monotonic()))
+                        if self._stopping:
+                            break
+                        group.create_task(self._customer(number, agent, http), name=f"customer-{number}")
             finally:
                 committing.cancel()
                 await asyncio.gather(committing, return_exceptions=True)
                 await agent.close()
 
-    async def _customer(self, number: int, agent: SupportAgent, http: httpx.AsyncClient, episodes: int) -> None:
+    async def _customer(self, number: int, agent: SupportAgent, http: httpx.AsyncClient) -> None:
         draw = random.Random(f"{self._seed} {number}")
-        while self._begun < episodes and not self._stopping:
-            self._begun += 1
-            ticket = write_ticket(draw)
-            try:
-                msg_id, answer = await agent.route(ticket.text)
-                desk, priority = parse_answer(answer)
-                said = self._judge(ticket, desk, priority, draw)
-                reply = await http.post("/feedback", json={"msg_ids": [msg_id], "reward": said})
-                reply.raise_for_status()
-            except (OpenAIError, httpx.HTTPError) as error:
-                self.books.failures.append(f"{type(error).__name__}: {error}")
-                await asyncio.sleep(1.0)  # a customer whose ticket failed does not hammer the desk
-                continue
-            worth = satisfaction(ticket, desk, priority)
-            self.books.episodes.append(Episode(time.time(), worth, desk == ticket.desk, priority == ticket.priority))
+        ticket = write_ticket(draw)
+        try:
+            msg_id, answer = await agent.route(ticket.text)
+            desk, priority = parse_answer(answer)
+            said = self._judge(ticket, desk, priority, draw)
+            reply = await http.post("/feedback", json={"msg_ids": [msg_id], "reward": said})
+            reply.raise_for_status()
+        except (OpenAIError, httpx.HTTPError) as error:
+            self.books.failures.append(f"{type(error).__name__}: {error}")
+            return
+        finally:
+            self._places.release()
+        worth = satisfaction(ticket, desk, priority)
+        self.books.episodes.append(Episode(time.time(), worth, desk == ticket.desk, priority == ticket.priority))
 
     async def _commit_now_and_then(self, http: httpx.AsyncClient) -> None:
         while True:

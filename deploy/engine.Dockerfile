@@ -1,0 +1,37 @@
+# The engine: vLLM's own server, started, warmed up and watched by `flywheel engine`.
+#   CPU, anywhere:   docker build -f deploy/engine.Dockerfile .
+#   NVIDIA GPU:      docker build -f deploy/engine.Dockerfile --build-arg FLAVOUR=gpu .
+# The stages up to `cpu` are those of trainer.Dockerfile, word for word, so that both images share the layers.
+ARG FLAVOUR=cpu
+
+FROM python:3.11-slim-bookworm AS base
+RUN useradd --system --uid 10001 --create-home flywheel && install -d -o flywheel /data
+WORKDIR /app
+# vLLM and DeepSpeed compile small kernels at start; git and the like they do not need
+RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ libc6-dev python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM base AS cpu
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+COPY requirements/torch.txt requirements/cpu.txt requirements/build.txt requirements/
+RUN pip install --no-cache-dir -r requirements/build.txt \
+    && (pip install --no-cache-dir -r requirements/torch.txt \
+        || pip install --no-cache-dir -r requirements/torch.txt --index-url "$TORCH_CPU_INDEX") \
+    && pip install --no-cache-dir --no-deps -r requirements/cpu.txt
+
+FROM base AS gpu
+COPY pyproject.toml README.md LICENSE ./
+RUN pip install --no-cache-dir ".[vllm]" && pip uninstall -y flywheel
+
+FROM ${FLAVOUR} AS engine
+COPY shared shared
+COPY trainer_service trainer_service
+COPY services services
+USER flywheel
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/app
+EXPOSE 8101
+HEALTHCHECK --interval=5s --timeout=3s --start-period=300s --retries=12 \
+  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8101/health', timeout=2)"]
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["python", "-m", "services.cli"]
+CMD ["engine", "-c", "/config/flywheel.yaml"]

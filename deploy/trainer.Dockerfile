@@ -1,0 +1,40 @@
+# The trainer: PyTorch and DeepSpeed.
+#   CPU, anywhere:   docker build -f deploy/trainer.Dockerfile .
+#   NVIDIA GPU:      docker build -f deploy/trainer.Dockerfile --build-arg FLAVOUR=gpu .
+# The stages up to `cpu` are those of engine.Dockerfile, word for word, so that both images share the layers.
+ARG FLAVOUR=cpu
+
+FROM python:3.11-slim-bookworm AS base
+RUN useradd --system --uid 10001 --create-home flywheel && install -d -o flywheel /data
+WORKDIR /app
+# vLLM and DeepSpeed compile small kernels at start; git and the like they do not need
+RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ libc6-dev python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM base AS cpu
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+COPY requirements/torch.txt requirements/cpu.txt requirements/build.txt requirements/
+RUN pip install --no-cache-dir -r requirements/build.txt \
+    && (pip install --no-cache-dir -r requirements/torch.txt \
+        || pip install --no-cache-dir -r requirements/torch.txt --index-url "$TORCH_CPU_INDEX") \
+    && pip install --no-cache-dir --no-deps -r requirements/cpu.txt
+
+FROM cpu AS trainer-cpu
+COPY requirements/deepspeed.txt requirements/
+RUN DS_BUILD_OPS=0 pip install --no-cache-dir --no-deps --no-build-isolation -r requirements/deepspeed.txt
+
+FROM base AS trainer-gpu
+COPY requirements/build.txt requirements/
+COPY pyproject.toml README.md LICENSE ./
+RUN pip install --no-cache-dir -r requirements/build.txt torch==2.13.0 \
+    && DS_BUILD_OPS=0 pip install --no-cache-dir --no-build-isolation ".[trainer]" && pip uninstall -y flywheel
+
+FROM trainer-${FLAVOUR} AS trainer
+COPY shared shared
+COPY trainer_service trainer_service
+COPY services services
+USER flywheel
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/app
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["python", "-m", "services.cli"]
+CMD ["trainer", "-c", "/config/flywheel.yaml"]

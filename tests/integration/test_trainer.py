@@ -1,0 +1,184 @@
+"""The trainer as a real process on a real ledger: READY rows become versions, exactly once, whatever kills it."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from shared.config import Config
+from shared.ledger.connect import Ledger
+from shared.ledger.queries import count_by_state, find_trainer, list_versions
+from shared.ledger.tables import batches, experiences
+from shared.versions import verify_version
+from tests.experiences import make_experiences, record_ready, trainer_config
+from tests.models import make_tiny_model
+from tests.processes import Process, wait_for, write_config
+
+ROWS, BATCH = 40, 8
+LAST = ROWS // BATCH
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module")
+def rows(model):
+    return make_experiences(model, ROWS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, model, rows) -> Path:
+    """The root of a trainer that nobody killed."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    with start(root, model, rows) as trainer:
+        wait_for(lambda: newest(root) == LAST, "the last version", 60)
+        assert trainer.stop() == 0
+    return root
+
+
+def start(root: Path, model: Path, rows=None, module: str = "services.cli", **environ: str) -> Process:
+    config = trainer_config(root, model, batch_size=BATCH)
+    if rows is not None:
+        ledger = Ledger.open(config.ledger_url)
+        record_ready(ledger, rows)
+        ledger.close()
+    file = write_config(config, root / "flywheel.yaml")
+    return Process(["trainer", "-c", str(file)], root / "trainer.log", module, **environ)
+
+
+def newest(root: Path) -> int:
+    ledger = open_ledger(root)
+    with ledger.read() as connection:
+        version = max((row.version for row in list_versions(connection)), default=-1)
+    ledger.close()
+    return version
+
+
+def open_ledger(root: Path) -> Ledger:
+    return Ledger.open(Config.model_validate({"root_dir": str(root), "model": {"path": "-"}}).ledger_url)
+
+
+def weights(root: Path, version: int) -> bytes:
+    return (root / f"versions/v{version:06d}/model.safetensors").read_bytes()
+
+
+def test_ready_rows_become_versions_that_verify_and_the_rows_name_them(undisturbed):
+    ledger = open_ledger(undisturbed)
+    with ledger.read() as connection:
+        versions = list_versions(connection)
+        consumed = connection.execute(select(experiences.c.consumed_version).order_by(experiences.c.id)).scalars().all()
+        trainer = find_trainer(connection, "trainer")
+    ledger.close()
+    assert [(v.version, v.parent, v.step) for v in versions] == [
+        (0, None, 0),
+        *((n, n - 1, n) for n in range(1, LAST + 1)),
+    ]
+    assert consumed == [1 + index // BATCH for index in range(ROWS)]  # oldest first
+    for version in versions:
+        assert verify_version(undisturbed / version.path).version == version.version
+    assert trainer is not None and not trainer.alive
+    assert trainer.stats["logprob_gap_max"] == 0.0 or trainer.stats["staleness_versions"] > 0
+
+
+def test_an_update_moves_the_weights(undisturbed):
+    assert len({weights(undisturbed, version) for version in range(LAST + 1)}) == LAST + 1
+
+
+def test_it_waits_for_rows_without_end_and_says_so_once(undisturbed):
+    lines = (undisturbed / "trainer.log").read_text().splitlines()
+    assert sum("no ready rows" in line for line in lines) == 1
+    assert not any("Traceback" in line for line in lines)
+
+
+FAULTS = [
+    "before write_full_version",
+    "after write_full_version",
+    "after StateStore.save",
+    "before transitions.publish",
+    "after transitions.publish",
+    "after Trainer._make_official",
+    "before StateStore.clean",
+]
+
+
+def check_same_line(root: Path, undisturbed: Path) -> None:
+    """Every row trained once, and the very bits of the undisturbed run."""
+    ledger = open_ledger(root)
+    with ledger.read() as connection:
+        counts = count_by_state(connection)
+        consumed = connection.execute(select(experiences.c.consumed_version).order_by(experiences.c.id)).scalars().all()
+        official = connection.execute(select(batches.c.state).where(batches.c.state == "CONSUMED")).all()
+    ledger.close()
+    assert counts["CONSUMED"] == ROWS
+    assert consumed == [1 + index // BATCH for index in range(ROWS)]
+    assert len(official) == LAST
+    for version in range(LAST + 1):
+        assert weights(root, version) == weights(undisturbed, version), f"version {version} differs"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_killed_between_two_steps_of_publishing_it_goes_on_to_the_same_bits(fault, tmp_path, model, rows, undisturbed):
+    with start(tmp_path, model, rows, "tests.faulty_trainer", FAULT=fault, FAULT_CALL="2") as trainer:
+        assert trainer.wait(60) == -9
+    with start(tmp_path, model) as trainer:
+        wait_for(lambda: newest(tmp_path) == LAST, "the last version", 60)
+        assert trainer.stop() == 0
+    check_same_line(tmp_path, undisturbed)
+
+
+def test_killed_at_random_moments_it_goes_on_to_the_same_bits(tmp_path, model, rows, undisturbed):
+    draw = random.Random(7)
+    trainer = start(tmp_path, model, rows)
+    for _ in range(3):
+        at = newest(tmp_path)
+        wait_for(lambda at=at: newest(tmp_path) > at or newest(tmp_path) == LAST, "progress", 60, 0.005)
+        wait_for(lambda end=random_end(draw): end(), "a random moment", 5, 0.001)
+        trainer.kill()
+        trainer = start(tmp_path, model)
+    with trainer:
+        wait_for(lambda: newest(tmp_path) == LAST, "the last version", 60)
+        assert trainer.stop() == 0
+    check_same_line(tmp_path, undisturbed)
+
+
+def random_end(draw: random.Random):
+    import time
+
+    end = time.monotonic() + draw.random() * 0.1
+    return lambda: time.monotonic() > end
+
+
+def test_a_harness_that_marks_rows_consumed_before_the_state_is_saved_is_found_out(tmp_path, model, rows, undisturbed):
+    """The check itself, checked: with the order turned round on purpose, it must fail."""
+    environ = {"SABOTAGE": "consumed_before_saved", "FAULT": "before StateStore.save", "FAULT_CALL": "2"}
+    with start(tmp_path, model, rows, "tests.faulty_trainer", **environ) as trainer:
+        assert trainer.wait(60) == -9
+    with start(tmp_path, model) as trainer:
+        wait_for(lambda: newest(tmp_path) == LAST or not trainer.alive, "an end", 60)
+    with pytest.raises(AssertionError):
+        check_same_line(tmp_path, undisturbed)
+
+
+def test_two_trainers_of_one_name_do_not_run_on_one_root(tmp_path, model):
+    with start(tmp_path, model) as first:
+        wait_for(lambda: "at work" in first.output(), "the first trainer", 60)
+        second = Process(["trainer", "-c", str(tmp_path / "flywheel.yaml")], tmp_path / "second.log")
+        assert second.wait(60) == 1
+        lines = second.output().strip().splitlines()
+        assert "a trainer named 'trainer' runs on this root_dir" in lines[-1]
+        assert "Traceback" not in second.output()
+
+
+def test_another_model_in_the_same_root_is_refused(undisturbed, tmp_path):
+    root = tmp_path / "root"
+    shutil.copytree(undisturbed, root)
+    other = make_tiny_model(tmp_path / "other", seed=5)
+    with start(root, other) as trainer:
+        assert trainer.wait(60) == 1
+        assert "give the new model a root_dir of its own" in trainer.output().splitlines()[-1]
