@@ -51,35 +51,43 @@ class Outcome:
     failed_chats: int
 
 
-def run_demo(
+def run_demo(root: Path, json_output: bool, minutes: float | None, seed: int) -> int:
+    """The command. Returns 0 when it went through and no chat failed, 130 after Ctrl-C."""
+    with View(quiet=json_output) as view:
+        try:
+            outcome = play_demo(root, view, seed=seed, minutes=minutes)
+        except KeyboardInterrupt:
+            view.say("stopped")
+            return 130
+        _summarise(view, outcome, REPORT)
+    if json_output:
+        print(json.dumps(as_json(outcome)), flush=True)  # noqa: T201
+    return 0 if outcome.failed_chats == 0 else 1
+
+
+def play_demo(
     root: Path,
-    json_output: bool,
-    minutes: float | None,
-    seed: int,
+    view: View,
     *,
+    seed: int,
+    minutes: float | None = None,
     episodes: int = EPISODES,
     judge: Judge = honest,
     with_trainer: bool = True,
     report: Path = REPORT,
-) -> int:
-    """Run it. Returns 0 when it went through and no chat failed, 130 after Ctrl-C."""
+) -> Outcome:
+    """Make the model, start everything, let customers come, draw the picture. Raises StartupError.
+
+    minutes: how long, instead of how many episodes. judge: what customers say of an answer.
+    """
     make_root(root)
-    with View(quiet=json_output) as view:
-        model = _make_model(view)
-        url, file = write_config(root, model, seed)
-        log = root / "flywheel.log"
-        view.say(f"starting engine, explorer{' and trainer' if with_trainer else ''}; their log is {log}")
-        with _running(file, log, with_trainer) as process:
-            try:
-                goal = None if minutes else episodes
-                outcome = asyncio.run(_play(url, process, log, view, seed, goal, minutes, judge, report))
-            except KeyboardInterrupt:
-                view.say("stopping")
-                return 130
-    _summarise(view, outcome, report)
-    if json_output:
-        print(json.dumps(_as_json(outcome)), flush=True)  # noqa: T201
-    return 0 if outcome.failed_chats == 0 else 1
+    model = _make_model(view)
+    url, file = write_config(root, model, seed)
+    log = root / "flywheel.log"
+    view.say(f"starting engine, explorer{' and trainer' if with_trainer else ''}; their log is {log}")
+    with _running(file, log, with_trainer) as process:
+        goal = None if minutes else episodes
+        return asyncio.run(_play(url, process, log, view, seed, goal, minutes, judge, report))
 
 
 def make_root(root: Path) -> None:
@@ -258,7 +266,7 @@ async def _frame(
     )
 
 
-def _as_json(outcome: Outcome) -> dict[str, float]:
+def as_json(outcome: Outcome) -> dict[str, float]:
     return {
         "reward_first": round(outcome.reward_first, 4),
         "reward_last": round(outcome.reward_last, 4),

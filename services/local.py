@@ -134,25 +134,32 @@ class Supervisor:
         return status
 
     def _end_all(self) -> None:
-        """Trainer and explorer first, engines last; then whatever is left is killed."""
+        """Explorer and trainer first, engines when those have ended: what drains still needs its engine."""
         log.info("stopping")
-        for child in reversed(self._children):
-            if child.alive and child.process is not None:
-                child.process.terminate()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        for child in reversed(self._children):
-            if child.process is None:
-                continue
-            try:
-                child.process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                log.warning("did not stop in time; killed", process=child.name)
-            _end_group(child.process, signal.SIGKILL)
-            child.process.wait()
+        engines = [child for child in self._children if child.arguments[0] == "engine"]
+        for stage in ([child for child in self._children if child not in engines], engines):
+            _end_together(stage)
         for child in self._children:
             for reader in child.readers:
                 reader.join(1.0)
         log.info("stopped")
+
+
+def _end_together(children: list[Child]) -> None:
+    """Ask all of them, wait for all of them, then kill whatever is left of their groups."""
+    for child in children:
+        if child.alive and child.process is not None:
+            child.process.terminate()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for child in children:
+        if child.process is None:
+            continue
+        try:
+            child.process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            log.warning("did not stop in time; killed", process=child.name)
+        _end_group(child.process, signal.SIGKILL)
+        child.process.wait()
 
 
 def _end_group(process: subprocess.Popen[bytes], number: int) -> None:

@@ -49,7 +49,7 @@ def honest(ticket: Ticket, desk: str | None, priority: str | None, _draw: random
 
 
 class Customers:
-    """`run` lets customers in, `per_s` of them on average, until `episodes` tickets are rated, or until told to stop."""
+    """`run` lets customers in, `per_s` of them on average, until `episodes` have come, or until told to stop."""
 
     def __init__(self, service_url: str, *, seed: int, per_s: float, at_most: int, judge: Judge = honest) -> None:
         self.books = Books()

@@ -12,6 +12,7 @@ import numpy as np
 from examples.support_desk.customers import Episode
 
 WINDOW = 200  # episodes in the moving average
+START = 40  # episodes before the first point: a mean over fewer says nothing
 INK, GREEN, BLUE, ORANGE, GREY = "#1b1f24", "#1a7f4b", "#2563a8", "#c2611f", "#9aa4b0"
 
 
@@ -39,7 +40,8 @@ def draw_report(file: Path, episodes: Sequence[Episode], served: Sequence[tuple[
         ([e.priority_right for e in episodes], ORANGE, "right priority (share)", 1.4),
         ([e.reward for e in episodes], GREEN, "reward", 3.0),
     ):
-        axes.plot(x, moving_average(values, WINDOW), color=colour, lw=width, label=label, solid_capstyle="round")
+        smooth = moving_average(values, WINDOW)
+        axes.plot(x[START:], smooth[START:], color=colour, lw=width, label=label, solid_capstyle="round")
     first, last = first_and_last_tenth(episodes)
     tenth = max(1, len(episodes) // 10)
     for level, start, end, offset in ((first, 1, tenth, -0.075), (last, len(episodes) - tenth, len(episodes), -0.095)):
@@ -77,10 +79,10 @@ def _dress(axes: Any, title: str, episodes: int, versions: int) -> None:
     axes.set_ylim(0, 1.03)
     axes.set_xlabel("episodes (tickets answered and rated)", color=INK)
     axes.set_ylabel(f"mean of the last {WINDOW}", color=INK)
-    axes.set_title(title, loc="left", pad=34, size=14, weight="bold", color=INK)
+    axes.set_title(title, loc="left", pad=44, size=14, weight="bold", color=INK)
     axes.text(
         0,
-        1.085,
+        1.08,
         f"{episodes:,} episodes · {versions} versions came into service while chats went on (grey lines)",
         transform=axes.transAxes,
         size=10,

@@ -67,7 +67,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
 
 def test_logprobs_of_packed_sequences_equal_those_of_each_alone(model):
     draw = np.random.default_rng(0)
-    rows = [row(n, draw.integers(0, 200, 4 + n % 7).tolist(), draw.integers(0, 200, 1 + n % 4).tolist()) for n in range(1, 15)]
+    rows = [
+        row(n, draw.integers(0, 200, 4 + n % 7).tolist(), draw.integers(0, 200, 1 + n % 4).tolist())
+        for n in range(1, 15)
+    ]
     batch = assemble(rows)
     packed: list[np.ndarray] = [np.empty(0, np.float32)] * len(batch)
     with torch.no_grad():

@@ -91,7 +91,9 @@ def test_tokens_come_back_from_bytes_as_they_were():
     assert len(before.encode()) == 16 + 4 * (5 + 3 + 3)
 
 
-@pytest.mark.parametrize("damage", [b"", b"short", b"XXXX" + bytes(40), tokens().encode()[:-1], tokens().encode() + b"x"])
+@pytest.mark.parametrize(
+    "damage", [b"", b"short", b"XXXX" + bytes(40), tokens().encode()[:-1], tokens().encode() + b"x"]
+)
 def test_bytes_that_are_not_ours_are_refused(damage):
     with pytest.raises(CorruptTokens):
         Tokens.decode(damage)

@@ -1,0 +1,95 @@
+"""The real product, once for all tests here: `flywheel up` with vLLM's CPU build, the explorer and the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.config import Config
+from tests.models import make_tiny_model
+from tests.processes import Process, wait_for, write_config
+from tests.servers import free_port
+
+ENGINE_START_S = 240.0
+
+
+@dataclass(slots=True)
+class Live:
+    """A running `flywheel up`."""
+
+    process: Process
+    config: Config
+    file: Path
+    http: httpx.Client
+
+    @property
+    def engine_url(self) -> str:
+        return self.config.explorer.engines[0].url
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self.http.get("/status").raise_for_status().json()
+        return status
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        """One chat through the explorer; retried while it answers 503."""
+        body = {"messages": [{"role": "user", "content": "hello w1 w2"}], "max_tokens": 12, **body}
+        reply = wait_for(lambda: _unless_away(self.http.post("/v1/chat/completions", json=body)), "an answer", 120)
+        assert reply.status_code == 200, reply.text
+        answer: dict[str, Any] = reply.json()
+        return {**answer, "version": int(reply.headers["X-Flywheel-Version"])}
+
+    def rate(self, msg_id: str, reward: float) -> None:
+        self.http.post("/feedback", json={"msg_ids": [msg_id], "reward": reward}).raise_for_status()
+
+    def learn(self, chats: int, **body: Any) -> int:
+        """Chat, rate and commit; returns the version in service afterwards, which is a new one."""
+        before = self.status()["versions"]["serving"]
+        for number in range(chats):
+            self.rate(self.chat(**body)["id"], float(number % 2))
+        self.http.post("/commit").raise_for_status()
+        wait_for(lambda: (self.status()["versions"]["serving"] or 0) > before, "a new version in service", 120)
+        return int(self.status()["versions"]["serving"])
+
+
+def _unless_away(reply: httpx.Response) -> httpx.Response | None:
+    return None if reply.status_code == 503 else reply
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    root = tmp_path_factory.mktemp("live")
+    model = make_tiny_model(root / "base", tied=True)
+    config = Config.model_validate(
+        {
+            "root_dir": str(root / "data"),
+            "model": {"path": str(model)},
+            "explorer": {
+                "port": free_port(),
+                "engines": [{"name": "e0", "url": f"http://127.0.0.1:{free_port()}"}],
+                "reload": {"poll_interval_s": 0.1},
+            },
+            "engine": {"dtype": "float32", "max_model_len": 256},
+            "trainer": {"batch_size": 8, "learning_rate": 1e-3, "poll_interval_s": 0.1, "cpu_threads": 1},
+        }
+    )
+    file = write_config(config, root / "flywheel.yaml")
+    http = httpx.Client(base_url=f"http://127.0.0.1:{config.explorer.port}", timeout=120)
+    with Process(["up", "-c", str(file)], root / "flywheel.log") as process:
+        running = Live(process, config, file, http)
+        wait_for(lambda: _is_ready(running), "ready", ENGINE_START_S, 0.5)
+        yield running
+        http.close()
+        assert process.stop(60) == 0, process.output()[-2000:]
+
+
+def _is_ready(live: Live) -> bool:
+    assert live.process.alive, live.process.output()[-2000:]
+    try:
+        return live.http.get("/ready").status_code == 200
+    except httpx.TransportError:
+        return False

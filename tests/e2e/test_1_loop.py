@@ -1,0 +1,141 @@
+"""The whole loop on the real engine: what is sampled is recorded as sampled, and what is reloaded is what was trained.
+
+The files of this folder are numbered: they share one running engine, and the last of them kills things.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from sqlalchemy import select
+
+from shared.config import Config
+from shared.experience import Sampling, Tokens
+from shared.ledger.connect import Ledger
+from shared.ledger.tables import experiences, payloads
+from tests.e2e.conftest import ENGINE_START_S, Live
+from tests.processes import Process, wait_for, write_config
+from tests.servers import free_port
+from trainer_service.batch import assemble, pack
+from trainer_service.logprobs import at_temperature, processed_logprobs
+from trainer_service.models import load_causal_lm, logits_at
+
+pytestmark = pytest.mark.engine
+LOGPROB_TOLERANCE = 1e-4  # the largest difference seen is about 1e-6
+
+
+def rows_of(live: Live, ids: list[str]) -> list[Any]:
+    ledger = Ledger.open(live.config.ledger_url)
+    with ledger.read() as connection:
+        query = select(experiences, payloads.c.tokens).join(payloads).where(experiences.c.msg_id.in_(ids))
+        rows = list(connection.execute(query))
+    ledger.close()
+    return rows
+
+
+def recompute(folder: Path, tokens: Tokens, sampling: Sampling) -> np.ndarray:
+    """The trainer's own logprobs of recorded tokens."""
+    from shared.experience import Experience
+
+    row = Experience(1, "m", 0, None, None, None, 0, 0.0, 0.0, tokens, sampling)
+    batch = assemble([row])
+    (micro,) = pack(batch, [0], 4096)
+    with torch.no_grad():
+        logits = logits_at(load_causal_lm(folder), micro.input_ids_1T, micro.position_ids_1T, micro.keep_K)
+        scaled = at_temperature(logits, micro.sampling)
+        return processed_logprobs(scaled, micro.actions_K, micro.sampling).numpy()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_recorded_logprobs_agree_with_the_trainers_recomputation(live, temperature, record_property):
+    ids = [live.chat(temperature=temperature, top_p=0.9, max_tokens=24)["id"] for _ in range(8)]
+    largest = 0.0
+    for row in rows_of(live, ids):
+        tokens = Tokens.decode(row.tokens)
+        assert (row.temperature, row.top_p) == (temperature, 0.9)
+        folder = live.config.root / f"versions/v{row.version:06d}"
+        ours = recompute(folder, tokens, Sampling(row.temperature, row.top_p, row.top_k, row.min_p))
+        largest = max(largest, float(np.abs(ours - tokens.logprobs).max()))
+    record_property("largest_difference", largest)
+    print(f"temperature {temperature}: largest difference {largest:.2e}")
+    assert largest < LOGPROB_TOLERANCE
+
+
+def test_a_streamed_chat_is_recorded_like_a_plain_one(live):
+    body = {"messages": [{"role": "user", "content": "w3 w4"}], "max_tokens": 10, "temperature": 0, "stream": True}
+    with live.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        events = [json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: {")]
+    plain = live.chat(messages=body["messages"], max_tokens=10, temperature=0)
+    streamed = "".join(e["choices"][0]["delta"].get("content") or "" for e in events if e["choices"])
+    assert streamed == plain["choices"][0]["message"]["content"]
+    assert "token_ids" not in events[1]["choices"][0] or events[1]["choices"][0]["token_ids"] is None
+    first, second = rows_of(live, [events[0]["id"]]), rows_of(live, [plain["id"]])
+    a, b = Tokens.decode(first[0].tokens), Tokens.decode(second[0].tokens)
+    assert (a.prompt_ids == b.prompt_ids).all() and (a.reply_ids == b.reply_ids).all()
+    assert np.abs(a.logprobs - b.logprobs).max() < LOGPROB_TOLERANCE
+
+
+def test_feedback_and_commit_become_a_new_version_in_service(live):
+    version = live.learn(8)
+    answer = live.chat()
+    assert answer["version"] >= version >= 1
+    trainer = live.status()["trainers"][0]
+    assert trainer["stats"]["logprob_gap_max"] < LOGPROB_TOLERANCE
+    assert live.chat(model=f"agent@{version}")["version"] == version
+
+
+PROMPTS = ["hello w1 w2", "w5 w6 w7 w8 w9 w10 w11 w12 w13 w14 w15 w16 " * 6, "w100 w101"]
+
+
+def greedy(url: str, prompt: str) -> tuple[list[int], list[float]]:
+    body = {
+        "model": "agent",
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": 24,
+        "logprobs": True,
+        "return_token_ids": True,
+    }
+    choice = httpx.post(url + "/v1/chat/completions", json=body, timeout=60).raise_for_status().json()["choices"][0]
+    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+
+
+def test_after_a_reload_the_engine_answers_like_a_fresh_one_on_that_versions_folder(live, tmp_path):
+    before = [greedy(live.engine_url, prompt) for prompt in PROMPTS]  # and their prefixes are in its cache now
+    version = live.learn(16, temperature=1.0)
+    reloaded = [greedy(live.engine_url, prompt) for prompt in PROMPTS]
+    again = [greedy(live.engine_url, prompt) for prompt in PROMPTS]  # from the new cache
+    assert live.status()["versions"]["serving"] == version, "another version came in between"
+
+    folder = tmp_path / "version"
+    shutil.copytree(live.config.root / f"versions/v{version:06d}", folder)
+    (folder / "MANIFEST.json").unlink()
+    port = free_port()
+    config = Config.model_validate(
+        {
+            "root_dir": str(tmp_path / "data"),
+            "model": {"path": str(folder)},
+            "explorer": {"engines": [{"name": "fresh", "url": f"http://127.0.0.1:{port}"}]},
+            "engine": {"dtype": "float32", "max_model_len": 256},
+        }
+    )
+    file = write_config(config, tmp_path / "fresh.yaml")
+    with Process(["engine", "-c", str(file)], tmp_path / "fresh.log") as engine:
+        wait_for(lambda: "ready" in engine.output() or not engine.alive, "a fresh engine", ENGINE_START_S)
+        fresh = [greedy(f"http://127.0.0.1:{port}", prompt) for prompt in PROMPTS]
+        assert engine.stop(60) == 0
+
+    for (old_ids, old), (ids, logprobs), (ids_2, logprobs_2), (fresh_ids, fresh_logprobs) in zip(
+        before, reloaded, again, fresh, strict=True
+    ):
+        assert ids == ids_2 == fresh_ids
+        assert np.abs(np.subtract(logprobs, fresh_logprobs)).max() < LOGPROB_TOLERANCE
+        assert np.abs(np.subtract(logprobs_2, fresh_logprobs)).max() < LOGPROB_TOLERANCE
+        assert old_ids != ids or np.abs(np.subtract(old, logprobs)).max() > LOGPROB_TOLERANCE, "nothing was learned"

@@ -1,0 +1,76 @@
+"""`flywheel up`: ordered start, one log, restart with backoff, and no process left behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.local import Child, Supervisor
+from shared.lifecycle import StopRequest
+from tests.experiences import trainer_config
+from tests.models import make_tiny_model
+from tests.processes import Process, descendants, wait_for, write_config
+from tests.servers import free_port
+
+
+@pytest.fixture
+def up(tmp_path: Path):
+    """explorer and trainer, no engine: what is tested here needs none."""
+    model = make_tiny_model(tmp_path / "base")
+    config = trainer_config(tmp_path / "data", model)
+    engines = [{"name": "e0", "url": f"http://127.0.0.1:{free_port()}"}]
+    config = type(config).model_validate(
+        {**config.model_dump(), "explorer": {"port": free_port(), "engines": engines}},
+    )
+    file = write_config(config, tmp_path / "flywheel.yaml")
+    with Process(["up", "-c", str(file), "--without", "engines"], tmp_path / "up.log") as process:
+        wait_for(lambda: "at work" in process.output() and "listening" in process.output(), "both at work", 60)
+        yield process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_ends_all_and_leaves_no_process_behind(up, number):
+    family = descendants(up.pid)
+    assert len(family) >= 2
+    assert up.stop(30, number) == 0
+    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    assert "Traceback" not in up.output()
+    assert up.output().rstrip().endswith("stopped")
+
+
+def test_killed_itself_it_takes_its_processes_along(up):
+    family = descendants(up.pid)
+    psutil.Process(up.pid).kill()
+    wait_for(lambda: not [pid for pid in family if psutil.pid_exists(pid)], "the end of all", 30)
+
+
+def test_a_crashed_process_starts_again(up):
+    trainer = next(p for p in psutil.Process(up.pid).children() if "trainer" in p.cmdline())
+    trainer.kill()
+    wait_for(lambda: up.output().count("at work") == 2, "a second trainer at work", 60)
+    assert "ended by itself; restarting" in up.output()
+
+
+def test_a_refused_configuration_stops_all_and_is_not_tried_again():
+    child = Child("broken", ["status", "-c", "no-such-file"])
+    assert Supervisor([child], StopRequest()).run() == 2
+    assert child.failures == 0
+
+
+def test_the_pause_before_a_restart_grows(monkeypatch, tmp_path):
+    monkeypatch.setattr("services.local.BACKOFF_S", (0.01, 0.02, 60.0))
+    config = write_config(trainer_config(tmp_path / "data", tmp_path / "no-model"), tmp_path / "flywheel.yaml")
+    stop = StopRequest()
+    child = Child("broken", ["trainer", "-c", str(config)])
+    running = threading.Thread(target=Supervisor([child], stop).run)
+    running.start()
+    wait_for(lambda: child.failures == 3 and child.restart_at is not None, "three failures", 60)
+    assert child.restart_at - time.monotonic() > 30
+    stop.set()
+    running.join(10)
+    assert not running.is_alive()
