@@ -1,7 +1,7 @@
 """Simulated customers: they write tickets, get the agent's answer, and say how satisfied they are. All over HTTP.
 
 They come in at random moments (a Poisson process), each with one ticket; whoever finds too many others waiting comes
-in when one of them is done. Commits come as they would in production, from a timer, not from the one who gives feedback.
+in when one of them is done. Commits come as they would in production: from a timer, not from the one who rates.
 """
 
 from __future__ import annotations
