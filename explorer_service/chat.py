@@ -21,6 +21,7 @@ from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
+from explorer_service.conversation import Digest, read_prompt
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import EngineState, Seat
 from explorer_service.errors import ApiError, bad_request, unavailable
@@ -51,6 +52,8 @@ class Chat:
     key_name: str | None
     started: float  # time.perf_counter()
     created_at: float  # Unix seconds
+    digest: Digest  # of all messages
+    extends: tuple[bytes, ...]  # the exchanges that it may continue
 
     def upstream(self, model: str) -> bytes:
         """The body for the engine: the caller's, and what recording needs."""
@@ -60,6 +63,14 @@ class Chat:
             if not self.keep_logprobs and not body.get("top_logprobs"):  # else the engine explains the contradiction
                 body["logprobs"] = True
         return msgspec.json.encode(body)
+
+    def exchange(self, reply: bytes | None) -> bytes | None:
+        """The digest of the messages with this reply."""
+        if reply is None:
+            return None
+        digest = self.digest.copy()
+        digest.add({"role": "assistant", **msgspec.json.decode(reply)})
+        return digest.value()
 
 
 class _Logprob(msgspec.Struct):
@@ -128,6 +139,9 @@ def parse_chat(raw: bytes, request: Request, deps: Deps, key_name: str | None) -
         metadata = {}
     if not isinstance(metadata, dict):
         raise bad_request("metadata must be an object of strings", param="metadata")
+    task_id = attribution(request.headers.get("x-flywheel-task") or metadata.get("task_id"), "task_id")
+    run_id = attribution(request.headers.get("x-flywheel-run") or metadata.get("run_id"), "run_id")
+    digest, extends = read_prompt(body.get("messages"), key_name, task_id, run_id)
     return Chat(
         msg_id=f"chatcmpl-{uuid.uuid4().hex}",
         body=body,
@@ -139,11 +153,13 @@ def parse_chat(raw: bytes, request: Request, deps: Deps, key_name: str | None) -
         keep_logprobs=bool(body.get("logprobs")),
         keep_token_ids=bool(body.get("return_token_ids")),
         sampling={name: value for name in _SAMPLING_FIELDS if (value := _number(body, name)) is not None},
-        task_id=attribution(request.headers.get("x-flywheel-task") or metadata.get("task_id"), "task_id"),
-        run_id=attribution(request.headers.get("x-flywheel-run") or metadata.get("run_id"), "run_id"),
+        task_id=task_id,
+        run_id=run_id,
         key_name=key_name,
         started=time.perf_counter(),
         created_at=time.time(),
+        digest=digest,
+        extends=extends,
     )
 
 
@@ -291,6 +307,8 @@ class Sampled:
             request=chat.raw,
             reply=self.reply,
             quarantine=quarantine,
+            exchange=chat.exchange(self.reply),
+            extends=chat.extends,
         )
 
 

@@ -34,6 +34,7 @@ class FeedbackBody(msgspec.Struct):
     comment: str | None = None
     correction: str | None = None
     preferred_over: list[str] | None = None
+    scope: Literal["message", "conversation"] | None = None
 
 
 async def answer_feedback(request: Request, deps: Deps) -> Response:
@@ -132,6 +133,7 @@ def _apply(
         said=_signals(body),
         reward=reward,
         key_name=key_name,
+        conversations=body.scope == "conversation",
     )
     answer = _answer(receipts)
     if idempotency_key is not None:

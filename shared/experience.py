@@ -115,6 +115,8 @@ class Sample:
     request: bytes | None = None  # JSON of the request's messages, tools and sampling parameters
     reply: bytes | None = None  # JSON of the reply's message
     quarantine: str | None = None  # why this sample must not be trained on
+    exchange: bytes | None = None  # digest of all messages up to and with the reply
+    extends: tuple[bytes, ...] = ()  # digests of the exchanges that it may continue, longest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ class Experience:
     parent_id: str | None
     task_id: str | None
     run_id: str | None
+    conversation_id: str
     version: int
     reward: float
     created_at: float

@@ -38,6 +38,7 @@ def make_experiences(model_folder: Path, count: int, *, seed: int = 0, reply_tok
                 parent_id=None,
                 task_id=None,
                 run_id=None,
+                conversation_id=f"chatcmpl-{seed}-{number}",
                 version=0,
                 reward=float((reply % 2 == 0).mean()),
                 created_at=time.time(),

@@ -56,18 +56,20 @@ class MicroBatch:
 
 def assemble(rows: Iterable[Experience]) -> list[Trajectory]:
     """Trajectories of a batch, turns merged where the tokens allow it; oldest first."""
-    open_runs: dict[tuple[str, str], Trajectory] = {}
+    runs: dict[tuple[str, ...], list[Trajectory]] = {}
     trajectories: list[Trajectory] = []
     for row in sorted(rows, key=lambda row: row.id):
-        key = None if row.task_id is None or row.run_id is None else (row.task_id, row.run_id)
-        before = open_runs.get(key) if key is not None else None
-        if before is not None and _extends(before, row):
+        named = row.task_id is not None and row.run_id is not None
+        key = (str(row.task_id), str(row.run_id)) if named else (row.conversation_id,)
+        inside = runs.setdefault(key, [])  # a run may hold several: branches, sub-agents
+        before = max(
+            (t for t in inside if _extends(t, row)), key=lambda trajectory: len(trajectory.token_ids), default=None
+        )
+        if before is not None:
             _append(before, row)
             continue
-        trajectory = _begin(row)
-        trajectories.append(trajectory)
-        if key is not None:
-            open_runs[key] = trajectory
+        trajectories.append(_begin(row))
+        inside.append(trajectories[-1])
     return trajectories
 
 

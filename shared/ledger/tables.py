@@ -30,7 +30,9 @@ experiences = Table(
     Column("id", Id, primary_key=True, autoincrement=True),  # the order in which rows were recorded
     Column("msg_id", String(200), nullable=False),
     Column("choice", Integer, nullable=False),
-    Column("parent_id", String(200)),  # msg_id of the exchange that this one extends
+    Column("parent_id", String(220)),  # the exchange that this one extends: ID, or ID#CHOICE when it was not the first
+    Column("conversation_id", String(220), nullable=False),  # the first exchange of its conversation, named alike
+    Column("exchange", LargeBinary),  # digest of all messages up to and with the reply: what a later turn extends
     Column("task_id", String(400)),
     Column("run_id", String(400)),
     Column("key_name", String(200)),
@@ -57,6 +59,9 @@ for _state in ("RECORDED", "READY", "LEASED"):  # each index holds only the rows
     Index(f"ix_experiences_{_state.lower()}", experiences.c.id, sqlite_where=_where, postgresql_where=_where)
 Index("ix_experiences_task", experiences.c.task_id, experiences.c.run_id)
 Index("ix_experiences_batch", experiences.c.batch_id)
+Index("ix_experiences_conversation", experiences.c.conversation_id)
+Index("ix_experiences_exchange", experiences.c.exchange)
+Index("ix_experiences_parent", experiences.c.parent_id)
 
 payloads = Table(
     "payloads",

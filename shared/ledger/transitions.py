@@ -11,6 +11,7 @@ come from, so whoever loses a race changes nothing.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from shared.experience import CorruptTokens, Experience, Lease, Sample, Sampling
 from shared.ledger.tables import batches, experiences, idempotency, payloads, signals, trainers, versions
 from shared.versions import version_path
 
+_MAX_ALIKE = 32  # exchanges that say the same, newest first, among which a parent is chosen
 ReceiptState = Literal["applied", "updated", "duplicate", "unknown", "already_trained", "expired"]
 
 
@@ -34,9 +36,10 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
 
     Raises sqlalchemy.exc.IntegrityError when a message id with that choice exists already.
     """
+    parents = [_find_parent(connection, sample.extends) if sample.extends else None for sample in samples]
     ids = connection.execute(
         insert(experiences).returning(experiences.c.id, sort_by_parameter_order=True),
-        [_experience_columns(sample) for sample in samples],
+        [_experience_columns(sample, parent) for sample, parent in zip(samples, parents, strict=True)],
     ).scalars()
     connection.execute(
         insert(payloads),
@@ -47,11 +50,34 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
     )
 
 
-def _experience_columns(sample: Sample) -> dict[str, Any]:
+def choice_name(msg_id: str, choice: int) -> str:
+    """How one choice is named: ID for the first, ID#CHOICE for another."""
+    return f"{msg_id}#{choice}" if choice else msg_id
+
+
+def _find_parent(connection: Connection, extends: Sequence[bytes]) -> Row[Any] | None:
+    """The exchange that a request continues: the longest; of several alike, one that nobody has continued yet."""
+    columns = (experiences.c.msg_id, experiences.c.choice, experiences.c.conversation_id)
+    for exchange in extends:
+        alike = select(*columns).where(experiences.c.exchange == exchange).order_by(experiences.c.id.desc())
+        rows = connection.execute(alike.limit(_MAX_ALIKE)).all()
+        if len(rows) == 1:
+            return rows[0]
+        if rows:
+            names = [choice_name(row.msg_id, row.choice) for row in rows]
+            continued = select(experiences.c.parent_id).where(experiences.c.parent_id.in_(names))
+            counts = Counter(connection.execute(continued).scalars())
+            return min(reversed(rows), key=lambda row: counts[choice_name(row.msg_id, row.choice)])
+    return None
+
+
+def _experience_columns(sample: Sample, parent: Row[Any] | None) -> dict[str, Any]:
     return {
         "msg_id": sample.msg_id,
         "choice": sample.choice,
-        "parent_id": sample.parent_id,
+        "parent_id": None if parent is None else choice_name(parent.msg_id, parent.choice),
+        "conversation_id": choice_name(sample.msg_id, sample.choice) if parent is None else parent.conversation_id,
+        "exchange": sample.exchange,
         "task_id": sample.task_id,
         "run_id": sample.run_id,
         "key_name": sample.key_name,
@@ -101,18 +127,27 @@ def apply_feedback(
     said: Sequence[Signal],
     reward: float | None,
     key_name: str | None = None,
+    conversations: bool = False,
 ) -> list[Receipt]:
     """Append signals to the log of every target and set the reward of those that are not leased yet.
 
     Targets: each of `msg_ids` ("ID" is all choices of a message, "ID#2" one), or else the rows of task and run.
-    Returns one receipt for each id named, or for each message found by task and run; an id nobody knows is `unknown`.
+    conversations: reach every turn of the conversations that the targets belong to.
+    Returns one receipt for each id named, and for each message found by task, run or conversation; an id nobody knows
+    is `unknown`.
     """
+    found: dict[str, list[Row[Any]]] = {}
     if msg_ids:
         found = {name: _rows_of(connection, _is_message(name)) for name in dict.fromkeys(msg_ids)}
     else:
-        found = {}
         for row in _rows_of(connection, _in_scope(task_id, run_id)):
             found.setdefault(row.msg_id, []).append(row)
+    if conversations:
+        reached = {row.id for rows in found.values() for row in rows}
+        names = {row.conversation_id for rows in found.values() for row in rows}
+        for row in _rows_of(connection, experiences.c.conversation_id.in_(names)):
+            if row.id not in reached:
+                found.setdefault(choice_name(row.msg_id, row.choice), []).append(row)
     now = time.time()
     return [
         Receipt(name, _apply(connection, rows, said, reward, key_name, now) if rows else "unknown")
@@ -121,7 +156,14 @@ def apply_feedback(
 
 
 def _rows_of(connection: Connection, where: ColumnElement[bool]) -> list[Row[Any]]:
-    columns = (experiences.c.id, experiences.c.msg_id, experiences.c.choice, experiences.c.state, experiences.c.reward)
+    columns = (
+        experiences.c.id,
+        experiences.c.msg_id,
+        experiences.c.choice,
+        experiences.c.conversation_id,
+        experiences.c.state,
+        experiences.c.reward,
+    )
     query = select(*columns).where(where).order_by(experiences.c.id)
     if connection.dialect.name == "postgresql":
         query = query.with_for_update()  # SQLite's BEGIN IMMEDIATE has locked all already
@@ -280,6 +322,7 @@ def load_lease(connection: Connection, batch_id: int) -> Lease:
                 parent_id=row.parent_id,
                 task_id=row.task_id,
                 run_id=row.run_id,
+                conversation_id=row.conversation_id,
                 version=row.version,
                 reward=row.reward,
                 created_at=row.created_at,

@@ -44,7 +44,7 @@ def recompute(folder: Path, tokens: Tokens, sampling: Sampling) -> np.ndarray:
     """The trainer's own logprobs of recorded tokens."""
     from shared.experience import Experience
 
-    row = Experience(1, "m", 0, None, None, None, 0, 0.0, 0.0, tokens, sampling)
+    row = Experience(1, "m", 0, None, None, None, "m", 0, 0.0, 0.0, tokens, sampling)
     batch = assemble([row])
     (micro,) = pack(batch, [0], 4096)
     with torch.no_grad():

@@ -19,7 +19,7 @@ def row(
     id_: int, prompt: list[int], reply: list[int], reward: float = 0.0, run: str | None = None, version: int = 0
 ) -> Experience:
     tokens = Tokens(np.array(prompt, np.int32), np.array(reply, np.int32), -np.ones(len(reply), np.float32))
-    return Experience(id_, f"m{id_}", 0, None, run and "task", run, version, reward, 0.0, tokens, Sampling())
+    return Experience(id_, f"m{id_}", 0, None, run and "task", run, f"m{id_}", version, reward, 0.0, tokens, Sampling())
 
 
 def test_turns_of_a_run_are_merged_when_the_tokens_allow_it():
