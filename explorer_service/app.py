@@ -19,6 +19,7 @@ from explorer_service.deps import Deps
 from explorer_service.engines.client import EngineClient
 from explorer_service.errors import ApiError
 from explorer_service.feedback import answer_feedback
+from explorer_service.housekeeping import Housekeeper
 from explorer_service.reload import EngineKeeper
 from explorer_service.status import (
     answer_health,
@@ -60,6 +61,8 @@ def build_app(make_deps: Callable[[], Awaitable[Deps]], close_deps: Callable[[De
         deps = await make_deps()
         app.state.deps = deps
         keepers = [asyncio.create_task(keeper.run(), name=name) for name, keeper in _keepers(deps)]
+        keeping_house = Housekeeper(deps.config.explorer, deps.recorder).run()
+        keepers.append(asyncio.create_task(keeping_house, name="housekeeping"))
         for task in keepers:
             task.add_done_callback(_stop_if_dead)
         try:

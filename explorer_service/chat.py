@@ -54,6 +54,7 @@ class Chat:
     created_at: float  # Unix seconds
     digest: Digest  # of all messages
     extends: tuple[bytes, ...]  # the exchanges that it may continue
+    store_text: bool
 
     def upstream(self, model: str) -> bytes:
         """The body for the engine: the caller's, and what recording needs."""
@@ -134,6 +135,9 @@ def decode_body(raw: bytes) -> dict[str, Any]:
 def parse_chat(raw: bytes, request: Request, deps: Deps, key_name: str | None) -> Chat:
     """Look at the fields that concern us; the engine judges the rest. Raises ApiError."""
     body = decode_body(raw)
+    messages, limit = body.get("messages"), deps.config.explorer.max_messages
+    if isinstance(messages, list) and len(messages) > limit:
+        raise bad_request(f"at most {limit} messages in one chat (explorer.max_messages)", param="messages")
     metadata = body.get("metadata")
     if metadata is None:
         metadata = {}
@@ -141,7 +145,7 @@ def parse_chat(raw: bytes, request: Request, deps: Deps, key_name: str | None) -
         raise bad_request("metadata must be an object of strings", param="metadata")
     task_id = attribution(request.headers.get("x-flywheel-task") or metadata.get("task_id"), "task_id")
     run_id = attribution(request.headers.get("x-flywheel-run") or metadata.get("run_id"), "run_id")
-    digest, extends = read_prompt(body.get("messages"), key_name, task_id, run_id)
+    digest, extends = read_prompt(messages, key_name, task_id, run_id)
     return Chat(
         msg_id=f"chatcmpl-{uuid.uuid4().hex}",
         body=body,
@@ -160,6 +164,7 @@ def parse_chat(raw: bytes, request: Request, deps: Deps, key_name: str | None) -
         created_at=time.time(),
         digest=digest,
         extends=extends,
+        store_text=deps.config.explorer.store_text,
     )
 
 
@@ -304,8 +309,8 @@ class Sampled:
             task_id=chat.task_id,
             run_id=chat.run_id,
             key_name=chat.key_name,
-            request=chat.raw,
-            reply=self.reply,
+            request=chat.raw if chat.store_text else None,
+            reply=self.reply if chat.store_text else None,
             quarantine=quarantine,
             exchange=chat.exchange(self.reply),
             extends=chat.extends,

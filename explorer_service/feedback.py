@@ -14,12 +14,13 @@ from starlette.responses import Response
 from explorer_service.chat import attribution, decode_body, read_body
 from explorer_service.deps import Deps
 from explorer_service.errors import ApiError, bad_request, unavailable
+from shared.config import RewardConfig
 from shared.errors import LedgerError
 from shared.ledger import transitions
-from shared.ledger.transitions import Receipt, Signal
+from shared.ledger.transitions import Receipt
+from shared.reward import Signal
 
 MAX_TARGETS = 10_000
-RATING_REWARD = {"up": 1.0, "down": 0.0}
 
 
 class FeedbackBody(msgspec.Struct):
@@ -41,13 +42,14 @@ async def answer_feedback(request: Request, deps: Deps) -> Response:
     """POST /feedback."""
     key_name = deps.auth.require(request, "feedback")
     raw = await read_body(request, deps.config.explorer.max_body_bytes)
-    body = parse_feedback(raw)
+    rule = deps.config.reward
+    body = parse_feedback(raw, rule)
     msg_ids = list(dict.fromkeys(body.msg_ids or []))
     await deps.in_flight.wait(msg_ids)  # a stream names its id before its row stands
     idempotency_key = _idempotency_key(request, key_name)
     try:
         answer = await deps.recorder.write(
-            lambda connection: _apply(connection, body, msg_ids, key_name, idempotency_key)
+            lambda connection: _apply(connection, body, msg_ids, rule, key_name, idempotency_key)
         )
     except LedgerError as exc:
         raise unavailable(f"the feedback could not be stored: {exc}", "not_stored") from exc
@@ -67,7 +69,7 @@ class Answer(msgspec.Struct):
     error: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
-def parse_feedback(raw: bytes) -> FeedbackBody:
+def parse_feedback(raw: bytes, rule: RewardConfig) -> FeedbackBody:
     """Check targets and signals. Raises ApiError 400 naming the field."""
     decode_body(raw)
     try:
@@ -88,6 +90,9 @@ def parse_feedback(raw: bytes) -> FeedbackBody:
             raise bad_request(f"{signal.name or signal.kind} must be a finite number", param=signal.kind)
         if "\x00" in (signal.text or "") + (signal.name or ""):
             raise bad_request("text must not hold NUL", param=signal.kind)
+    accept = rule.accept
+    if accept is not None and body.reward is not None and not accept[0] <= body.reward <= accept[1]:
+        raise bad_request(f"reward must lie between {accept[0]:g} and {accept[1]:g}", param="reward")
     return body
 
 
@@ -96,7 +101,7 @@ def _signals(body: FeedbackBody) -> list[Signal]:
     if body.reward is not None:
         said.append(Signal("reward", value=body.reward))
     if body.rating is not None:
-        said.append(Signal("rating", value=RATING_REWARD[body.rating], text=body.rating))
+        said.append(Signal("rating", text=body.rating))
     said += [Signal("metric", value=value, name=name) for name, value in (body.metrics or {}).items()]
     if body.comment is not None:
         said.append(Signal("comment", text=body.comment))
@@ -115,23 +120,25 @@ def _idempotency_key(request: Request, key_name: str | None) -> str | None:
 
 
 def _apply(
-    connection: Connection, body: FeedbackBody, msg_ids: list[str], key_name: str | None, idempotency_key: str | None
+    connection: Connection,
+    body: FeedbackBody,
+    msg_ids: list[str],
+    rule: RewardConfig,
+    key_name: str | None,
+    idempotency_key: str | None,
 ) -> Answer:
     """In one transaction: the answer given before, or the change and its answer."""
     if idempotency_key is not None:
         before = transitions.remembered_answer(connection, idempotency_key)
         if before is not None:
             return msgspec.json.decode(before, type=Answer)
-    reward = body.reward
-    if reward is None and body.rating is not None:
-        reward = RATING_REWARD[body.rating]
     receipts = transitions.apply_feedback(
         connection,
         msg_ids=msg_ids,
         task_id=attribution(body.task_id, "task_id"),
         run_id=attribution(body.run_id, "run_id"),
         said=_signals(body),
-        reward=reward,
+        rule=rule,
         key_name=key_name,
         conversations=body.scope == "conversation",
     )

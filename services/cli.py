@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         ("trainer", "the service that learns"),
         ("status", "rows by state, versions, engines, trainer"),
         ("versions", "every version and its state"),
+        ("rewards", "apply a changed reward section to rows that are not trained yet"),
     ):
         command = commands.add_parser(name, help=help_text)
         command.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration file")
@@ -82,9 +83,9 @@ def _run(args: argparse.Namespace) -> int:
         from services.trainer import run_trainer
 
         return run_trainer(config)
-    from services.operate import print_status, print_versions
+    from services.operate import print_status, print_versions, recompute_rewards
 
-    return print_status(config) if args.command == "status" else print_versions(config)
+    return {"status": print_status, "versions": print_versions, "rewards": recompute_rewards}[args.command](config)
 
 
 if __name__ == "__main__":

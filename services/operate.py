@@ -9,6 +9,7 @@ from rich.table import Table
 
 from explorer_service.status import ledger_status
 from shared.config import Config
+from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 
@@ -33,6 +34,23 @@ def print_status(config: Config) -> int:
             f"trainer   {trainer['name']}  {alive}  step {trainer['step']}  version {trainer['version']}  "
             f"heard of {trainer['heartbeat_age_s']:.0f} s ago"
         )
+    return 0
+
+
+def recompute_rewards(config: Config) -> int:
+    """Apply the configured `reward` section to everything said about rows that no trainer holds yet."""
+    ledger = Ledger.open(config.ledger_url)
+    changed, after = 0, 0
+    try:
+        while True:
+            with ledger.write() as connection:
+                now, last = transitions.recompute_rewards(connection, config.reward, after)
+            if last is None:
+                break
+            changed, after = changed + now, last
+    finally:
+        ledger.close()
+    Console().print(f"{changed} rewards changed")
     return 0
 
 

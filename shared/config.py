@@ -21,6 +21,7 @@ from shared.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -82,6 +83,21 @@ class ReloadConfig(_Section):
     """How long an engine may take to load a version."""
 
 
+class RewardConfig(_Section):
+    """How signals become a row's reward. The log keeps them raw; `flywheel rewards` applies a changed rule to old rows."""
+
+    up: Finite = 1.0
+    """What the rating "up" is worth. A reward that was said counts instead of a rating."""
+    down: Finite = 0.0
+    """What the rating "down" is worth."""
+    metrics: dict[str, Finite] = {}
+    """Weight of each metric that is added, by its name; others are kept and do not count."""
+    clip: tuple[Finite, Finite] | None = None
+    """Lowest and highest reward a row can have; null: as it comes."""
+    accept: tuple[Finite, Finite] | None = None
+    """Lowest and highest reward that a caller may say; anything else answers 400. null: any finite number."""
+
+
 class ExplorerConfig(_Section):
     """The service that agents talk to."""
 
@@ -103,6 +119,14 @@ class ExplorerConfig(_Section):
     """How long a chat waits while every engine is taking up a version, before it answers 503."""
     request_timeout_s: Positive = 600.0
     """How long one engine request may take."""
+    max_messages: Count = 10_000
+    """More messages in one chat answer 400."""
+    store_text: Flag = True
+    """Keep requests and replies as text beside their tokens, for reading and for supervised fine-tuning."""
+    commit_every_s: Positive | None = None
+    """Commit all rewarded rows this often; null: only when asked to."""
+    expire_after_s: Positive | None = None
+    """Rows without a reward are discarded when they are this old; null: never."""
     reload: ReloadConfig = ReloadConfig()
     """How versions come into service."""
 
@@ -198,6 +222,7 @@ class Config(_Section):
     model: ModelConfig
     explorer: ExplorerConfig = ExplorerConfig()
     engine: EngineConfig = EngineConfig()
+    reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
 
     @property
@@ -230,6 +255,9 @@ class Config(_Section):
                 raise ValueError(
                     f"explorer.engines: {what} {sorted(twice)[0]!r} stands twice; give each engine its own"
                 )
+        for key, bounds in (("clip", self.reward.clip), ("accept", self.reward.accept)):
+            if bounds is not None and bounds[0] >= bounds[1]:
+                raise ValueError(f"reward.{key}={list(bounds)!r}: the lower bound comes first and is smaller; swap them")
         for network in explorer.open_feedback_from:
             try:
                 ipaddress.ip_network(network)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.config import Config
+from shared.config import Config, RewardConfig
 from shared.experience import Experience, Sample, Sampling, Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.transitions import Signal
+from shared.reward import Signal
 
 
 def make_experiences(model_folder: Path, count: int, *, seed: int = 0, reply_tokens: int = 6) -> list[Experience]:
@@ -70,7 +70,7 @@ def record_ready(ledger: Ledger, rows: list[Experience]) -> None:
         for row in rows:
             said = [Signal("reward", value=row.reward)]
             transitions.apply_feedback(
-                connection, msg_ids=[row.msg_id], task_id=None, run_id=None, said=said, reward=row.reward
+                connection, msg_ids=[row.msg_id], task_id=None, run_id=None, said=said, rule=RewardConfig()
             )
         transitions.commit(connection)
 

@@ -20,10 +20,13 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from shared.config import RewardConfig
 from shared.experience import CorruptTokens, Experience, Lease, Sample, Sampling, State, Tokens
 from shared.ledger.tables import batches, experiences, idempotency, payloads, signals, trainers, versions
+from shared.reward import Signal, reward_of
 from shared.versions import version_path
 
+_MAX_PARAMETERS = 1000  # values in one IN list
 _MAX_ALIKE = 32  # exchanges that say the same, newest first, among which a parent is chosen
 ReceiptState = Literal["applied", "updated", "duplicate", "unknown", "already_trained", "expired"]
 
@@ -101,16 +104,6 @@ def _experience_columns(sample: Sample, parent: Row[Any] | None) -> dict[str, An
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
-    """One thing that a user or code said about a message. `kind` reward carries the reward itself in `value`."""
-
-    kind: Literal["reward", "rating", "metric", "comment", "correction", "preferred_over"]
-    value: float | None = None
-    name: str | None = None
-    text: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Receipt:
     """What became of feedback for one target, as the caller named it."""
 
@@ -125,11 +118,11 @@ def apply_feedback(
     task_id: str | None,
     run_id: str | None,
     said: Sequence[Signal],
-    reward: float | None,
+    rule: RewardConfig,
     key_name: str | None = None,
     conversations: bool = False,
 ) -> list[Receipt]:
-    """Append signals to the log of every target and set the reward of those that are not leased yet.
+    """Append signals to the log of every target and set the reward, by `rule`, of those that are not leased yet.
 
     Targets: each of `msg_ids` ("ID" is all choices of a message, "ID#2" one), or else the rows of task and run.
     conversations: reach every turn of the conversations that the targets belong to.
@@ -150,7 +143,7 @@ def apply_feedback(
                 found.setdefault(choice_name(row.msg_id, row.choice), []).append(row)
     now = time.time()
     return [
-        Receipt(name, _apply(connection, rows, said, reward, key_name, now) if rows else "unknown")
+        Receipt(name, _apply(connection, rows, said, rule, key_name, now) if rows else "unknown")
         for name, rows in found.items()
     ]
 
@@ -181,12 +174,13 @@ def _apply(
     connection: Connection,
     rows: list[Row[Any]],
     said: Sequence[Signal],
-    reward: float | None,
+    rule: RewardConfig,
     key_name: str | None,
     now: float,
 ) -> ReceiptState:
     open_rows = [row for row in rows if row.state in (State.RECORDED, State.READY)]
-    if reward is not None and open_rows and all(row.reward == reward for row in open_rows) and len(said) == 1:
+    log = _signals_of(connection, rows)
+    if open_rows and all(_says_again(log[row.msg_id, row.choice], said) for row in rows):
         return "duplicate"
     connection.execute(
         insert(signals),
@@ -207,17 +201,61 @@ def _apply(
     )
     if not open_rows:
         return "expired" if all(row.state == State.DISCARDED for row in rows) else "already_trained"
-    if reward is None:
-        return "applied"
-    connection.execute(
-        update(experiences)
-        .where(
-            experiences.c.id.in_([row.id for row in open_rows]),
-            experiences.c.state.in_((State.RECORDED, State.READY)),
-        )
-        .values(reward=reward)
+    changed: dict[float | None, list[int]] = {}
+    for row in open_rows:
+        reward = reward_of([*log[row.msg_id, row.choice], *said], rule)
+        if reward != row.reward:
+            changed.setdefault(reward, []).append(row.id)
+    for reward, ids in changed.items():
+        _set_reward(connection, ids, reward)
+    return "updated" if changed and any(row.reward is not None for row in open_rows) else "applied"
+
+
+def _says_again(log: list[Signal], said: Sequence[Signal]) -> bool:
+    """Whether everything said now is the last that was said of its kind."""
+    last = {(signal.kind, signal.name): signal for signal in log}
+    return all(last.get((signal.kind, signal.name)) == signal for signal in said)
+
+
+def _signals_of(connection: Connection, rows: Sequence[Row[Any]]) -> dict[tuple[str, int], list[Signal]]:
+    """The log of each row, oldest first."""
+    log: dict[tuple[str, int], list[Signal]] = {(row.msg_id, row.choice): [] for row in rows}
+    names = sorted({msg_id for msg_id, _ in log})
+    for start in range(0, len(names), _MAX_PARAMETERS):
+        mine = signals.c.msg_id.in_(names[start : start + _MAX_PARAMETERS])
+        for row in connection.execute(select(signals).where(mine).order_by(signals.c.id)):
+            if (row.msg_id, row.choice) in log:
+                log[row.msg_id, row.choice].append(Signal(row.kind, row.value, row.name, row.text))
+    return log
+
+
+def _set_reward(connection: Connection, ids: Sequence[int], reward: float | None) -> None:
+    for start in range(0, len(ids), _MAX_PARAMETERS):
+        mine = experiences.c.id.in_(ids[start : start + _MAX_PARAMETERS])
+        still_open = experiences.c.state.in_((State.RECORDED, State.READY))
+        connection.execute(update(experiences).where(mine, still_open).values(reward=reward))
+
+
+def recompute_rewards(connection: Connection, rule: RewardConfig, after_id: int = 0) -> tuple[int, int | None]:
+    """Apply the rule to some of the rows that are not leased yet and of which something was said.
+
+    after_id: where the last call ended. Returns (rows changed, where the next call begins; None at the end).
+    """
+    about = select(signals.c.id).where(
+        signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice
     )
-    return "applied" if all(row.reward is None for row in open_rows) else "updated"
+    columns = (experiences.c.id, experiences.c.msg_id, experiences.c.choice, experiences.c.reward)
+    mine = (experiences.c.id > after_id, experiences.c.state.in_((State.RECORDED, State.READY)), about.exists())
+    query = select(*columns).where(*mine).order_by(experiences.c.id).limit(_MAX_PARAMETERS)
+    rows = list(connection.execute(query))
+    log = _signals_of(connection, rows)
+    changed = 0
+    for row in rows:
+        reward = reward_of(log[row.msg_id, row.choice], rule)
+        if reward != row.reward:
+            _set_reward(connection, [row.id], reward)
+            changed += 1
+    return changed, rows[-1].id if rows else None
 
 
 def remember_answer(connection: Connection, key: str, response: bytes) -> None:
@@ -250,6 +288,23 @@ def commit(
         where.append(experiences.c.created_at < before)
     committed = connection.execute(update(experiences).where(*where).values(state=State.READY)).rowcount
     return committed, count_ready(connection)
+
+
+def expire(connection: Connection, *, before: float, at_most: int = 10_000) -> int:
+    """RECORDED → DISCARDED for rows without a reward that were recorded before this moment, Unix seconds.
+
+    Returns how many, up to `at_most`, so that no transaction holds the writers up.
+    """
+    old = (
+        select(experiences.c.id)
+        .where(experiences.c.state == State.RECORDED, experiences.c.reward.is_(None), experiences.c.created_at < before)
+        .order_by(experiences.c.id)
+        .limit(at_most)
+    )
+    unrewarded = (experiences.c.id.in_(old), experiences.c.state == State.RECORDED, experiences.c.reward.is_(None))
+    return connection.execute(
+        update(experiences).where(*unrewarded).values(state=State.DISCARDED, reason="expired: no reward came in time")
+    ).rowcount
 
 
 def _in_scope(task_id: str | None, run_id: str | None) -> ColumnElement[bool]:

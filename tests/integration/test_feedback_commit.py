@@ -10,7 +10,7 @@ from sqlalchemy import select, update
 
 from shared.ledger.tables import experiences, signals
 from tests.scripted_engine import ScriptedEngine
-from tests.servers import RunningExplorer
+from tests.servers import RunningExplorer, wait_until
 
 
 def feedback(explorer: RunningExplorer, **body: object):
@@ -122,3 +122,48 @@ def test_keys_and_roles_decide_who_may_do_what(
         for role in ("chat", "feedback"):
             assert status(path, body, f"secret-{role}") == (200 if role == name else 403)
         assert status(path, body, "secret-admin") == (501 if name == "admin" else 200)
+
+
+def rewards(explorer: RunningExplorer) -> list[float | None]:
+    with explorer.ledger.read() as connection:
+        return list(connection.execute(select(experiences.c.reward).order_by(experiences.c.id)).scalars())
+
+
+def test_ratings_and_metrics_become_a_reward_by_the_configured_rule(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], reward={"down": -1, "metrics": {"stars": 0.1}}).wait_ready()
+    known = new_message(explorer)
+    assert feedback(explorer, msg_ids=[known], rating="down").json()["receipts"][0]["state"] == "applied"
+    assert feedback(explorer, msg_ids=[known], metrics={"stars": 5, "seconds": 3}).json()["applied"] == 1
+    assert rewards(explorer) == [-0.5]
+    assert feedback(explorer, msg_ids=[known], metrics={"stars": 5}).json()["receipts"][0]["state"] == "duplicate"
+
+
+def test_a_changed_rule_is_applied_to_what_was_said_before(explorer):
+    from services.operate import recompute_rewards
+
+    rated, untouched = new_message(explorer), new_message(explorer)
+    feedback(explorer, msg_ids=[rated], rating="down")
+    rule = explorer.config.reward.model_copy(update={"down": -2.0})
+    recompute_rewards(explorer.config.model_copy(update={"reward": rule}))
+    assert rewards(explorer) == [-2.0, None]
+    assert untouched
+
+
+def test_a_reward_outside_the_accepted_range_is_refused(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], reward={"accept": [0, 1]}).wait_ready()
+    known = new_message(explorer)
+    assert feedback(explorer, msg_ids=[known], reward=1.5).status_code == 400
+    assert feedback(explorer, msg_ids=[known], reward=1.0).status_code == 200
+
+
+def test_rewarded_rows_are_committed_from_a_clock_and_unrewarded_ones_expire(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], commit_every_s=0.05, expire_after_s=0.4).wait_ready()
+    rated, other = new_message(explorer), new_message(explorer)
+    feedback(explorer, msg_ids=[rated], reward=1)
+    wait_until(lambda: states(explorer) == ["READY", "DISCARDED"])
+    assert feedback(explorer, msg_ids=[other], reward=1).json()["receipts"][0]["state"] == "expired"
+
+
+def states(explorer: RunningExplorer) -> list[str]:
+    with explorer.ledger.read() as connection:
+        return list(connection.execute(select(experiences.c.state).order_by(experiences.c.id)).scalars())

@@ -1,0 +1,67 @@
+"""What the explorer does from a clock: commit what is rewarded, expire what never was, forget old idempotency keys.
+
+Every step is a conditional statement, so any number of explorers may do this on one ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from explorer_service.record import Recorder
+from shared.config import ExplorerConfig
+from shared.errors import LedgerError
+from shared.ledger import transitions
+from shared.log import StageLogger
+
+log = StageLogger("housekeeping")
+
+KEEP_ANSWERS_S = 24 * 3600.0  # how long an Idempotency-Key is remembered
+FORGET_EVERY_S = 600.0
+EXPIRE_EVERY_S = 30.0
+
+
+class Housekeeper:
+    """`run()` ends only by cancellation."""
+
+    def __init__(self, config: ExplorerConfig, recorder: Recorder) -> None:
+        self._config = config
+        self._recorder = recorder
+        self._away = False
+
+    async def run(self) -> None:
+        expire_s = self._config.expire_after_s
+        jobs = [self._every(FORGET_EVERY_S, self._forget)]
+        if self._config.commit_every_s is not None:
+            jobs.append(self._every(self._config.commit_every_s, self._commit))
+        if expire_s is not None:
+            jobs.append(self._every(min(EXPIRE_EVERY_S, expire_s / 2), self._expire))
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(job, name="housekeeping")
+
+    async def _every(self, interval_s: float, job: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await job()
+                self._away = False
+            except LedgerError as error:
+                if not self._away:  # said once, until it is back
+                    log.warning("the ledger is away; this waits", reason=str(error))
+                self._away = True
+
+    async def _commit(self) -> None:
+        committed, _ = await self._recorder.write(transitions.commit)
+        if committed:
+            log.debug("committed", rows=committed)
+
+    async def _expire(self) -> None:
+        expire_s = self._config.expire_after_s
+        assert expire_s is not None
+        while await self._recorder.write(lambda c: transitions.expire(c, before=time.time() - expire_s)):
+            log.info("rows expired", older_than_s=expire_s)
+
+    async def _forget(self) -> None:
+        await self._recorder.write(lambda c: transitions.forget_answers(c, before=time.time() - KEEP_ANSWERS_S))
