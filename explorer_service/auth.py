@@ -1,4 +1,4 @@
-"""Keys and roles: who may chat, who may give feedback and commit, who may operate."""
+"""Keys and roles: who may chat, who may give feedback and commit, who may operate; and how much each may ask for."""
 
 from __future__ import annotations
 
@@ -7,60 +7,74 @@ import hmac
 import ipaddress
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from starlette.requests import HTTPConnection
 
 from explorer_service.errors import ApiError
-from shared.config import ExplorerConfig
+from explorer_service.limits import Limit
+from shared.config import ExplorerConfig, KeyConfig
 from shared.errors import ConfigError
 
 Role = Literal["chat", "feedback", "admin"]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. Without keys, or from an open network, nobody in particular."""
+
+    name: str | None = None
+    group: str | None = None  # the rows that it may rate; None: all
+    limit: Limit = field(default_factory=lambda: Limit(None, None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    digest: bytes
+    role: Role
+    caller: Caller
 
 
 class Auth:
     """Checks `Authorization: Bearer KEY`. With no keys configured everyone on loopback may do everything."""
 
     def __init__(self, config: ExplorerConfig, environ: Mapping[str, str] = os.environ) -> None:
-        self._digests: list[tuple[bytes, str, Role]] = []
-        for key in config.keys:
-            secret = environ.get(key.key_env, "")
-            if not secret:
-                raise ConfigError(
-                    f"explorer.keys: environment variable {key.key_env!r} is not set; set it to the {key.role} key"
-                )
-            self._digests.append((hashlib.sha256(secret.encode()).digest(), key.key_env, key.role))
+        self._keys = [_read_key(key, environ) for key in config.keys]
         self._open_networks = [ipaddress.ip_network(network) for network in config.open_feedback_from]
+        self._nobody = Caller()
 
-    def require(self, request: HTTPConnection, *roles: Role) -> str | None:
-        """The name of the caller's key (None without keys). Raises ApiError 401 or 403.
+    def require(self, request: HTTPConnection, *roles: Role) -> Caller:
+        """The caller. Raises ApiError 401 or 403.
 
         roles: any of these may pass; admin always may.
         """
-        if not self._digests:
-            return None
-        if "feedback" in roles and self._from_open_network(request):
-            return None
-        scheme, _, presented = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not presented:
+        if not self._keys:
+            return self._nobody
+        presented = _bearer(request.headers.get("authorization"))
+        if presented is None:
+            if "feedback" in roles and self._from_open_network(request):
+                return self._nobody
             raise ApiError(
                 401, "no key given; send Authorization: Bearer KEY", kind="authentication_error", code="no_key"
             )
-        digest = hashlib.sha256(presented.strip().encode("utf-8", "surrogateescape")).digest()
-        name, role = "", None
-        for known, key_name, key_role in self._digests:  # always all of them: the time taken says nothing
-            if hmac.compare_digest(known, digest):
-                name, role = key_name, key_role
-        if role is None:
+        digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
+        found: _Key | None = None
+        for key in self._keys:  # always all of them: the time taken says nothing
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        if found is None:
+            if "feedback" in roles and self._from_open_network(request):  # a runner's placeholder is no attack
+                return self._nobody
             raise ApiError(401, "this key is not known here", kind="authentication_error", code="invalid_api_key")
-        if role != "admin" and role not in roles:
+        if found.role != "admin" and found.role not in roles:
             raise ApiError(
                 403,
-                f"a key of role {role!r} may not do this; use one of {' or '.join(roles)}",
+                f"a key of role {found.role!r} may not do this; use one of {' or '.join(roles)}",
                 kind="permission_error",
                 code="wrong_role",
             )
-        return name
+        return found.caller
 
     def _from_open_network(self, request: HTTPConnection) -> bool:
         if not self._open_networks or request.client is None:
@@ -70,3 +84,22 @@ class Auth:
         except ValueError:
             return False
         return any(address in network for network in self._open_networks)
+
+
+def _bearer(header: str | None) -> str | None:
+    scheme, _, presented = (header or "").partition(" ")
+    return presented.strip() or None if scheme.lower() == "bearer" else None
+
+
+def _read_key(key: KeyConfig, environ: Mapping[str, str]) -> _Key:
+    if key.sha256 is not None:
+        digest = bytes.fromhex(key.sha256)
+    else:
+        assert key.key_env is not None
+        secret = environ.get(key.key_env, "").strip()
+        if not secret:
+            raise ConfigError(
+                f"explorer.keys: environment variable {key.key_env!r} is not set; set it to the {key.role} key"
+            )
+        digest = hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+    return _Key(digest, key.role, Caller(key.label, key.group, Limit(key.requests_per_minute, key.requests_at_once)))

@@ -21,6 +21,7 @@ from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
+from explorer_service.auth import Caller
 from explorer_service.conversation import Digest, read_prompt
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import EngineState, Seat
@@ -49,7 +50,7 @@ class Chat:
     sampling: dict[str, Any]  # what the caller set of Sampling's fields
     task_id: str | None
     run_id: str | None
-    key_name: str | None
+    caller: Caller
     started: float  # time.perf_counter()
     created_at: float  # Unix seconds
     digest: Digest  # of all messages
@@ -93,12 +94,18 @@ _decode_logprobs = msgspec.json.Decoder(Logprobs | None).decode
 
 async def answer_chat(request: Request, deps: Deps) -> Response:
     """POST /v1/chat/completions and POST /chat."""
-    key_name = deps.auth.require(request, "chat")
-    chat = parse_chat(await read_body(request, deps.config.explorer.max_body_bytes), request, deps, key_name)
+    caller = deps.auth.require(request, "chat")
+    chat = parse_chat(await read_body(request, deps.config.explorer.max_body_bytes), request, deps, caller)
     if chat.stream:
         from explorer_service.stream import stream_chat
 
         return await stream_chat(chat, deps)
+    with caller.limit.taken():
+        return await _answer_whole(chat, deps)
+
+
+async def _answer_whole(chat: Chat, deps: Deps) -> Response:
+    """Not a stream: record what was sampled, then answer."""
     async with deps.router.seat(chat.pin, seeded=chat.seeded) as seat, open_upstream(chat, seat, deps) as reply:
         content = await _read_all(reply, seat, deps)
         if reply.status != 200:
@@ -132,7 +139,7 @@ def decode_body(raw: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not a JSON object: {exc}") from exc
 
 
-def parse_chat(raw: bytes, request: Request, deps: Deps, key_name: str | None) -> Chat:
+def parse_chat(raw: bytes, request: Request, deps: Deps, caller: Caller) -> Chat:
     """Look at the fields that concern us; the engine judges the rest. Raises ApiError."""
     body = decode_body(raw)
     messages, limit = body.get("messages"), deps.config.explorer.max_messages
@@ -145,7 +152,7 @@ def parse_chat(raw: bytes, request: Request, deps: Deps, key_name: str | None) -
         raise bad_request("metadata must be an object of strings", param="metadata")
     task_id = attribution(request.headers.get("x-flywheel-task") or metadata.get("task_id"), "task_id")
     run_id = attribution(request.headers.get("x-flywheel-run") or metadata.get("run_id"), "run_id")
-    digest, extends = read_prompt(messages, key_name, task_id, run_id)
+    digest, extends = read_prompt(messages, caller.name, task_id, run_id)
     return Chat(
         msg_id=f"chatcmpl-{uuid.uuid4().hex}",
         body=body,
@@ -159,7 +166,7 @@ def parse_chat(raw: bytes, request: Request, deps: Deps, key_name: str | None) -
         sampling={name: value for name in _SAMPLING_FIELDS if (value := _number(body, name)) is not None},
         task_id=task_id,
         run_id=run_id,
-        key_name=key_name,
+        caller=caller,
         started=time.perf_counter(),
         created_at=time.time(),
         digest=digest,
@@ -308,7 +315,8 @@ class Sampled:
             latency_s=time.perf_counter() - chat.started,
             task_id=chat.task_id,
             run_id=chat.run_id,
-            key_name=chat.key_name,
+            key_name=chat.caller.name,
+            key_group=chat.caller.group,
             request=chat.raw if chat.store_text else None,
             reply=self.reply if chat.store_text else None,
             quarantine=quarantine,

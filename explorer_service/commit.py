@@ -28,7 +28,12 @@ class CommitBody(msgspec.Struct):
 
 async def answer_commit(request: Request, deps: Deps) -> Response:
     """POST /commit."""
-    deps.auth.require(request, "feedback")
+    caller = deps.auth.require(request, "feedback")
+    with caller.limit.taken():
+        return await _answer_within_limit(request, deps)
+
+
+async def _answer_within_limit(request: Request, deps: Deps) -> Response:
     scope = parse_commit(await read_body(request, deps.config.explorer.max_body_bytes))
     task_id, run_id = attribution(scope.task_id, "task_id"), attribution(scope.run_id, "run_id")
     before = scope.time_threshold

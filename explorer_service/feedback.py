@@ -11,6 +11,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
+from explorer_service.auth import Caller
 from explorer_service.chat import attribution, decode_body, read_body
 from explorer_service.deps import Deps
 from explorer_service.errors import ApiError, bad_request, unavailable
@@ -40,16 +41,21 @@ class FeedbackBody(msgspec.Struct):
 
 async def answer_feedback(request: Request, deps: Deps) -> Response:
     """POST /feedback."""
-    key_name = deps.auth.require(request, "feedback")
+    caller = deps.auth.require(request, "feedback")
+    with caller.limit.taken():
+        return await _answer_within_limit(request, deps, caller)
+
+
+async def _answer_within_limit(request: Request, deps: Deps, caller: Caller) -> Response:
     raw = await read_body(request, deps.config.explorer.max_body_bytes)
     rule = deps.config.reward
     body = parse_feedback(raw, rule)
     msg_ids = list(dict.fromkeys(body.msg_ids or []))
     await deps.in_flight.wait(msg_ids)  # a stream names its id before its row stands
-    idempotency_key = _idempotency_key(request, key_name)
+    idempotency_key = _idempotency_key(request, caller.name)
     try:
         answer = await deps.recorder.write(
-            lambda connection: _apply(connection, body, msg_ids, rule, key_name, idempotency_key)
+            lambda connection: _apply(connection, body, msg_ids, rule, caller, idempotency_key)
         )
     except LedgerError as exc:
         raise unavailable(f"the feedback could not be stored: {exc}", "not_stored") from exc
@@ -124,7 +130,7 @@ def _apply(
     body: FeedbackBody,
     msg_ids: list[str],
     rule: RewardConfig,
-    key_name: str | None,
+    caller: Caller,
     idempotency_key: str | None,
 ) -> Answer:
     """In one transaction: the answer given before, or the change and its answer."""
@@ -139,7 +145,8 @@ def _apply(
         run_id=attribution(body.run_id, "run_id"),
         said=_signals(body),
         rule=rule,
-        key_name=key_name,
+        key_name=caller.name,
+        key_group=caller.group,
         conversations=body.scope == "conversation",
     )
     answer = _answer(receipts)

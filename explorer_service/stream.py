@@ -37,6 +37,7 @@ async def stream_chat(chat: Chat, deps: Deps) -> Response:
     """Open the engine's stream; answer with its error, or with its events."""
     stack = AsyncExitStack()
     try:
+        stack.enter_context(chat.caller.limit.taken())
         seat = await stack.enter_async_context(deps.router.seat(chat.pin, seeded=chat.seeded))
         reply = await stack.enter_async_context(open_upstream(chat, seat, deps))
         if reply.status != 200:

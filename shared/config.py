@@ -49,10 +49,30 @@ class ModelConfig(_Section):
 class KeyConfig(_Section):
     """One key that callers may present as `Authorization: Bearer KEY`."""
 
-    key_env: Annotated[str, Field(min_length=1)]
+    key_env: Annotated[str, Field(min_length=1)] | None = None
     """The environment variable that holds the key. The key itself never stands in the file."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """Instead of key_env: the key's SHA-256 in hexadecimal (printf %s KEY | sha256sum)."""
     role: Literal["chat", "feedback", "admin"]
     """chat: chat. feedback: feedback and commit. admin: everything. Any of them may read the status."""
+    name: Name | None = None
+    """How rows and signals name this key; null: key_env, or the first digits of sha256."""
+    group: Name | None = None
+    """Rows that this key's chats made, and rows that its feedback reaches; null: all."""
+    requests_per_minute: Positive | None = None
+    """More of them answer 429; null: no limit."""
+    requests_at_once: Count | None = None
+    """More of them in flight answer 429; null: no limit."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.key_env or f"sha256-{(self.sha256 or '')[:12]}"
+
+    @model_validator(mode="after")
+    def _check_one_source(self) -> KeyConfig:
+        if (self.key_env is None) == (self.sha256 is None):
+            raise ValueError("explorer.keys: each key has either key_env or sha256; give one of them")
+        return self
 
 
 class EngineAddress(_Section):
@@ -258,6 +278,10 @@ class Config(_Section):
         for key, bounds in (("clip", self.reward.clip), ("accept", self.reward.accept)):
             if bounds is not None and bounds[0] >= bounds[1]:
                 raise ValueError(f"reward.{key}={list(bounds)!r}: the lower bound comes first and is smaller; swap them")
+        labels = [key.label for key in explorer.keys]
+        if len(labels) != len(set(labels)):
+            twice_ = next(label for label in labels if labels.count(label) > 1)
+            raise ValueError(f"explorer.keys: {twice_!r} stands twice; give each key its own name")
         for network in explorer.open_feedback_from:
             try:
                 ipaddress.ip_network(network)

@@ -112,6 +112,7 @@ class Sample:
     task_id: str | None = None
     run_id: str | None = None
     key_name: str | None = None
+    key_group: str | None = None
     request: bytes | None = None  # JSON of the request's messages, tools and sampling parameters
     reply: bytes | None = None  # JSON of the reply's message
     quarantine: str | None = None  # why this sample must not be trained on

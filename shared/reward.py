@@ -6,11 +6,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from shared.config import RewardConfig
+
+_LARGEST = sys.float_info.max
 
 Kind = Literal["reward", "rating", "metric", "comment", "correction", "preferred_over"]
 
@@ -47,4 +50,4 @@ def reward_of(said: Iterable[Signal], rule: RewardConfig) -> float | None:
     total = sum(parts)
     if rule.clip is not None:
         total = min(max(total, rule.clip[0]), rule.clip[1])
-    return float(total)
+    return min(max(float(total), -_LARGEST), _LARGEST)  # a sum of finite numbers may not be

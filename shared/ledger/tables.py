@@ -35,7 +35,9 @@ experiences = Table(
     Column("exchange", LargeBinary),  # digest of all messages up to and with the reply: what a later turn extends
     Column("task_id", String(400)),
     Column("run_id", String(400)),
-    Column("key_name", String(200)),
+    Column("key_name", String(200)),  # the key that chatted
+    Column("key_group", String(200)),  # whose feedback may reach it; null: of keys without a group
+    Column("feedback_key", String(200)),  # the key that last set the reward
     Column("version", Integer, nullable=False),  # sampled the first token
     Column("version_end", Integer, nullable=False),  # sampled the last token
     Column("state", String(12), nullable=False),

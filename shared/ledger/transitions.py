@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, true, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.config import RewardConfig
@@ -26,6 +26,7 @@ from shared.ledger.tables import batches, experiences, idempotency, payloads, si
 from shared.reward import Signal, reward_of
 from shared.versions import version_path
 
+_LARGEST_REWARD = 1e6  # in float32 a critic's loss of its square still is a number
 _MAX_PARAMETERS = 1000  # values in one IN list
 _MAX_ALIKE = 32  # exchanges that say the same, newest first, among which a parent is chosen
 ReceiptState = Literal["applied", "updated", "duplicate", "unknown", "already_trained", "expired"]
@@ -84,6 +85,7 @@ def _experience_columns(sample: Sample, parent: Row[Any] | None) -> dict[str, An
         "task_id": sample.task_id,
         "run_id": sample.run_id,
         "key_name": sample.key_name,
+        "key_group": sample.key_group,
         "version": sample.version,
         "version_end": sample.version_end,
         "state": State.DISCARDED if sample.quarantine else State.RECORDED,
@@ -120,25 +122,28 @@ def apply_feedback(
     said: Sequence[Signal],
     rule: RewardConfig,
     key_name: str | None = None,
+    key_group: str | None = None,
     conversations: bool = False,
 ) -> list[Receipt]:
     """Append signals to the log of every target and set the reward, by `rule`, of those that are not leased yet.
 
     Targets: each of `msg_ids` ("ID" is all choices of a message, "ID#2" one), or else the rows of task and run.
+    key_group: reach only rows of this group; None: all rows.
     conversations: reach every turn of the conversations that the targets belong to.
     Returns one receipt for each id named, and for each message found by task, run or conversation; an id nobody knows
     is `unknown`.
     """
+    mine = true() if key_group is None else experiences.c.key_group == key_group
     found: dict[str, list[Row[Any]]] = {}
     if msg_ids:
-        found = {name: _rows_of(connection, _is_message(name)) for name in dict.fromkeys(msg_ids)}
+        found = {name: _rows_of(connection, and_(_is_message(name), mine)) for name in dict.fromkeys(msg_ids)}
     else:
-        for row in _rows_of(connection, _in_scope(task_id, run_id)):
+        for row in _rows_of(connection, and_(_in_scope(task_id, run_id), mine)):
             found.setdefault(row.msg_id, []).append(row)
     if conversations:
         reached = {row.id for rows in found.values() for row in rows}
         names = {row.conversation_id for rows in found.values() for row in rows}
-        for row in _rows_of(connection, experiences.c.conversation_id.in_(names)):
+        for row in _rows_of(connection, and_(experiences.c.conversation_id.in_(names), mine)):
             if row.id not in reached:
                 found.setdefault(choice_name(row.msg_id, row.choice), []).append(row)
     now = time.time()
@@ -207,7 +212,7 @@ def _apply(
         if reward != row.reward:
             changed.setdefault(reward, []).append(row.id)
     for reward, ids in changed.items():
-        _set_reward(connection, ids, reward)
+        _set_reward(connection, ids, reward, feedback_key=key_name)
     return "updated" if changed and any(row.reward is not None for row in open_rows) else "applied"
 
 
@@ -229,11 +234,11 @@ def _signals_of(connection: Connection, rows: Sequence[Row[Any]]) -> dict[tuple[
     return log
 
 
-def _set_reward(connection: Connection, ids: Sequence[int], reward: float | None) -> None:
+def _set_reward(connection: Connection, ids: Sequence[int], reward: float | None, **more: str | None) -> None:
     for start in range(0, len(ids), _MAX_PARAMETERS):
         mine = experiences.c.id.in_(ids[start : start + _MAX_PARAMETERS])
         still_open = experiences.c.state.in_((State.RECORDED, State.READY))
-        connection.execute(update(experiences).where(mine, still_open).values(reward=reward))
+        connection.execute(update(experiences).where(mine, still_open).values(reward=reward, **more))
 
 
 def recompute_rewards(connection: Connection, rule: RewardConfig, after_id: int = 0) -> tuple[int, int | None]:
@@ -368,6 +373,9 @@ def load_lease(connection: Connection, batch_id: int) -> Lease:
             tokens.check()
         except CorruptTokens as exc:
             lease.corrupt[row.id] = str(exc)
+            continue
+        if row.reward is None or abs(row.reward) > _LARGEST_REWARD:
+            lease.corrupt[row.id] = f"reward {row.reward} is beyond ±{_LARGEST_REWARD:g}: its square would be no number"
             continue
         lease.rows.append(
             Experience(

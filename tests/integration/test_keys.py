@@ -1,0 +1,67 @@
+"""Keys over real HTTP: groups, hashed keys, limits."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+from tests.servers import wait_until
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def as_key(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def hashed(name: str, role: str, **more) -> dict[str, object]:
+    return {"sha256": hashlib.sha256(name.encode()).hexdigest(), "role": role, "name": name, **more}
+
+
+def test_feedback_does_not_reach_another_groups_rows(scripted_engine, start_explorer):
+    keys = [
+        hashed("chat-a", "chat", group="a"),
+        hashed("rate-a", "feedback", group="a"),
+        hashed("rate-b", "feedback", group="b"),
+        hashed("all", "admin"),
+    ]
+    explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
+    message = explorer.http.post(
+        "/v1/chat/completions", json={**CHAT, "metadata": {"task_id": "t"}}, headers=as_key("chat-a")
+    ).json()["id"]
+
+    def rate(key: str, **target: object):
+        return explorer.http.post("/feedback", json={**target, "reward": 1}, headers=as_key(key))
+
+    for target in ({"msg_ids": [message]}, {"task_id": "t"}, {"msg_ids": [message], "scope": "conversation"}):
+        assert rate("rate-b", **target).status_code == 404
+    assert rate("rate-a", msg_ids=[message]).json()["applied"] == 1
+    assert rate("all", task_id="t").json()["receipts"][0]["state"] in ("updated", "duplicate")
+
+
+def test_a_key_that_asks_too_often_gets_429_with_retry_after(scripted_engine, start_explorer):
+    keys = [hashed("chat", "chat", requests_per_minute=2), hashed("other", "chat")]
+    explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
+    answers = [explorer.http.post("/chat", json=CHAT, headers=as_key("chat")) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert int(answers[2].headers["Retry-After"]) >= 1
+    assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
+    assert explorer.http.post("/chat", json=CHAT, headers=as_key("other")).status_code == 200
+
+
+def test_a_key_has_only_so_many_requests_at_once_streams_included(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], keys=[hashed("chat", "chat", requests_at_once=1)]).wait_ready()
+    scripted_engine.script.gap_s = 0.1
+    began = threading.Event()
+
+    def stream() -> None:
+        with explorer.http.stream("POST", "/chat", json={**CHAT, "stream": True}, headers=as_key("chat")) as reply:
+            for _line in reply.iter_lines():
+                began.set()
+
+    running = threading.Thread(target=stream)
+    running.start()
+    assert began.wait(10)
+    assert explorer.http.post("/chat", json=CHAT, headers=as_key("chat")).status_code == 429
+    running.join(10)
+    wait_until(lambda: explorer.http.post("/chat", json=CHAT, headers=as_key("chat")).status_code == 200)
