@@ -277,7 +277,9 @@ class Config(_Section):
                 )
         for key, bounds in (("clip", self.reward.clip), ("accept", self.reward.accept)):
             if bounds is not None and bounds[0] >= bounds[1]:
-                raise ValueError(f"reward.{key}={list(bounds)!r}: the lower bound comes first and is smaller; swap them")
+                raise ValueError(
+                    f"reward.{key}={list(bounds)!r}: the lower bound comes first and is smaller; swap them"
+                )
         labels = [key.label for key in explorer.keys]
         if len(labels) != len(set(labels)):
             twice_ = next(label for label in labels if labels.count(label) > 1)

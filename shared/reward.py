@@ -1,7 +1,7 @@
 """From signals to a reward: the rule of the `reward` section. What is stored stays raw, so the rule may change.
 
-    r = clip( e + Σ_m w_m · metric_m )      e: the last reward said; without one, the last rating's value
-    of each signal the last one said counts; a row of which none of these was said has no reward
+r = clip( e + Σ_m w_m · metric_m )      e: the last reward said; without one, the last rating's value
+of each signal the last one said counts; a row of which none of these was said has no reward
 """
 
 from __future__ import annotations
