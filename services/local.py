@@ -108,10 +108,11 @@ class Supervisor:
         log.info("started", process=child.name, pid=child.process.pid)
 
     def _copy_log(self, name: str, stream: IO[bytes]) -> None:
-        for raw in stream:
-            line = raw.decode(errors="replace").rstrip()
-            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name:<{self._width}} {line}\n")
-            sys.stderr.flush()
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip()
+                sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name:<{self._width}} {line}\n")
+                sys.stderr.flush()
 
     def _watch(self, child: Child) -> int | None:
         """Notice an end, plan and carry out the restart. Returns the exit status of a child that has just ended."""

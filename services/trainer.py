@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 
 from shared.config import Config, is_loopback
-from shared.errors import ConfigError
+from shared.errors import ConfigError, StartupError, VersionError
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from shared.lifecycle import StopRequest
 from shared.log import StageLogger, configure_logging
-from shared.versions import version_path
+from shared.versions import verify_version, version_path
 
 log = StageLogger("trainer")
 
@@ -40,6 +40,8 @@ def run_trainer(config: Config) -> int:
             row = remove_garbage(config.root, ledger, config.trainer.name)
             has_state = row is not None and row.state_path is not None
             start = 0 if has_state else _newest(ledger)
+            for version in sorted({0, start}):
+                _require_whole(config, version)
             update, policy = build_update(config, config.root / version_path(start))
             trainer = Trainer(config, ledger, update, policy, states, stop)
             trainer.resume(row, start)
@@ -49,6 +51,14 @@ def run_trainer(config: Config) -> int:
     finally:
         ledger.close()
     return 0
+
+
+def _require_whole(config: Config, version: int) -> None:
+    """Raise StartupError when a version that training begins with is damaged."""
+    try:
+        verify_version(config.root / version_path(version))
+    except VersionError as exc:
+        raise StartupError(f"version {version} cannot be trained from: {exc}; restore its folder") from exc
 
 
 def cpu_threads(config: Config) -> int:

@@ -104,7 +104,7 @@ class ReloadConfig(_Section):
 
 
 class RewardConfig(_Section):
-    """How signals become a row's reward. The log keeps them raw; `flywheel rewards` applies a changed rule to old rows."""
+    """How signals become a reward. The log keeps them raw; `flywheel rewards` brings a changed rule to old rows."""
 
     up: Finite = 1.0
     """What the rating "up" is worth. A reward that was said counts instead of a rating."""

@@ -29,6 +29,7 @@ from shared.versions import version_path
 _LARGEST_REWARD = 1e6  # in float32 a critic's loss of its square still is a number
 _MAX_PARAMETERS = 1000  # values in one IN list
 _MAX_ALIKE = 32  # exchanges that say the same, newest first, among which a parent is chosen
+AnyRow = Row[*tuple[Any, ...]]
 ReceiptState = Literal["applied", "updated", "duplicate", "unknown", "already_trained", "expired"]
 
 
@@ -59,7 +60,7 @@ def choice_name(msg_id: str, choice: int) -> str:
     return f"{msg_id}#{choice}" if choice else msg_id
 
 
-def _find_parent(connection: Connection, extends: Sequence[bytes]) -> Row[Any] | None:
+def _find_parent(connection: Connection, extends: Sequence[bytes]) -> AnyRow | None:
     """The exchange that a request continues: the longest; of several alike, one that nobody has continued yet."""
     columns = (experiences.c.msg_id, experiences.c.choice, experiences.c.conversation_id)
     for exchange in extends:
@@ -71,11 +72,12 @@ def _find_parent(connection: Connection, extends: Sequence[bytes]) -> Row[Any] |
             names = [choice_name(row.msg_id, row.choice) for row in rows]
             continued = select(experiences.c.parent_id).where(experiences.c.parent_id.in_(names))
             counts = Counter(connection.execute(continued).scalars())
-            return min(reversed(rows), key=lambda row: counts[choice_name(row.msg_id, row.choice)])
+            chosen: AnyRow = min(reversed(rows), key=lambda row: counts[choice_name(row.msg_id, row.choice)])
+            return chosen
     return None
 
 
-def _experience_columns(sample: Sample, parent: Row[Any] | None) -> dict[str, Any]:
+def _experience_columns(sample: Sample, parent: AnyRow | None) -> dict[str, Any]:
     return {
         "msg_id": sample.msg_id,
         "choice": sample.choice,
@@ -134,7 +136,7 @@ def apply_feedback(
     is `unknown`.
     """
     mine = true() if key_group is None else experiences.c.key_group == key_group
-    found: dict[str, list[Row[Any]]] = {}
+    found: dict[str, list[AnyRow]] = {}
     if msg_ids:
         found = {name: _rows_of(connection, and_(_is_message(name), mine)) for name in dict.fromkeys(msg_ids)}
     else:
@@ -153,7 +155,7 @@ def apply_feedback(
     ]
 
 
-def _rows_of(connection: Connection, where: ColumnElement[bool]) -> list[Row[Any]]:
+def _rows_of(connection: Connection, where: ColumnElement[bool]) -> list[AnyRow]:
     columns = (
         experiences.c.id,
         experiences.c.msg_id,
@@ -177,7 +179,7 @@ def _is_message(name: str) -> ColumnElement[bool]:
 
 def _apply(
     connection: Connection,
-    rows: list[Row[Any]],
+    rows: list[AnyRow],
     said: Sequence[Signal],
     rule: RewardConfig,
     key_name: str | None,
@@ -222,7 +224,7 @@ def _says_again(log: list[Signal], said: Sequence[Signal]) -> bool:
     return all(last.get((signal.kind, signal.name)) == signal for signal in said)
 
 
-def _signals_of(connection: Connection, rows: Sequence[Row[Any]]) -> dict[tuple[str, int], list[Signal]]:
+def _signals_of(connection: Connection, rows: Sequence[AnyRow]) -> dict[tuple[str, int], list[Signal]]:
     """The log of each row, oldest first."""
     log: dict[tuple[str, int], list[Signal]] = {(row.msg_id, row.choice): [] for row in rows}
     names = sorted({msg_id for msg_id, _ in log})

@@ -1,0 +1,84 @@
+"""The demo's world: desk, pictures, and a root folder that deletes nothing of the user's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from examples.support_desk.customers import Episode
+from examples.support_desk.desk import DESKS, format_answer, parse_answer, satisfaction, write_ticket
+from examples.support_desk.report import draw_report, first_and_last_tenth, moving_average
+from examples.support_desk.view import Frame, sparkline
+from services.demo import make_root, write_config
+from shared.config import load_config
+from shared.errors import StartupError
+
+
+def test_tickets_are_written_from_a_seed_in_varied_words():
+    first, again = ([write_ticket(random.Random(n)) for n in range(300)] for _ in range(2))
+    assert first == again
+    assert len({ticket.text for ticket in first}) > 280
+    assert {ticket.desk for ticket in first} == set(DESKS)
+
+
+def test_no_word_belongs_to_two_desks():
+    from examples.support_desk.desk import DEPARTMENTS
+
+    matters = [matter for desks in DEPARTMENTS.values() for words in desks.values() for matter in words]
+    assert len(matters) == len(set(matters))
+
+
+@pytest.mark.parametrize(
+    ("answer", "worth"),
+    [("{desk} , {priority}", 1.0), ("{desk} , soon", 0.7), ("nowhere , {priority}", 0.3), ("", 0.0), (",,,", 0.0)],
+)
+def test_the_desk_counts_for_most_of_the_reward(answer, worth):
+    ticket = write_ticket(random.Random(1))
+    text = answer.format(desk=ticket.desk, priority=ticket.priority)
+    assert satisfaction(ticket, *parse_answer(text)) == pytest.approx(worth)
+    assert parse_answer(format_answer(ticket.desk, ticket.priority)) == (ticket.desk, ticket.priority)
+
+
+def test_moving_average_by_hand():
+    assert moving_average([1, 0, 0, 3], 2).tolist() == [1, 0.5, 0, 1.5]
+
+
+def episodes(count: int) -> list[Episode]:
+    return [Episode(float(n), n / count, n % 2 == 0, True) for n in range(count)]
+
+
+def test_first_and_last_tenth():
+    assert first_and_last_tenth(episodes(100)) == pytest.approx((0.045, 0.945))
+
+
+def test_the_report_is_drawn_also_for_a_short_run(tmp_path):
+    for count in (1, 50, 500):
+        draw_report(tmp_path / "report.png", episodes(count), [(1, count / 2)], "title")
+        assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_the_view_knows_how_long_it_will_take():
+    frame = Frame(episodes(50), 100, 0, 30.0, None, 3, 0, {}, 4)
+    assert frame.done == 0.5
+    assert frame.to_go_s == pytest.approx(30.0)
+    assert len(sparkline([0.0, 1.0] * 500)) == 60
+
+
+def test_the_demos_folder_is_made_anew_and_a_strangers_is_left_alone(tmp_path):
+    root = tmp_path / "demo"
+    make_root(root)
+    (root / "old").touch()
+    make_root(root)
+    assert not (root / "old").exists()
+    stranger = tmp_path / "thesis"
+    stranger.mkdir()
+    (stranger / "chapter-1").touch()
+    with pytest.raises(StartupError, match="holds something that is no demo"):
+        make_root(stranger)
+    assert (stranger / "chapter-1").exists()
+
+
+def test_the_demos_configuration_is_valid(tmp_path):
+    _, file = write_config(tmp_path, tmp_path / "model", seed=3)
+    assert load_config(file).trainer.seed == 3
