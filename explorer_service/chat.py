@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 from msgspec import Raw
@@ -22,9 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from explorer_service.auth import Caller
-from explorer_service.conversation import Digest, read_prompt
+from explorer_service.conversation import Digest, first_words, read_prompt
 from explorer_service.deps import Deps
-from explorer_service.engines.pool import EngineState, Seat
+from explorer_service.engines.pool import Engine, Seat
+from explorer_service.engines.upstream import Ask, engage, on_some_engine, read_whole
 from explorer_service.errors import ApiError, bad_request, unavailable
 from shared.errors import LedgerError
 from shared.experience import CorruptTokens, Sample, Sampling, Tokens
@@ -56,15 +55,23 @@ class Chat:
     digest: Digest  # of all messages
     extends: tuple[bytes, ...]  # the exchanges that it may continue
     store_text: bool
+    affinity: int  # the same for all turns of a conversation
 
-    def upstream(self, model: str) -> bytes:
-        """The body for the engine: the caller's, and what recording needs."""
+    def ask(self, model: str) -> Ask:
+        """What the engine is asked: the caller's body, and what recording needs."""
         body = {**self.body, "model": model}
         if self.store:
             body["return_token_ids"] = True
             if not self.keep_logprobs and not body.get("top_logprobs"):  # else the engine explains the contradiction
                 body["logprobs"] = True
-        return msgspec.json.encode(body)
+        return Ask(
+            "/v1/chat/completions",
+            msgspec.json.encode(body),
+            self.msg_id.removeprefix("chatcmpl-"),
+            self.pin,
+            self.seeded,
+            self.affinity,
+        )
 
     def exchange(self, reply: bytes | None) -> bytes | None:
         """The digest of the messages with this reply."""
@@ -101,21 +108,42 @@ async def answer_chat(request: Request, deps: Deps) -> Response:
 
         return await stream_chat(chat, deps)
     with caller.limit.taken():
-        return await _answer_whole(chat, deps)
+        return await while_caller_waits(request, _answer_whole(chat, deps))
 
 
 async def _answer_whole(chat: Chat, deps: Deps) -> Response:
     """Not a stream: record what was sampled, then answer."""
-    async with deps.router.seat(chat.pin, seeded=chat.seeded) as seat, open_upstream(chat, seat, deps) as reply:
-        content = await _read_all(reply, seat, deps)
-        if reply.status != 200:
-            return Response(content, reply.status, media_type=reply.content_type)
-        headers = {VERSION_HEADER: str(seat.version)}
-        if not chat.store:
-            return Response(content, 200, headers, media_type="application/json")
-        content, samples = split_reply(content, chat, seat)
-    await record_or_fail(samples, deps)
-    return Response(content, 200, headers, media_type="application/json")
+    ask = chat.ask(deps.config.model.name)
+
+    async def attempt(avoid: list[Engine]) -> tuple[Response, list[Sample]]:
+        async with engage(ask, deps, avoid) as (seat, reply):
+            content = await read_whole(reply, seat, deps)
+            if reply.status != 200:
+                return Response(content, reply.status, media_type=reply.content_type), []
+            content, samples = split_reply(content, chat, seat) if chat.store else (content, [])
+            headers = {VERSION_HEADER: str(seat.version)}
+            return Response(content, 200, headers, media_type="application/json"), samples
+
+    response, samples = await on_some_engine(attempt, deps)
+    if samples:
+        await record_or_fail(samples, deps)
+    return response
+
+
+async def while_caller_waits(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The answer; when the caller goes away before it is there, the work is cancelled, and the engine aborts."""
+    answering = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(request.receive())  # the body is read: all that can still come is a disconnect
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            answering.cancel()
+            await asyncio.wait((answering,))
+            raise ApiError(499, "the caller went away", kind="client_closed_request")
+        return answering.result()
+    finally:
+        answering.cancel()
+        leaving.cancel()
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -172,6 +200,7 @@ def parse_chat(raw: bytes, request: Request, deps: Deps, caller: Caller) -> Chat
         digest=digest,
         extends=extends,
         store_text=deps.config.explorer.store_text,
+        affinity=first_words(messages) if len(deps.pool.engines) > 1 else 0,
     )
 
 
@@ -192,47 +221,6 @@ def attribution(value: object, name: str) -> str | None:
     if len(text) > 400 or "\x00" in text:
         raise bad_request(f"{name} must be at most 400 characters, without NUL", param=name)
     return text
-
-
-@asynccontextmanager
-async def open_upstream(chat: Chat, seat: Seat, deps: Deps) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The engine's answer, its head read. The engine names the message by our id. Raises ApiError 503."""
-    url = seat.engine.url + "/v1/chat/completions"
-    # vLLM makes the reply's id from this header, so the id needs no rewriting
-    headers = {"X-Request-Id": chat.msg_id.removeprefix("chatcmpl-"), "Content-Type": "application/json"}
-    data = chat.upstream(deps.config.model.name)
-    for attempt in (1, 2):
-        try:
-            reply = await deps.session.post(url, data=data, headers=headers)
-            break
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as exc:
-            if attempt == 2 or isinstance(exc, aiohttp.ClientConnectorError):  # once more, on a new connection
-                raise await _engine_lost(seat, deps, exc) from exc
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            raise await _engine_lost(seat, deps, exc) from exc
-    deps.metrics.chat_in_flight.inc()
-    started = time.perf_counter()
-    try:
-        yield reply
-    finally:
-        reply.close() if not reply.content.at_eof() else reply.release()
-        deps.metrics.chat_in_flight.dec()
-        deps.metrics.chat_engine.observe(time.perf_counter() - started)
-
-
-async def _read_all(reply: aiohttp.ClientResponse, seat: Seat, deps: Deps) -> bytes:
-    try:
-        return await reply.read()
-    except (aiohttp.ClientError, TimeoutError) as exc:
-        raise await _engine_lost(seat, deps, exc) from exc
-
-
-async def _engine_lost(seat: Seat, deps: Deps, exc: Exception) -> ApiError:
-    """The engine broke off. It gets no more chats until it has proven itself again."""
-    reason = str(exc) or type(exc).__name__
-    if not isinstance(exc, TimeoutError) and seat.engine.state is EngineState.SERVING:
-        await deps.pool.set_state(seat.engine, EngineState.AWAY, reason)
-    return unavailable(f"engine {seat.engine.name} broke off ({reason}); try again", "engine_lost")
 
 
 def split_reply(content: bytes, chat: Chat, seat: Seat) -> tuple[bytes, list[Sample]]:

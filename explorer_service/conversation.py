@@ -51,6 +51,16 @@ def read_prompt(messages: Any, *scope: str | None) -> tuple[Digest, tuple[bytes,
     return digest, tuple(reversed(prefixes[-MAX_PREFIXES:]))
 
 
+def first_words(messages: Any) -> int:
+    """A number that all turns of a conversation share: made of everything up to the first reply."""
+    digest = Digest()
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            break
+        digest.add(message)
+    return int.from_bytes(digest.value()[:8], "little")
+
+
 def canonical(message: Any) -> bytes:
     """What a message says, as bytes."""
     if not isinstance(message, dict):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
 
-from explorer_service.engines.pool import EnginePool, Seat
+from explorer_service.engines.pool import Engine, EnginePool, Seat
 from explorer_service.errors import ApiError, bad_request
 
 
@@ -32,6 +33,8 @@ class Router:
             code="model_not_found",
         )
 
-    def seat(self, pin: int | None, *, seeded: bool) -> AbstractAsyncContextManager[Seat]:
+    def seat(
+        self, pin: int | None, *, seeded: bool, affinity: int = 0, avoid: Collection[Engine] = ()
+    ) -> AbstractAsyncContextManager[Seat]:
         """A place at an engine that serves the version."""
-        return self._pool.seat(pin, seeded=seeded)
+        return self._pool.seat(pin, seeded=seeded, affinity=affinity, avoid=avoid)

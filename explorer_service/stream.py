@@ -23,11 +23,11 @@ from explorer_service.chat import (
     _decode_choices,
     _decode_ids,
     _decode_raw,
-    open_upstream,
     record_or_fail,
 )
 from explorer_service.deps import Deps
-from explorer_service.engines.pool import Seat
+from explorer_service.engines.pool import Engine, Seat
+from explorer_service.engines.upstream import engage, on_some_engine, read_whole
 from explorer_service.errors import ApiError, unavailable
 
 DONE = b"data: [DONE]\n\n"
@@ -35,13 +35,17 @@ DONE = b"data: [DONE]\n\n"
 
 async def stream_chat(chat: Chat, deps: Deps) -> Response:
     """Open the engine's stream; answer with its error, or with its events."""
+    ask = chat.ask(deps.config.model.name)
     stack = AsyncExitStack()
+
+    async def attempt(avoid: list[Engine]) -> tuple[Seat, aiohttp.ClientResponse]:
+        return await stack.enter_async_context(engage(ask, deps, avoid))
+
     try:
         stack.enter_context(chat.caller.limit.taken())
-        seat = await stack.enter_async_context(deps.router.seat(chat.pin, seeded=chat.seeded))
-        reply = await stack.enter_async_context(open_upstream(chat, seat, deps))
+        seat, reply = await on_some_engine(attempt, deps)
         if reply.status != 200:
-            content = await reply.read()
+            content = await read_whole(reply, seat, deps)
             await stack.aclose()
             return Response(content, reply.status, media_type=reply.content_type)
     except BaseException:

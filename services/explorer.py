@@ -66,7 +66,12 @@ def make_deps_factory(
         metrics = ExplorerMetrics()
         recorder = Recorder(ledger, metrics)
         recorder.start()
-        pool = EnginePool(explorer.engines, explorer.engine_wait_s)
+        pool = EnginePool(
+            explorer.engines,
+            explorer.engine_wait_s,
+            max_in_flight=explorer.max_in_flight,
+            max_waiting=explorer.max_waiting,
+        )
         return Deps(
             config=config,
             ledger=ledger,

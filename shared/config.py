@@ -136,7 +136,11 @@ class ExplorerConfig(_Section):
     max_body_bytes: Count = 8 * 1024 * 1024
     """A larger request body answers 413."""
     engine_wait_s: NonNegative = 30.0
-    """How long a chat waits while every engine is taking up a version, before it answers 503."""
+    """How long a chat waits while every engine is full or taking up a version, before it answers 503."""
+    max_in_flight: Count | None = None
+    """Chats at one engine at once; more of them wait. null: the engine queues them itself."""
+    max_waiting: Count = 1000
+    """Chats that may wait for an engine; more of them answer 503."""
     request_timeout_s: Positive = 600.0
     """How long one engine request may take."""
     max_messages: Count = 10_000

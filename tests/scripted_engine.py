@@ -28,6 +28,8 @@ class Script:
     gap_s: float = 0.0
     break_after_events: int | None = None  # a stream breaks off
     wrong_probe_for: set[str] = field(default_factory=set)  # folders after whose load the logprobs are off
+    die_on_chat: bool = False  # take the request and break off
+    aborted: int = 0  # chats whose caller went away
     loaded: str = "start"
     probes: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
@@ -62,7 +64,7 @@ class ScriptedEngine:
         for path in ("/pause", "/resume", "/reset_prefix_cache"):
             app.router.add_post(path, self._admin)
         app.router.add_post("/collective_rpc", self._reload)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -106,7 +108,15 @@ class ScriptedEngine:
         if not isinstance(body.get("messages"), list):
             error = {"message": "messages: field required", "type": "Bad Request", "param": None, "code": 400}
             return web.json_response({"error": error}, status=400)
-        await asyncio.sleep(script.delay_s)
+        if script.die_on_chat:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        try:
+            await asyncio.sleep(script.delay_s)
+        except asyncio.CancelledError:
+            script.aborted += 1
+            raise
         msg_id = "chatcmpl-" + request.headers["X-Request-Id"]
         if body.get("stream"):
             return await self._stream(request, body, msg_id)

@@ -6,14 +6,17 @@ Owns each engine's state and its count of requests in flight. Knows nothing of H
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from zlib import crc32
 
 from explorer_service.errors import ApiError, unavailable
 from shared.config import EngineAddress
 from shared.experience import Sampling
+
+AFFINITY_SLACK = 4  # requests that a conversation's own engine may have more in flight than the least loaded one
 
 
 class EngineState(StrEnum):
@@ -53,18 +56,34 @@ class Seat:
 class EnginePool:
     """Seats for chats, and the levers that the reloader pulls."""
 
-    def __init__(self, addresses: Iterable[EngineAddress], wait_s: float) -> None:
+    def __init__(
+        self,
+        addresses: Iterable[EngineAddress],
+        wait_s: float,
+        *,
+        max_in_flight: int | None = None,
+        max_waiting: int = 1000,
+    ) -> None:
         self.engines = [Engine(address.name, address.url) for address in addresses]
         self._wait_s = wait_s
+        self._max_in_flight = max_in_flight
+        self._max_waiting = max_waiting
+        self._waiting = 0
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def seat(self, pin: int | None, *, seeded: bool) -> AsyncIterator[Seat]:
-        """Sit at the least loaded engine that serves; wait while all are taking up a version.
+    async def seat(
+        self, pin: int | None, *, seeded: bool = False, affinity: int = 0, avoid: Collection[Engine] = ()
+    ) -> AsyncIterator[Seat]:
+        """A place at an engine that serves; wait while all are taking up a version, or full.
 
-        Raises ApiError 503 when all engines are away, 404 when none serves the pinned version.
+        affinity: chats of one number prefer the same engine, whose cache holds their prefix. avoid: engines that this
+        chat has lost already. Raises ApiError 503 when all engines are away, or too many chats wait; 404 when none
+        serves the pinned version.
         """
-        engine = await self._choose(pin)
+        engine = self._choose(pin, affinity, avoid)  # no lock, no timer in the common case
+        if engine is None:
+            engine = await self._wait_for(pin, affinity, avoid)
         assert engine.version is not None
         engine.in_flight += 1
         engine.seeded_in_flight += seeded
@@ -73,28 +92,44 @@ class EnginePool:
         finally:
             engine.in_flight -= 1
             engine.seeded_in_flight -= seeded
-            if engine.state is not EngineState.SERVING:
+            if self._waiting or engine.state is not EngineState.SERVING:
                 await self._announce()
 
-    async def _choose(self, pin: int | None) -> Engine:
-        engine = self._least_loaded(pin)  # no lock, no timer in the common case
-        if engine is None:
-            try:
-                async with asyncio.timeout(self._wait_s), self._changed:
-                    while (engine := self._least_loaded(pin)) is None:
-                        self._raise_unless_soon(pin)
-                        await self._changed.wait()
-            except TimeoutError:
-                message = f"no engine came into service within {self._wait_s:g} s; try again"
-                raise unavailable(message, "engines_reloading") from None
-        return engine
+    async def _wait_for(self, pin: int | None, affinity: int, avoid: Collection[Engine]) -> Engine:
+        if self._waiting >= self._max_waiting:
+            raise unavailable(f"{self._waiting} chats wait for an engine already; try again", "overloaded")
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._wait_s), self._changed:
+                while (engine := self._choose(pin, affinity, avoid)) is None:
+                    self._raise_unless_soon(pin, avoid)
+                    await self._changed.wait()
+                return engine
+        except TimeoutError:
+            message = f"no engine had room for this chat within {self._wait_s:g} s; try again"
+            raise unavailable(message, "engines_busy") from None
+        finally:
+            self._waiting -= 1
 
-    def _least_loaded(self, pin: int | None) -> Engine | None:
-        serving = [e for e in self.engines if e.state is EngineState.SERVING and pin in (None, e.version)]
-        return min(serving, key=lambda engine: engine.in_flight, default=None)
+    def _choose(self, pin: int | None, affinity: int, avoid: Collection[Engine]) -> Engine | None:
+        """The least loaded engine, or the one that this conversation prefers, while that is hardly more loaded."""
+        free = [
+            e
+            for e in self.engines
+            if e.state is EngineState.SERVING
+            and pin in (None, e.version)
+            and e not in avoid
+            and (self._max_in_flight is None or e.in_flight < self._max_in_flight)
+        ]
+        if len(free) < 2:
+            return free[0] if free else None
+        least = min(free, key=lambda engine: engine.in_flight)
+        # rendezvous hashing (Thaler and Ravishankar 1998): when an engine goes, only its own conversations move
+        preferred = max(free, key=lambda engine: crc32(engine.name.encode(), affinity & 0xFFFFFFFF))
+        return preferred if preferred.in_flight <= least.in_flight + AFFINITY_SLACK else least
 
-    def _raise_unless_soon(self, pin: int | None) -> None:
-        if pin is not None and any(e.state is EngineState.SERVING for e in self.engines):
+    def _raise_unless_soon(self, pin: int | None, avoid: Collection[Engine]) -> None:
+        if pin is not None and any(e.state is EngineState.SERVING for e in self.engines) and not self._serves(pin):
             serving = sorted({e.version for e in self.engines if e.version is not None})
             raise ApiError(
                 404,
@@ -103,10 +138,17 @@ class EnginePool:
                 param="model",
                 code="version_not_served",
             )
-        if all(e.state is EngineState.AWAY for e in self.engines):
+        if all(e.state is EngineState.AWAY or e in avoid for e in self.engines):
             raise unavailable(
                 "no engine answers: " + "; ".join(f"{e.name}: {e.reason}" for e in self.engines), "engines_away"
             )
+
+    def _serves(self, pin: int) -> bool:
+        return any(e.state is EngineState.SERVING and e.version == pin for e in self.engines)
+
+    def has_other(self, lost: Collection[Engine]) -> bool:
+        """Whether any engine but these serves, or will soon."""
+        return any(e not in lost and e.state in (EngineState.SERVING, EngineState.RELOADING) for e in self.engines)
 
     @property
     def serving(self) -> list[Engine]:

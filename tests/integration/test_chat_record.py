@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +12,6 @@ from sqlalchemy import select
 
 from shared.experience import Tokens
 from shared.ledger.tables import experiences, payloads
-from tests.scripted_engine import ScriptedEngine
 from tests.servers import RunningExplorer, wait_until
 
 
@@ -190,22 +188,3 @@ def _collect_first_id(explorer: RunningExplorer, ids: list[str]) -> None:
         for line in reply.iter_lines():
             if line.startswith("data: {") and not ids:
                 ids.append(json.loads(line[6:])["id"])
-
-
-def test_chats_go_to_the_least_loaded_engine(
-    scripted_engine: ScriptedEngine, start_explorer: Callable[..., RunningExplorer]
-):
-    second = ScriptedEngine()
-    try:
-        explorer = start_explorer([scripted_engine.url, second.url]).wait_ready()
-        wait_until(lambda: len(explorer.app.state.deps.pool.serving) == 2)
-        scripted_engine.script.delay_s = second.script.delay_s = 0.2
-        chats = [threading.Thread(target=explorer.chat) for _ in range(8)]
-        for chat in chats:
-            chat.start()
-            time.sleep(0.005)
-        for chat in chats:
-            chat.join()
-        assert len(scripted_engine.script.bodies) == len(second.script.bodies) == 4
-    finally:
-        second.stop()

@@ -1,0 +1,102 @@
+"""One request's way to an engine: a seat, the request, the head of the answer; and another engine if that one is lost.
+
+As long as nothing has gone to the caller an engine's death costs only time: the request goes to another engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import aiohttp
+
+from explorer_service.deps import Deps
+from explorer_service.engines.pool import Engine, EngineState, Seat
+from explorer_service.errors import RETRY_AFTER_S, ApiError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What an engine is asked."""
+
+    path: str
+    data: bytes
+    request_id: str  # vLLM makes the reply's id from it
+    pin: int | None = None
+    seeded: bool = False
+    affinity: int = 0
+    method: str = "POST"
+
+
+class EngineLost(ApiError):
+    """The engine broke off. It gets no more chats until it has proven itself again."""
+
+    def __init__(self, engine: Engine, reason: str) -> None:
+        message = f"engine {engine.name} broke off ({reason}); try again"
+        super().__init__(503, message, kind="service_unavailable", code="engine_lost", retry_after_s=RETRY_AFTER_S)
+        self.engine = engine
+
+
+async def on_some_engine(attempt: Callable[[list[Engine]], Awaitable[T]], deps: Deps) -> T:
+    """Run `attempt(engines to avoid)`; when its engine is lost, again on another one. Raises ApiError."""
+    lost: list[Engine] = []
+    while True:
+        try:
+            return await attempt(lost)
+        except EngineLost as error:
+            lost.append(error.engine)
+            if not deps.pool.has_other(lost):
+                raise
+
+
+@asynccontextmanager
+async def engage(ask: Ask, deps: Deps, avoid: list[Engine]) -> AsyncIterator[tuple[Seat, aiohttp.ClientResponse]]:
+    """A seat and the engine's answer, its head read. Raises ApiError 503, EngineLost among them."""
+    async with deps.router.seat(ask.pin, seeded=ask.seeded, affinity=ask.affinity, avoid=avoid) as seat:
+        reply = await _send(ask, seat, deps)
+        deps.metrics.chat_in_flight.inc()
+        started = time.perf_counter()
+        try:
+            yield seat, reply
+        finally:
+            if reply.content.at_eof():
+                reply.release()
+            else:
+                reply.close()  # the engine aborts what it was sampling
+            deps.metrics.chat_in_flight.dec()
+            deps.metrics.chat_engine.observe(time.perf_counter() - started)
+
+
+async def _send(ask: Ask, seat: Seat, deps: Deps) -> aiohttp.ClientResponse:
+    url = seat.engine.url + ask.path
+    headers = {"X-Request-Id": ask.request_id, "Content-Type": "application/json"}
+    for last in (False, True):
+        try:
+            return await deps.session.request(ask.method, url, data=ask.data, headers=headers)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as exc:
+            if last or isinstance(exc, aiohttp.ClientConnectorError):  # else once more, on a new connection
+                raise await engine_lost(seat, deps, exc) from exc
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise await engine_lost(seat, deps, exc) from exc
+    raise AssertionError("unreachable")
+
+
+async def read_whole(reply: aiohttp.ClientResponse, seat: Seat, deps: Deps) -> bytes:
+    """The answer's body. Raises EngineLost."""
+    try:
+        return await reply.read()
+    except (aiohttp.ClientError, TimeoutError) as exc:
+        raise await engine_lost(seat, deps, exc) from exc
+
+
+async def engine_lost(seat: Seat, deps: Deps, exc: Exception) -> EngineLost:
+    """What to raise; the engine is marked away, unless it was only slow."""
+    reason = str(exc) or type(exc).__name__
+    if not isinstance(exc, TimeoutError) and seat.engine.state is EngineState.SERVING:
+        await deps.pool.set_state(seat.engine, EngineState.AWAY, reason)
+    return EngineLost(seat.engine, reason)

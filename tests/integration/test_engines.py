@@ -1,0 +1,94 @@
+"""Several engines behind one explorer: who is chosen, who waits, and what happens when one dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.scripted_engine import ScriptedEngine
+from tests.servers import wait_until
+
+
+@pytest.fixture
+def engines():
+    both = [ScriptedEngine(), ScriptedEngine()]
+    yield both
+    for engine in both:
+        engine.stop()
+
+
+def say(explorer, text, **body):
+    return explorer.http.post("/chat", json={"messages": [{"role": "user", "content": text}], **body})
+
+
+def all_serve(explorer):
+    wait_until(lambda: all(e["state"] == "serving" for e in explorer.http.get("/status").json()["engines"]))
+    return explorer
+
+
+def test_chats_spread_over_the_engines(engines, start_explorer):
+    explorer = all_serve(start_explorer([engine.url for engine in engines]))
+    for engine in engines:
+        engine.script.delay_s = 0.3
+    with ThreadPoolExecutor(24) as pool:
+        replies = list(pool.map(lambda n: say(explorer, f"question {n}"), range(24)))
+    assert all(reply.status_code == 200 for reply in replies)
+    shares = [len(engine.script.bodies) for engine in engines]
+    assert sum(shares) == 24 and min(shares) >= 8
+
+
+def test_turns_of_one_conversation_prefer_the_engine_that_has_its_prefix(engines, start_explorer):
+    explorer = all_serve(start_explorer([engine.url for engine in engines]))
+    for n in range(6):
+        for engine in engines:
+            engine.script.bodies.clear()
+        messages = [{"role": "user", "content": f"question {n}"}]
+        for _ in range(4):
+            reply = explorer.http.post("/chat", json={"messages": messages}).json()["choices"][0]["message"]
+            messages += [reply, {"role": "user", "content": "more"}]
+        assert sorted(len(engine.script.bodies) for engine in engines) == [0, 4]
+
+
+def test_a_chat_whose_engine_dies_is_answered_by_another(engines, start_explorer):
+    explorer = all_serve(start_explorer([engine.url for engine in engines]))
+    engines[0].script.die_on_chat = True
+    replies = [say(explorer, f"question {n}") for n in range(8)]
+    replies += [say(explorer, f"stream {n}", stream=True) for n in range(4)]
+    assert all(reply.status_code == 200 for reply in replies)
+    assert len(engines[1].script.bodies) == 12
+
+
+def test_a_chat_whose_only_engine_dies_gets_503_with_retry_after(scripted_engine, explorer):
+    scripted_engine.script.die_on_chat = True
+    reply = say(explorer, "hello")
+    assert reply.status_code == 503
+    assert "Retry-After" in reply.headers
+
+
+def test_chats_wait_for_room_and_too_many_are_refused(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], max_in_flight=2, max_waiting=2).wait_ready()
+    scripted_engine.script.delay_s = 0.5
+    replies = []
+    threads = [threading.Thread(target=lambda n=n: replies.append(say(explorer, f"question {n}"))) for n in range(8)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    codes = sorted(reply.status_code for reply in replies)
+    assert codes == [200] * 4 + [503] * 4
+    refused = [reply for reply in replies if reply.status_code == 503]
+    assert all("Retry-After" in reply.headers and reply.json()["error"]["code"] == "overloaded" for reply in refused)
+
+
+def test_a_plain_chat_whose_caller_goes_away_is_aborted_and_not_recorded(scripted_engine, explorer):
+    import httpx
+
+    scripted_engine.script.delay_s = 5.0
+    with pytest.raises(httpx.ReadTimeout):
+        explorer.http.post("/chat", json={"messages": [{"role": "user", "content": "x"}]}, timeout=0.3)
+    wait_until(lambda: scripted_engine.script.aborted == 1, 3)
+    assert explorer.http.get("/status").json()["rows"]["RECORDED"] == 0
