@@ -47,12 +47,18 @@ class Live:
         self.http.post("/feedback", json={"msg_ids": [msg_id], "reward": reward}).raise_for_status()
 
     def learn(self, chats: int, **body: Any) -> int:
-        """Chat, rate and commit; returns the version in service afterwards, which is a new one."""
+        """Chat, rate and commit; returns the version in service when all of it is trained, which is a new one."""
         before = self.status()["versions"]["serving"]
         for number in range(chats):
             self.rate(self.chat(**body)["id"], float(number % 2))
         self.http.post("/commit").raise_for_status()
-        wait_for(lambda: (self.status()["versions"]["serving"] or 0) > before, "a new version in service", 120)
+
+        def settled() -> bool:
+            status = self.status()
+            waiting = status["rows"]["READY"] + status["rows"]["LEASED"]
+            return not waiting and not status["lag_versions"] and (status["versions"]["serving"] or 0) > before
+
+        wait_for(settled, "a new version in service", 120)
         return int(self.status()["versions"]["serving"])
 
 
