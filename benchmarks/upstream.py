@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 import uuid
-from typing import Any
+from typing import Any, cast
 
 ID = b"chatcmpl-00000000000000000000000000000000"
 
@@ -79,8 +79,7 @@ class Upstream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one by its methods alone
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
