@@ -13,13 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from explorer_service.chat import answer_chat
+from explorer_service.chat import answer_chat, answer_completion
 from explorer_service.commit import answer_commit
 from explorer_service.deps import Deps
 from explorer_service.engines.client import EngineClient
 from explorer_service.errors import ApiError
 from explorer_service.feedback import answer_feedback
 from explorer_service.housekeeping import Housekeeper
+from explorer_service.passthrough import answer_unrecorded
 from explorer_service.reload import EngineKeeper
 from explorer_service.status import (
     answer_health,
@@ -37,6 +38,11 @@ Handler = Callable[[Request, Deps], Awaitable[Response]]
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", answer_chat),
     ("POST", "/chat", answer_chat),
+    ("POST", "/v1/completions", answer_completion),
+    ("POST", "/v1/responses", answer_unrecorded),
+    ("POST", "/v1/messages", answer_unrecorded),
+    ("POST", "/tokenize", answer_unrecorded),
+    ("POST", "/detokenize", answer_unrecorded),
     ("POST", "/feedback", answer_feedback),
     ("POST", "/commit", answer_commit),
     ("GET", "/v1/models", answer_models),
@@ -85,7 +91,7 @@ def build_app(make_deps: Callable[[], Awaitable[Deps]], close_deps: Callable[[De
 
 async def _handle(handler: Handler, request: Request) -> Response:
     deps: Deps = request.app.state.deps
-    chat = handler is answer_chat
+    chat = handler in (answer_chat, answer_completion)
     try:
         with deps.metrics.chat_latency.time() if chat else _nothing():
             response = await handler(request, deps)

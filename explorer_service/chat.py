@@ -1,12 +1,14 @@
 """Stage 1, chat: an OpenAI request goes to an engine; token ids and the sampler's own logprobs come back.
 
-The request goes on as the caller wrote it, with two fields added; the reply comes back as the engine wrote it, with
-what the caller did not ask for taken out. Between the two the sample is recorded (stage 2).
+Two surfaces: chat completions, and plain completions. The request goes on as the caller wrote it, with two fields
+added; the reply comes back as the engine wrote it, with what the caller did not ask for taken out. Between the two the
+sample is recorded (stage 2).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Coroutine
@@ -33,10 +35,24 @@ _NULL = Raw(b"null")
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """One of OpenAI's ways to ask."""
+
+    path: str
+    id_prefix: str  # what vLLM puts before the id that we give it
+    ask_logprobs: object  # the value of `logprobs` that makes the engine tell those of the sampled tokens
+
+
+CHAT = Surface("/v1/chat/completions", "chatcmpl-", True)
+COMPLETION = Surface("/v1/completions", "cmpl-", 0)
+
+
 @dataclass(slots=True)
 class Chat:
     """One request, as far as we look into it."""
 
+    surface: Surface
     msg_id: str
     body: dict[str, Any]
     raw: bytes
@@ -63,11 +79,11 @@ class Chat:
         if self.store:
             body["return_token_ids"] = True
             if not self.keep_logprobs and not body.get("top_logprobs"):  # else the engine explains the contradiction
-                body["logprobs"] = True
+                body["logprobs"] = self.surface.ask_logprobs
         return Ask(
-            "/v1/chat/completions",
+            self.surface.path,
             msgspec.json.encode(body),
-            self.msg_id.removeprefix("chatcmpl-"),
+            self.msg_id.removeprefix(self.surface.id_prefix),
             self.pin,
             self.seeded,
             self.affinity,
@@ -75,7 +91,7 @@ class Chat:
 
     def exchange(self, reply: bytes | None) -> bytes | None:
         """The digest of the messages with this reply."""
-        if reply is None:
+        if reply is None or self.surface is not CHAT:
             return None
         digest = self.digest.copy()
         digest.add({"role": "assistant", **msgspec.json.decode(reply)})
@@ -90,6 +106,7 @@ class Logprobs(msgspec.Struct):
     """The part of a choice's logprobs that is recorded."""
 
     content: list[_Logprob] | None = None
+    token_logprobs: list[float | None] | None = None  # of a plain completion
 
 
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
@@ -101,8 +118,18 @@ _decode_logprobs = msgspec.json.Decoder(Logprobs | None).decode
 
 async def answer_chat(request: Request, deps: Deps) -> Response:
     """POST /v1/chat/completions and POST /chat."""
+    return await _answer(CHAT, request, deps)
+
+
+async def answer_completion(request: Request, deps: Deps) -> Response:
+    """POST /v1/completions."""
+    return await _answer(COMPLETION, request, deps)
+
+
+async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
     caller = deps.auth.require(request, "chat")
-    chat = parse_chat(await read_body(request, deps.config.explorer.max_body_bytes), request, deps, caller)
+    raw = await read_body(request, deps.config.explorer.max_body_bytes)
+    chat = parse_chat(surface, raw, request, deps, caller)
     if chat.stream:
         from explorer_service.stream import stream_chat
 
@@ -167,7 +194,7 @@ def decode_body(raw: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not a JSON object: {exc}") from exc
 
 
-def parse_chat(raw: bytes, request: Request, deps: Deps, caller: Caller) -> Chat:
+def parse_chat(surface: Surface, raw: bytes, request: Request, deps: Deps, caller: Caller) -> Chat:
     """Look at the fields that concern us; the engine judges the rest. Raises ApiError."""
     body = decode_body(raw)
     messages, limit = body.get("messages"), deps.config.explorer.max_messages
@@ -181,15 +208,17 @@ def parse_chat(raw: bytes, request: Request, deps: Deps, caller: Caller) -> Chat
     task_id = attribution(request.headers.get("x-flywheel-task") or metadata.get("task_id"), "task_id")
     run_id = attribution(request.headers.get("x-flywheel-run") or metadata.get("run_id"), "run_id")
     digest, extends = read_prompt(messages, caller.name, task_id, run_id)
+    logprobs = body.get("logprobs")
     return Chat(
-        msg_id=f"chatcmpl-{uuid.uuid4().hex}",
+        surface=surface,
+        msg_id=surface.id_prefix + uuid.uuid4().hex,
         body=body,
         raw=raw,
         pin=deps.router.parse(body.get("model")),
         store=body.get("store") is not False,
         stream=body.get("stream") is True,
         seeded=body.get("seed") is not None,
-        keep_logprobs=bool(body.get("logprobs")),
+        keep_logprobs=logprobs is not None if surface is COMPLETION else bool(logprobs),
         keep_token_ids=bool(body.get("return_token_ids")),
         sampling={name: value for name in _SAMPLING_FIELDS if (value := _number(body, name)) is not None},
         task_id=task_id,
@@ -235,7 +264,7 @@ def split_reply(content: bytes, chat: Chat, seat: Seat) -> tuple[bytes, list[Sam
     for choice in choices:
         sampled = Sampled(prompt_ids)
         sampled.add(choice)
-        sampled.reply = bytes(choice.get("message", _NULL))
+        sampled.reply = bytes(choice.get("message") or choice.get("text", _NULL))
         samples.append(sampled.sample(int(bytes(choice["index"])), chat, seat))
         strip(choice, chat)
     if not chat.keep_token_ids and "prompt_token_ids" in reply:
@@ -250,6 +279,8 @@ def strip(choice: dict[str, Raw], chat: Chat) -> None:
         choice["logprobs"] = _NULL
     if not chat.keep_token_ids and "token_ids" in choice:
         choice["token_ids"] = _NULL
+    if not chat.keep_token_ids and "prompt_token_ids" in choice:
+        choice["prompt_token_ids"] = _NULL
 
 
 def effective_sampling(chat: Chat, seat: Seat) -> Sampling:
@@ -272,9 +303,12 @@ class Sampled:
     def add(self, choice: dict[str, Raw]) -> None:
         """Take in token ids, logprobs and the finish reason of a choice."""
         self.reply_ids += _decode_ids(choice.get("token_ids", _NULL)) or []
+        self.prompt_ids = _decode_ids(choice.get("prompt_token_ids", _NULL)) or self.prompt_ids
         logprobs = _decode_logprobs(choice.get("logprobs", _NULL))
         if logprobs is not None and logprobs.content:
             self.logprobs += [entry.logprob for entry in logprobs.content]
+        elif logprobs is not None and logprobs.token_logprobs:
+            self.logprobs += [math.nan if value is None else value for value in logprobs.token_logprobs]
         finish = bytes(choice.get("finish_reason", _NULL))
         if finish != b"null":
             self.finish_reason = msgspec.json.decode(finish, type=str)

@@ -117,11 +117,12 @@ class Heard:
             index = int(bytes(choice["index"]))
             sampled = self._choices.setdefault(index, Sampled([]))
             sampled.add(choice)
-            _merge_delta(self._messages.setdefault(index, {}), msgspec.json.decode(choice.get("delta", _NULL)) or {})
+            _merge_delta(self._messages.setdefault(index, {}), _delta(choice))
             if not chat.keep_logprobs and "logprobs" in choice:
                 choice["logprobs"] = _NULL
             if not chat.keep_token_ids:
                 choice.pop("token_ids", None)
+                choice.pop("prompt_token_ids", None)
         if not chat.keep_token_ids:
             chunk.pop("prompt_token_ids", None)
         chunk["choices"] = Raw(msgspec.json.encode(choices))
@@ -131,10 +132,17 @@ class Heard:
         """A sample for each choice that was heard to its end."""
         samples = []
         for index, sampled in sorted(self._choices.items()):
-            sampled.prompt_ids = self._prompt_ids
+            sampled.prompt_ids = sampled.prompt_ids or self._prompt_ids
             sampled.reply = json.dumps(self._messages[index], ensure_ascii=False).encode()
             samples.append(sampled.sample(index, self._chat, seat))
         return samples
+
+
+def _delta(choice: dict[str, Raw]) -> dict[str, Any]:
+    """What a chunk adds to the message; a plain completion's text is its content."""
+    if "text" in choice:
+        return {"content": msgspec.json.decode(choice["text"])}
+    return msgspec.json.decode(choice.get("delta", _NULL)) or {}
 
 
 def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
