@@ -29,8 +29,8 @@ from examples.support_desk.report import draw_report, first_and_last_tenth
 from examples.support_desk.view import Frame, View
 from shared.errors import StartupError
 
-EPISODES = 8000
-CUSTOMERS_PER_S = 32.0
+EPISODES = 8500
+CUSTOMERS_PER_S = 33.0
 CUSTOMERS_AT_ONCE = 24
 READY_TIMEOUT_S = 600.0
 GIVE_UP_AFTER = 2  # failed starts of processes
@@ -122,18 +122,19 @@ def write_config(root: Path, model: Path, seed: int) -> tuple[str, Path]:
         "engine": {"dtype": "float32", "max_model_len": 256, "kv_cache_gb": 1},
         "trainer": {
             "algorithm": "ppo",
-            "batch_size": 96,
+            "batch_size": 64,
             "publish_every": 1,
-            "learning_rate": 5.0e-4,
+            "learning_rate": 3.0e-4,
             "max_tokens_per_micro_batch": 512,
             "seed": seed,
             "ppo": {
                 "epochs": 2,
-                "minibatches": 6,
+                "minibatches": 4,
                 "lam": 0.8,
                 "kl_coef": 0.03,
                 "entropy_coef": 0.01,
-                "critic_learning_rate": 5.0e-4,
+                "critic_learning_rate": 1.0e-3,
+                "value_clip": 0.0,
             },
         },
     }
