@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.postgres import Postgres
 from tests.scripted_engine import ScriptedEngine
 from tests.servers import RunningExplorer, make_config
 
@@ -19,13 +20,30 @@ def scripted_engine() -> Iterator[ScriptedEngine]:
     engine.stop()
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """One PostgreSQL server for the session."""
+    server = Postgres()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str | None:
+    """An empty database of each kind; None: SQLite in the root folder."""
+    if request.param == "sqlite":
+        return None
+    server: Postgres = request.getfixturevalue("postgres")
+    return server.new_database()
+
+
 @pytest.fixture
-def start_explorer(tmp_path: Path) -> Iterator[Callable[..., RunningExplorer]]:
-    """Start explorers on tmp_path; they are stopped afterwards."""
+def start_explorer(tmp_path: Path, database_url: str | None) -> Iterator[Callable[..., RunningExplorer]]:
+    """Start explorers on tmp_path, all on one ledger; they are stopped afterwards. Runs on both databases."""
     running: list[RunningExplorer] = []
 
     def start(urls: list[str], **explorer: Any) -> RunningExplorer:
-        running.append(RunningExplorer(make_config(tmp_path, urls, **explorer)))
+        running.append(RunningExplorer(make_config(tmp_path, urls, database_url=database_url, **explorer)))
         return running[-1]
 
     yield start

