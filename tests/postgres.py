@@ -34,10 +34,10 @@ class Postgres:
             os.chown(data, NOBODY, NOBODY)
             os.chown(self._folder, NOBODY, NOBODY)
         self._run("initdb", "-D", str(data), "-U", "postgres", "-A", "trust", "--no-sync")
+        options = ["-D", str(data), "-p", str(self.port), "-k", str(self._folder), "-c", "listen_addresses=127.0.0.1"]
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [self._binaries / "postgres", "-D", str(data), "-p", str(self.port), "-k", str(self._folder)]
-                + ["-c", "listen_addresses=127.0.0.1"],
+                [self._binaries / "postgres", *options],
                 cwd=self._folder,
                 stdout=log,
                 stderr=subprocess.STDOUT,
