@@ -14,6 +14,7 @@ setup: $(STAMP)
 $(STAMP): $(LOCKS) pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "flywheel: $(PYTHON) is not on the PATH. Install Python 3.11, or name another: make $(MAKECMDGOALS) PYTHON=python3"; exit 2; }
 	@command -v cc >/dev/null || command -v gcc >/dev/null || { echo "flywheel: no C compiler found, and vLLM compiles small kernels at start. On Debian: apt-get install gcc g++ python3-dev"; exit 2; }
+	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "flywheel: libnuma.so.1 is missing, and vLLM's CPU build is linked against it. On Debian: apt-get install libnuma1"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[1/5] build tools";            $(PIP) install -q -r requirements/build.txt
 	@echo "[2/5] PyTorch, CPU build";     $(PIP) install -q -r requirements/torch.txt 2>$(VENV)/torch.log || $(PIP) install -q -r requirements/torch.txt --index-url $(TORCH_CPU_INDEX) || { cat $(VENV)/torch.log; exit 1; }

@@ -7,8 +7,8 @@ ARG FLAVOUR=cpu
 FROM python:3.11-slim-bookworm AS base
 RUN useradd --system --uid 10001 --create-home flywheel && install -d -o flywheel /data
 WORKDIR /app
-# vLLM and DeepSpeed compile small kernels at start; git and the like they do not need
-RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ libc6-dev python3-dev \
+# vLLM and DeepSpeed compile small kernels at start, and vLLM's CPU build is linked against libnuma
+RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ libc6-dev libnuma1 python3-dev \
     && rm -rf /var/lib/apt/lists/*
 
 FROM base AS cpu

@@ -41,7 +41,14 @@ class Ledger:
             engine = create_engine(parsed, connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False})
             event.listen(engine, "connect", _prepare_sqlite)
         else:
-            engine = create_engine(parsed, pool_size=5, max_overflow=5, pool_pre_ping=True, pool_timeout=BUSY_TIMEOUT_S)
+            engine = create_engine(
+                parsed,
+                connect_args={"client_encoding": "utf8"},  # without it a server of SQL_ASCII gives bytes for text
+                pool_size=5,
+                max_overflow=5,
+                pool_pre_ping=True,
+                pool_timeout=BUSY_TIMEOUT_S,
+            )
         ledger = cls(engine, shown)
         with ledger._errors(), ledger._begin("IMMEDIATE") as connection:
             if engine.dialect.name == "postgresql":  # two processes creating the same tables at once
