@@ -141,3 +141,29 @@ trainers = Table(
     Column("alive", Boolean, nullable=False, server_default=text("true")),
     Column("heartbeat_at", Float, nullable=False),
 )
+
+explorers = Table(
+    "explorers",
+    metadata,
+    Column("id", String(64), primary_key=True),  # new with each start
+    Column("acknowledged", LargeBinary, nullable=False),  # JSON: engine url → generation
+    Column("heartbeat_at", Float, nullable=False),
+)
+
+engines = Table(
+    "engines",
+    metadata,
+    Column("url", String(400), primary_key=True),
+    Column("keeper", String(64)),  # the explorer that moves it from version to version
+    Column("keeper_until", Float, nullable=False),  # Unix seconds
+    Column("state", String(12), nullable=False),  # as explorer_service.engines.pool.EngineState
+    Column("version", Integer),
+    Column("generation", Integer, nullable=False),  # counts the keeper's moves
+)
+
+open_streams = Table(
+    "open_streams",
+    metadata,
+    Column("msg_id", String(200), primary_key=True),
+    Column("explorer", String(64), nullable=False),
+)
