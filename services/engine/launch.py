@@ -122,7 +122,7 @@ def command_line(config: Config, address: EngineAddress, host: str, folder: Path
 
 
 def saved_dtype(folder: Path) -> str:
-    """The weights' type as the folder's config.json says. (vLLM's own `auto` serves float32 models in half precision.)"""
+    """The weights' type as config.json says. (vLLM's own `auto` serves float32 models in half precision.)"""
     said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return str(said.get("dtype") or said.get("torch_dtype") or "auto")
 
