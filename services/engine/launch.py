@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import re
 import secrets
@@ -101,7 +102,7 @@ def command_line(config: Config, address: EngineAddress, host: str, folder: Path
         "--served-model-name": config.model.name,
         "--host": host,
         "--port": str(address.port),
-        "--dtype": engine.dtype,
+        "--dtype": saved_dtype(folder) if engine.dtype == "auto" else engine.dtype,
         "--logprobs-mode": "processed_logprobs",  # as sampled, at any temperature and top_p
         "--uvicorn-log-level": "warning",
         "--middleware": "services.engine.gate.WarmupGate",
@@ -118,6 +119,12 @@ def command_line(config: Config, address: EngineAddress, host: str, folder: Path
         flags.append("--enforce-eager")
     pairs = [part for pair in arguments.items() for part in pair]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *engine.extra_args]
+
+
+def saved_dtype(folder: Path) -> str:
+    """The weights' type as config.json says. (vLLM's own `auto` serves float32 models in half precision.)"""
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return str(said.get("dtype") or said.get("torch_dtype") or "auto")
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -136,3 +136,16 @@ def test_what_a_crash_left_under_a_versions_name_is_replaced(tmp_path):
     folder = write_scripted_version(tmp_path, 1, -1.0)
     assert sorted(path.name for path in folder.iterdir()) == ["MANIFEST.json", "model.safetensors"]
     assert json.loads((folder / "MANIFEST.json").read_text())["parent"] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [({"dtype": "float32"}, "float32"), ({"torch_dtype": "bfloat16"}, "bfloat16"), ({}, "auto")],
+)
+def test_the_engine_serves_weights_in_the_type_they_were_saved_in(config, dtype, tmp_path):
+    import json
+
+    from services.engine.launch import saved_dtype
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert saved_dtype(tmp_path) == dtype
