@@ -30,6 +30,7 @@ from explorer_service.status import (
     answer_status,
     answer_versions,
 )
+from shared.errors import LedgerError
 from shared.log import StageLogger
 
 log = StageLogger("explorer")
@@ -66,9 +67,11 @@ def build_app(make_deps: Callable[[], Awaitable[Deps]], close_deps: Callable[[De
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         deps = await make_deps()
         app.state.deps = deps
+        await _first_beat(deps)
         keepers = [asyncio.create_task(keeper.run(), name=name) for name, keeper in _keepers(deps)]
         keeping_house = Housekeeper(deps.config.explorer, deps.recorder).run()
         keepers.append(asyncio.create_task(keeping_house, name="housekeeping"))
+        keepers.append(asyncio.create_task(deps.fleet.run(), name="fleet"))
         for task in keepers:
             task.add_done_callback(_stop_if_dead)
         try:
@@ -77,6 +80,7 @@ def build_app(make_deps: Callable[[], Awaitable[Deps]], close_deps: Callable[[De
             for task in keepers:
                 task.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
+            await deps.fleet.leave()
             await close_deps(deps)
 
     app = FastAPI(title="Flywheel Explorer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -100,6 +104,14 @@ async def _handle(handler: Handler, request: Request) -> Response:
     if chat:
         deps.metrics.chat_requests.labels(str(response.status_code)).inc()
     return response
+
+
+async def _first_beat(deps: Deps) -> None:
+    """Be known to the others before the first look at an engine: who reloads one asks everybody it knows."""
+    try:
+        await deps.fleet.beat()
+    except LedgerError as error:
+        log.warning("the ledger is away; chats answer 503 until it is back", reason=str(error))
 
 
 class _nothing:
@@ -142,6 +154,7 @@ def _keepers(deps: Deps) -> list[tuple[str, EngineKeeper]]:
                 deps.ledger,
                 deps.recorder,
                 deps.metrics,
+                deps.fleet,
                 lock,
             ),
         )

@@ -10,6 +10,7 @@ import aiohttp
 
 from explorer_service.auth import Auth
 from explorer_service.engines.pool import EnginePool
+from explorer_service.fleet import Fleet
 from explorer_service.record import Recorder
 from explorer_service.router import Router
 from shared.config import Config
@@ -50,5 +51,6 @@ class Deps:
     auth: Auth
     metrics: ExplorerMetrics
     session: aiohttp.ClientSession
+    fleet: Fleet
     started_at: float = field(default_factory=time.time)  # Unix seconds
     in_flight: InFlight = field(default_factory=InFlight)

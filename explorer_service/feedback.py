@@ -52,6 +52,7 @@ async def _answer_within_limit(request: Request, deps: Deps, caller: Caller) -> 
     body = parse_feedback(raw, rule)
     msg_ids = list(dict.fromkeys(body.msg_ids or []))
     await deps.in_flight.wait(msg_ids)  # a stream names its id before its row stands
+    await deps.fleet.wait_recorded(msg_ids)  # one of another explorer too
     idempotency_key = _idempotency_key(request, caller.name)
     try:
         answer = await deps.recorder.write(

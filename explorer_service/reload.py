@@ -4,7 +4,7 @@ One task for each engine keeps it: away → answers → proven → serving, and 
 the folder, take no new requests, let running ones finish for a while, pause, load, clear the prefix cache, resume (in a
 `finally`), score the manifest's probe. When a load fails the last good version goes back in; the version is rejected
 only when the engine then proves to be well, so a dying engine never condemns a version. With several engines one
-reloads at a time.
+reloads at a time. With several explorers on one ledger one of them keeps the engine, and the others follow it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 
 from explorer_service.engines.client import EngineAway, EngineClient
 from explorer_service.engines.pool import Engine, EnginePool, EngineState
+from explorer_service.fleet import Fleet
 from explorer_service.record import Recorder
 from shared.config import Config
 from shared.errors import EngineError, LedgerError, VersionError
@@ -26,11 +27,12 @@ from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, list_versions, newest_version
 from shared.log import StageLogger
 from shared.metrics import ExplorerMetrics
-from shared.versions import Manifest, Probe, read_manifest, verify_version
+from shared.versions import Manifest, Probe, read_manifest, verify_version, version_path
 
 log = StageLogger("reload")
 
 HEALTH_INTERVAL_S = 1.0
+FOLLOW_S = 3.0  # how long after draining another explorer may take to say so
 # Largest difference of one logprob, and of their mean, between trainer (float32) and engine.
 TOLERANCE = {"float32": (2e-3, 5e-4), "float16": (0.1, 0.02), "bfloat16": (0.6, 0.1)}
 
@@ -51,6 +53,7 @@ class EngineKeeper:
         ledger: Ledger,
         recorder: Recorder,
         metrics: ExplorerMetrics,
+        fleet: Fleet,
         one_at_a_time: asyncio.Lock,
     ) -> None:
         self._engine = engine
@@ -60,6 +63,8 @@ class EngineKeeper:
         self._ledger = ledger
         self._recorder = recorder
         self._metrics = metrics
+        self._fleet = fleet
+        self._keeping = False
         self._one_at_a_time = one_at_a_time
         self._last_health = 0.0
         self._ledger_away = False
@@ -87,6 +92,12 @@ class EngineKeeper:
         if engine.state is not EngineState.SERVING or time.monotonic() - self._last_health > HEALTH_INTERVAL_S:
             await self._client.check_health()
             self._last_health = time.monotonic()
+        if not await self._fleet.keeps(engine.url):
+            await self._follow()
+            return
+        if not self._keeping:  # the one who kept it may have died in the middle of a reload
+            self._keeping = True
+            await self._pool.set_state(engine, EngineState.AWAY, "taken over")
         if engine.state is EngineState.AWAY:
             await self._client.resume()  # an explorer that died in a reload may have left it paused
             await self._pool.set_state(engine, EngineState.CHECKING, "its version is not proven yet")
@@ -95,11 +106,40 @@ class EngineKeeper:
         if target is None:  # nobody has published yet: it serves what it was started with
             engine.version = 0
             if engine.state is not EngineState.SERVING:
+                await self._move(EngineState.SERVING, 0)
                 await self._pool.set_state(engine, EngineState.SERVING)
         elif engine.state is EngineState.CHECKING:
             await self._prove_or_reload(target)
         elif engine.version != target.version:
             await self._take_up(target)
+
+    async def _move(self, state: EngineState, version: int | None) -> int:
+        """Tell the other explorers where the engine stands. Raises EngineError when it is no longer ours to move."""
+        generation = await self._fleet.move(self._engine.url, state, version)
+        if generation is None:
+            self._keeping = False
+            raise EngineError("another explorer keeps this engine now")
+        return generation
+
+    async def _follow(self) -> None:
+        """Another explorer keeps this engine: stand where it says, and tell it once no chat of ours is on the way."""
+        engine = self._engine
+        self._keeping = False
+        said = await self._fleet.look(engine.url)
+        if said is None:
+            return
+        if said.state == EngineState.SERVING and said.version is not None:
+            if engine.state is not EngineState.SERVING or engine.version != said.version:
+                engine.version = said.version
+                folder = self._config.root / version_path(said.version)
+                engine.sampling_defaults = await asyncio.to_thread(read_sampling_defaults, folder)
+                await self._pool.set_state(engine, EngineState.SERVING)
+        elif engine.state is EngineState.SERVING:
+            await self._pool.set_state(engine, EngineState.RELOADING, "another explorer reloads it")
+            await self._pool.wait_drained(engine, self._config.explorer.reload.drain_s)
+        elif engine.state is EngineState.AWAY:
+            await self._pool.set_state(engine, EngineState.CHECKING, "another explorer proves it")
+        await self._fleet.acknowledge(engine.url, said.generation)
 
     def _newest(self) -> VersionRow | None:
         with self._ledger.read() as connection:
@@ -108,6 +148,8 @@ class EngineKeeper:
     async def _away(self, reason: str) -> None:
         if self._engine.state is not EngineState.AWAY:
             log.warning("engine is away", engine=self._engine.name, reason=reason)
+            if self._keeping:
+                await self._fleet.move(self._engine.url, EngineState.AWAY, None)
         await self._pool.set_state(self._engine, EngineState.AWAY, reason)
 
     async def _prove_or_reload(self, target: VersionRow) -> None:
@@ -131,7 +173,7 @@ class EngineKeeper:
             started = time.monotonic()
             await self._pool.set_state(self._engine, EngineState.RELOADING, f"taking up version {target.version}")
             try:
-                await self._load(target, manifest)
+                await self._load(target, manifest, await self._move(EngineState.RELOADING, before))
             except EngineAway:
                 raise
             except EngineError as error:
@@ -139,8 +181,11 @@ class EngineKeeper:
                 return
             await self._in_service(target, took_ms=1000 * (time.monotonic() - started))
 
-    async def _load(self, target: VersionRow, manifest: Manifest) -> None:
-        drained = await self._pool.wait_drained(self._engine, self._config.explorer.reload.drain_s)
+    async def _load(self, target: VersionRow, manifest: Manifest, generation: int) -> None:
+        drain_s = self._config.explorer.reload.drain_s
+        drained = await self._pool.wait_drained(self._engine, drain_s)
+        if not await self._fleet.wait_followed(self._engine.url, generation, drain_s + FOLLOW_S):
+            log.warning("an explorer did not follow in time", engine=self._engine.name, generation=generation)
         mode = "keep" if drained or not self._engine.seeded_in_flight else "wait"
         started = time.monotonic()
         try:
@@ -171,6 +216,7 @@ class EngineKeeper:
         self._engine.version = target.version
         self._engine.sampling_defaults = await asyncio.to_thread(read_sampling_defaults, self._folder(target))
         await self._recorder.write(lambda connection: transitions.serve_version(connection, target.version))
+        await self._move(EngineState.SERVING, target.version)
         await self._pool.set_state(self._engine, EngineState.SERVING)
         self._metrics.reloads.labels("served").inc()
         self._metrics.reload_version.labels(self._engine.name).set(target.version)
@@ -186,7 +232,7 @@ class EngineKeeper:
             manifest = await asyncio.to_thread(verify_version, self._folder(good))
         except VersionError as error:
             raise EngineError(f"version {good.version} cannot go back in: {error}") from error
-        await self._load(good, manifest)
+        await self._load(good, manifest, await self._move(EngineState.RELOADING, None))
         await self._reject(target, reason)
         await self._in_service(good)
 

@@ -43,6 +43,7 @@ async def stream_chat(chat: Chat, deps: Deps) -> Response:
 
     try:
         stack.enter_context(chat.caller.limit.taken())
+        await stack.enter_async_context(deps.fleet.streaming(chat.msg_id))
         seat, reply = await on_some_engine(attempt, deps)
         if reply.status != 200:
             content = await read_whole(reply, seat, deps)

@@ -11,6 +11,7 @@ from explorer_service.auth import Auth
 from explorer_service.deps import Deps
 from explorer_service.engines.client import open_session
 from explorer_service.engines.pool import EnginePool
+from explorer_service.fleet import Fleet
 from explorer_service.record import Recorder
 from explorer_service.router import Router
 from shared.config import Config
@@ -81,6 +82,7 @@ def make_deps_factory(
             auth=Auth(explorer),
             metrics=metrics,
             session=open_session(explorer.request_timeout_s),
+            fleet=Fleet(ledger, recorder),
         )
 
     async def close_deps(deps: Deps) -> None:

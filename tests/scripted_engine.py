@@ -25,6 +25,7 @@ class Script:
     logprobs: list[float] = field(default_factory=lambda: [-0.5, -0.25, -0.125])
     prompt_ids: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     delay_s: float = 0.0
+    reload_s: float = 0.0
     gap_s: float = 0.0
     break_after_events: int | None = None  # a stream breaks off
     wrong_probe_for: set[str] = field(default_factory=set)  # folders after whose load the logprobs are off
@@ -87,6 +88,7 @@ class ScriptedEngine:
         body = await request.json()
         folder = Path(body["kwargs"]["weights_path"])
         self.script.calls.append(f"reload {folder.name}")
+        await asyncio.sleep(self.script.reload_s)
         self.script.loaded = folder.name
         manifest = json.loads((folder / "MANIFEST.json").read_text())
         for sequence in manifest["probe"]["sequences"]:
@@ -114,6 +116,8 @@ class ScriptedEngine:
             return web.Response()
         try:
             await asyncio.sleep(script.delay_s)
+            while script.paused:
+                await asyncio.sleep(0.002)
         except asyncio.CancelledError:
             script.aborted += 1
             raise
@@ -137,7 +141,7 @@ class ScriptedEngine:
         content = [{"token": f"t{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in self._sampled()]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": f"answer {index}"},
+            "message": {"role": "assistant", "content": f"answer {index} of {script.loaded}"},
             "logprobs": {"content": content} if body.get("logprobs") else None,
             "finish_reason": "stop",
             "token_ids": script.reply_ids if body.get("return_token_ids") else None,

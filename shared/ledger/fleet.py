@@ -1,7 +1,7 @@
 """Explorers on one ledger: who lives, who keeps which engine, and what state that engine is in.
 
 One explorer keeps an engine (a lease) and moves it from version to version; the others follow its row. A move has a
-generation; each explorer acknowledges it once it gives the engine no more chats, so that no chat crosses a reload unseen.
+generation; each explorer acknowledges it once it gives the engine no more chats: none crosses a reload unseen.
 Leases and heartbeats compare clocks of different hosts: keep them within a second or two (NTP).
 """
 

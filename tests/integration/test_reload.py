@@ -68,6 +68,7 @@ def test_a_damaged_version_folder_never_reaches_an_engine(explorer, scripted_eng
 def test_an_explorer_that_starts_anew_finds_what_the_engine_serves(explorer, scripted_engine, start_explorer):
     publish(explorer, 1)
     wait_until(lambda: served(explorer) == "1")
+    explorer.stop()
     calls = len(scripted_engine.script.calls)
     scripted_engine.script.paused = True  # the other one died within a reload
     again = start_explorer([scripted_engine.url]).wait_ready()

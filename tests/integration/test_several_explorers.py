@@ -1,0 +1,112 @@
+"""Two explorers on one ledger, in front of one engine, behave as one."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+from sqlalchemy import select, update
+
+from shared.ledger.tables import engines, experiences
+from tests.integration.test_reload import publish, served
+from tests.servers import RunningExplorer, wait_until
+
+
+@pytest.fixture
+def both(scripted_engine, start_explorer) -> list[RunningExplorer]:
+    started = [start_explorer([scripted_engine.url]).wait_ready() for _ in range(2)]
+    wait_until(lambda: not any(explorer.app.state.deps.fleet.alone for explorer in started))
+    return started
+
+
+def test_what_one_says_the_other_knows(both):
+    first, second = both
+    known = first.chat().json()["id"]
+    assert second.http.post("/feedback", json={"msg_ids": [known], "reward": 1}).json()["applied"] == 1
+    assert first.http.post("/feedback", json={"msg_ids": [known], "reward": 1}).json()["receipts"] == [
+        {"msg_id": known, "state": "duplicate"}
+    ]
+    assert second.http.post("/commit").json()["committed"] == 1
+    assert first.http.get("/status").json()["rows"]["READY"] == 1
+
+
+def test_both_follow_a_new_version_and_only_one_reloads(both, scripted_engine):
+    publish(both[0], 1)
+    wait_until(lambda: all(served(explorer) == "1" for explorer in both))
+    assert scripted_engine.script.calls.count("reload v000001") == 1
+
+
+def test_no_chat_of_either_crosses_a_reload_with_a_wrong_label(both, scripted_engine):
+    """Each reply says which weights gave it; each row must name the same version."""
+    scripted_engine.script.delay_s = 0.02
+    scripted_engine.script.reload_s = 0.1
+    publish(both[0], 1)
+    wait_until(lambda: all(served(explorer) == "1" for explorer in both))
+    said: dict[str, str] = {}
+    ends = time.monotonic() + 4.0
+
+    def customer(explorer: RunningExplorer) -> None:
+        import httpx
+
+        with httpx.Client(base_url=explorer.url, timeout=30) as http:
+            while time.monotonic() < ends:
+                reply = http.post("/chat", json={"messages": [{"role": "user", "content": "x"}]})
+                assert reply.status_code == 200
+                said[reply.json()["id"]] = reply.json()["choices"][0]["message"]["content"].rpartition(" ")[2]
+
+    customers = [threading.Thread(target=customer, args=(both[n % 2],)) for n in range(6)]
+    for thread in customers:
+        thread.start()
+    for version in (2, 3, 4):
+        time.sleep(0.5)
+        publish(both[0], version)
+    for thread in customers:
+        thread.join()
+    with both[0].ledger.read() as connection:
+        rows = connection.execute(select(experiences.c.msg_id, experiences.c.version)).all()
+    labels = {row.msg_id: f"v{row.version:06d}" for row in rows}
+    assert {labels[name] for name in said} == {"v000001", "v000002", "v000003", "v000004"}
+    assert {name: labels[name] for name in said} == said
+
+
+def test_feedback_to_one_waits_for_a_stream_of_the_other(both, scripted_engine):
+    scripted_engine.script.gap_s = 0.2
+    ids: list[str] = []
+
+    def stream() -> None:
+        body = {"messages": [], "stream": True}
+        with both[0].http.stream("POST", "/chat", json=body) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {") and not ids:
+                    ids.append(json.loads(line[6:])["id"])
+
+    streaming = threading.Thread(target=stream)
+    streaming.start()
+    wait_until(lambda: bool(ids))
+    receipts = both[1].http.post("/feedback", json={"msg_ids": ids, "reward": 1}).json()["receipts"]
+    streaming.join()
+    assert receipts == [{"msg_id": ids[0], "state": "applied"}]
+
+
+def test_when_the_keeper_leaves_another_takes_the_engine_over(both):
+    with both[0].ledger.read() as connection:
+        keeper = connection.execute(select(engines.c.keeper)).scalar_one()
+    leaving = next(explorer for explorer in both if explorer.app.state.deps.fleet.id == keeper)
+    (staying,) = (explorer for explorer in both if explorer is not leaving)
+    leaving.stop()
+    publish(staying, 1)
+    wait_until(lambda: served(staying) == "1")
+
+
+def test_an_engine_whose_keeper_died_within_a_reload_is_taken_over_when_its_lease_ends(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url]).wait_ready()
+    with explorer.ledger.write() as connection:  # as a keeper leaves it that was killed
+        ghost = {"keeper": "ghost", "keeper_until": time.time() + 1.0, "state": "reloading", "version": None}
+        connection.execute(update(engines).values(generation=engines.c.generation + 1, **ghost))
+    explorer.app.state.deps.fleet._kept_until.clear()
+    scripted_engine.script.paused = True
+    wait_until(lambda: explorer.http.get("/ready").status_code == 503)
+    wait_until(lambda: explorer.http.get("/ready").status_code == 200)
+    assert not scripted_engine.script.paused
