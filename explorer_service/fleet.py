@@ -143,4 +143,4 @@ class Fleet:
                 return fleet.any_stream_open(connection, names)
 
         while await asyncio.to_thread(any_open):
-            await asyncio.sleep(LOOK_S)  # noqa: ASYNC110 — it happens in another process
+            await asyncio.sleep(LOOK_S)
