@@ -44,6 +44,7 @@ class Recorder:
     def __init__(self, ledger: Ledger, metrics: ExplorerMetrics) -> None:
         self._ledger = ledger
         self._metrics = metrics
+        self._away = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
 
@@ -101,13 +102,19 @@ class Recorder:
                 for job in group:
                     outcomes.append(_attempt(job, connection))
         except LedgerError as error:
-            log.error("not stored", jobs=len(group), reason=str(error))
+            if not self._away:  # said once, until it is back
+                log.error("the ledger does not store; callers get 503", reason=str(error))
+            self._away = True
             outcomes = [(job, None, error) for job in group]
         except (
             Exception
         ) as error:  # the boundary of this thread: every caller must hear of it, and the thread must live
             log.exception("not stored", jobs=len(group))
             outcomes = [(job, None, error) for job in group]
+        else:
+            if self._away:
+                log.info("the ledger stores again")
+            self._away = False
         self._metrics.record_commit.observe(time.perf_counter() - started)
         for job, result, failure in outcomes:
             if job.future.cancelled():

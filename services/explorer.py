@@ -17,7 +17,7 @@ from explorer_service.router import Router
 from shared.config import Config
 from shared.errors import StartupError
 from shared.ledger.connect import Ledger
-from shared.lifecycle import require_free_port
+from shared.lifecycle import StopRequest, require_free_port
 from shared.log import StageLogger, configure_logging
 from shared.metrics import ExplorerMetrics
 
@@ -27,6 +27,7 @@ log = StageLogger("explorer")
 def run_explorer(config: Config) -> int:
     """Run until a signal. Returns the exit status."""
     configure_logging("explorer", config.log_level)
+    StopRequest().listen()  # uvicorn raises the signal again after its own orderly end: taken here, so we end with 0
     explorer = config.explorer
     Auth(explorer)  # a key that is not set must be said before anything starts
     require_free_port(explorer.host, explorer.port, "explorer.port")

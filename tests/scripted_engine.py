@@ -61,7 +61,7 @@ class ScriptedEngine:
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._score)
+        app.router.add_post("/v1/completions", self._completion)
         for path in ("/pause", "/resume", "/reset_prefix_cache"):
             app.router.add_post(path, self._admin)
         app.router.add_post("/collective_rpc", self._reload)
@@ -95,8 +95,26 @@ class ScriptedEngine:
             self.script.probes[tuple(sequence["token_ids"])] = sequence["logprobs"]
         return web.json_response({"results": [None]})
 
-    async def _score(self, request: web.Request) -> web.Response:
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if "prompt_logprobs" in body and isinstance(body.get("prompt"), list):
+            return self._score(body)
+        if not isinstance(body.get("prompt"), str):
+            return _bad_request("prompt: field required")
+        script = self.script
+        script.bodies.append(body)
+        choice = {
+            "index": 0,
+            "text": "answer",
+            "logprobs": {"token_logprobs": script.logprobs} if body.get("logprobs") is not None else None,
+            "finish_reason": "stop",
+        }
+        if body.get("return_token_ids"):
+            choice |= {"token_ids": script.reply_ids, "prompt_token_ids": script.prompt_ids}
+        name = "cmpl-" + request.headers["X-Request-Id"]
+        return web.json_response({"id": name, "object": "text_completion", "choices": [choice]})
+
+    def _score(self, body: dict[str, Any]) -> web.Response:
         ids = body["prompt"]
         off = 1.0 if self.script.loaded in self.script.wrong_probe_for else 0.0
         known = self.script.probes.get(tuple(ids), [-9.0] * (len(ids) - 1))
@@ -108,15 +126,16 @@ class ScriptedEngine:
         script = self.script
         script.bodies.append(body)
         if not isinstance(body.get("messages"), list):
-            error = {"message": "messages: field required", "type": "Bad Request", "param": None, "code": 400}
-            return web.json_response({"error": error}, status=400)
+            return _bad_request("messages: field required")
+        if type(body.get("n") or 1) is not int or not 1 <= (body.get("n") or 1) <= 16:
+            return _bad_request("n: a small integer")
         if script.die_on_chat:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
         try:
             await asyncio.sleep(script.delay_s)
-            while script.paused:
+            while script.paused:  # noqa: ASYNC110 — a script is a plain object
                 await asyncio.sleep(0.002)
         except asyncio.CancelledError:
             script.aborted += 1
@@ -176,3 +195,8 @@ class ScriptedEngine:
             await asyncio.sleep(script.gap_s)
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+def _bad_request(message: str) -> web.Response:
+    error = {"message": message, "type": "Bad Request", "param": None, "code": 400}
+    return web.json_response({"error": error}, status=400)

@@ -18,6 +18,12 @@ from shared.errors import LedgerError
 from shared.ledger.tables import metadata
 
 BUSY_TIMEOUT_S = 30.0
+_MENDS = (
+    ("disk is full", "free space there"),
+    ("locked", "end whatever holds it"),
+    ("readonly", "mend its permissions"),
+    ("not a database", "restore it, or choose another root_dir"),
+)
 
 
 class Ledger:
@@ -86,9 +92,8 @@ class Ledger:
             raise
         except (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError) as error:
             cause = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
-            raise LedgerError(
-                f"the database {self.shown_url} is away or refuses ({cause}); is it up and reachable?"
-            ) from error
+            mend = next((mend for symptom, mend in _MENDS if symptom in cause), "is it up and reachable?")
+            raise LedgerError(f"the database {self.shown_url} is away or refuses ({cause}); {mend}") from error
 
     def close(self) -> None:
         self._engine.dispose()

@@ -1,0 +1,85 @@
+"""The database is full, locked or away: a clear 503 with Retry-After, nothing half-written, and back by itself."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+from sqlalchemy import event
+
+from shared.ledger.queries import count_by_state
+from tests.servers import make_config, wait_until
+
+
+@pytest.fixture
+def database_url():
+    """SQLite only: its troubles are made here."""
+
+
+def rows(explorer) -> int:
+    with explorer.ledger.read() as connection:
+        return sum(count_by_state(connection).values())
+
+
+def assert_refused(reply, code: str) -> None:
+    assert reply.status_code == 503, reply.text
+    assert "Retry-After" in reply.headers
+    assert reply.json()["error"]["code"] == code
+
+
+def test_a_full_disk_is_a_clear_503_and_nothing_half_written(explorer):
+    known = explorer.chat().json()["id"]
+    engine = explorer.ledger._engine
+    full = [True]
+
+    def limit_pages(connection: sqlite3.Connection, _record: object) -> None:
+        if full[0]:
+            pages = connection.execute("PRAGMA page_count").fetchone()[0]
+            connection.execute(f"PRAGMA max_page_count={pages}")
+
+    event.listen(engine, "connect", limit_pages)
+    engine.dispose()
+    answers = [explorer.chat() for _ in range(60)]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert refused
+    for answer in refused:
+        assert_refused(answer, "not_recorded")
+    stored = 1 + sum(answer.status_code == 200 for answer in answers)
+    assert rows(explorer) == stored
+    full[0] = False
+    engine.dispose()
+    assert explorer.chat().status_code == 200
+    assert explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 1}).json()["applied"] == 1
+
+
+def test_a_full_disk_ends_a_stream_with_an_error_and_without_done(explorer):
+    explorer.ledger._engine.dispose()
+
+    def forbid(connection: sqlite3.Connection, _record: object) -> None:
+        connection.execute("PRAGMA query_only=ON")
+
+    event.listen(explorer.ledger._engine, "connect", forbid)
+    with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
+        lines = [line for line in reply.iter_lines() if line]
+    assert "[DONE]" not in lines[-1]
+    assert '"not_recorded"' in lines[-1]
+
+
+def test_a_locked_database_is_a_clear_503_and_chats_go_on_when_it_is_free(
+    scripted_engine, start_explorer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("shared.ledger.connect.BUSY_TIMEOUT_S", 0.2)
+    explorer = start_explorer([scripted_engine.url]).wait_ready()
+    file = explorer.config.root / "ledger.sqlite3"
+    holder = sqlite3.connect(file, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    try:
+        assert_refused(explorer.chat(), "not_recorded")
+        assert_refused(explorer.http.post("/feedback", json={"msg_ids": ["x"], "reward": 1}), "not_stored")
+        assert_refused(explorer.http.post("/commit"), "not_stored")
+        assert_refused(explorer.http.get("/ready"), "ledger_away")
+    finally:
+        holder.execute("ROLLBACK")
+        holder.close()
+    wait_until(lambda: explorer.chat().status_code == 200)
+    assert make_config(tmp_path, [scripted_engine.url])
