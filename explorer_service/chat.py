@@ -142,18 +142,19 @@ async def _answer_whole(chat: Chat, deps: Deps) -> Response:
     """Not a stream: record what was sampled, then answer."""
     ask = chat.ask(deps.config.model.name)
 
-    async def attempt(avoid: list[Engine]) -> tuple[Response, list[Sample]]:
+    async def attempt(avoid: list[Engine]) -> tuple[Response, list[Sample], Seat]:
         async with engage(ask, deps, avoid) as (seat, reply):
             content = await read_whole(reply, seat, deps)
             if reply.status != 200:
-                return Response(content, reply.status, media_type=reply.content_type), []
+                return Response(content, reply.status, media_type=reply.content_type), [], seat
             content, samples = split_reply(content, chat, seat) if chat.store else (content, [])
             headers = {VERSION_HEADER: str(seat.version)}
-            return Response(content, 200, headers, media_type="application/json"), samples
+            return Response(content, 200, headers, media_type="application/json"), samples, seat
 
-    response, samples = await on_some_engine(attempt, deps)
+    response, samples, seat = await on_some_engine(attempt, deps)
     if samples:
         await record_or_fail(samples, deps)
+    deps.metrics.chat_added.observe(time.perf_counter() - chat.started - seat.engine_s)
     return response
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from shared.errors import LedgerError
 from shared.experience import Sample
@@ -135,5 +135,8 @@ def _attempt(job: _Job, connection: Connection) -> tuple[_Job, Any, BaseExceptio
     except Exception as error:  # noqa: BLE001 — the caller's: it goes back to whoever awaits the job
         if savepoint.is_active:
             savepoint.rollback()
+        if isinstance(error, DBAPIError):
+            cause = str(error.orig).strip().split("\n")[0]
+            return job, None, LedgerError(f"the database refuses this ({cause})")
         return job, None, error
     return job, result, None

@@ -65,6 +65,7 @@ class EngineKeeper:
         self._metrics = metrics
         self._fleet = fleet
         self._keeping = False
+        self._unknown = True  # whether it is paused, and what it serves
         self._one_at_a_time = one_at_a_time
         self._last_health = 0.0
         self._ledger_away = False
@@ -96,10 +97,10 @@ class EngineKeeper:
             await self._follow()
             return
         if not self._keeping:  # the one who kept it may have died in the middle of a reload
-            self._keeping = True
-            await self._pool.set_state(engine, EngineState.AWAY, "taken over")
-        if engine.state is EngineState.AWAY:
+            self._keeping = self._unknown = True
+        if self._unknown or engine.state is EngineState.AWAY:
             await self._client.resume()  # an explorer that died in a reload may have left it paused
+            self._unknown = False
             await self._pool.set_state(engine, EngineState.CHECKING, "its version is not proven yet")
             log.info("engine answers", engine=engine.name, url=engine.url)
         target = await asyncio.to_thread(self._newest)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from explorer_service.errors import unavailable
 from shared.errors import LedgerError
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, count_by_state, list_trainers, list_versions
+from shared.ledger.transitions import count_ready
 
 READY_TIMEOUT_S = 5.0
 
@@ -55,8 +57,31 @@ async def answer_models(request: Request, deps: Deps) -> Response:
 
 
 async def answer_metrics(_request: Request, deps: Deps) -> Response:
-    """GET /metrics: Prometheus text."""
+    """GET /metrics: Prometheus text. While the ledger is away its gauges keep their last values."""
+    with contextlib.suppress(LedgerError):
+        progress = await asyncio.to_thread(_progress, deps.ledger)
+        deps.metrics.claim_ready.set(progress.ready)
+        deps.metrics.update_step.set(progress.step)
+        deps.metrics.publish_version.set(progress.newest)
+        deps.metrics.reload_lag.set(progress.lag)
     return Response(deps.metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    ready: int
+    step: int
+    newest: int
+    lag: int
+
+
+def _progress(ledger: Ledger) -> _Progress:
+    """What is read off indexes alone, however long the table is."""
+    with ledger.read() as connection:
+        ready, trainers, versions = count_ready(connection), list_trainers(connection), list_versions(connection)
+    newest = max((v.version for v in versions if v.state != "REJECTED"), default=0)
+    serving = max((v.version for v in versions if v.state == "SERVING"), default=newest)
+    return _Progress(ready, max((t.step for t in trainers), default=0), newest, newest - serving)
 
 
 async def answer_versions(request: Request, deps: Deps) -> Response:

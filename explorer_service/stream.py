@@ -6,6 +6,7 @@ The engine's timing is the caller's: nothing is held back but the final `[DONE]`
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -56,8 +57,12 @@ async def stream_chat(chat: Chat, deps: Deps) -> Response:
 
     async def events() -> AsyncIterator[bytes]:
         try:
+            first = True
             async with stack:
                 async for event in _relay(reply, chat, seat, deps):
+                    if first:
+                        deps.metrics.chat_first_token.observe(time.perf_counter() - chat.started)
+                        first = False
                     yield event
         finally:
             deps.in_flight.end(chat.msg_id)

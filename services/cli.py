@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration file")
         if name == "engine":
             command.add_argument("--name", default=None, help="which of explorer.engines (default: the first)")
+        if name == "explorer":
+            command.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # one of explorer.workers
         if name == "up":
             command.add_argument(
                 "--without",
@@ -78,7 +80,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "explorer":
         from services.explorer import run_explorer
 
-        return run_explorer(config)
+        return run_explorer(config, Path(args.config), is_worker=args.worker)
     if args.command == "trainer":
         from services.trainer import run_trainer
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import tempfile
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import uvicorn
 
@@ -14,7 +18,7 @@ from explorer_service.engines.pool import EnginePool
 from explorer_service.fleet import Fleet
 from explorer_service.record import Recorder
 from explorer_service.router import Router
-from shared.config import Config
+from shared.config import Config, ExplorerConfig
 from shared.errors import StartupError
 from shared.ledger.connect import Ledger
 from shared.lifecycle import StopRequest, require_free_port
@@ -24,22 +28,45 @@ from shared.metrics import ExplorerMetrics
 log = StageLogger("explorer")
 
 
-def run_explorer(config: Config) -> int:
-    """Run until a signal. Returns the exit status."""
+def run_explorer(config: Config, file: Path, is_worker: bool = False) -> int:
+    """Run until a signal. Returns the exit status.
+
+    file: where the configuration came from. is_worker: this process is one of `explorer.workers`.
+    """
     configure_logging("explorer", config.log_level)
     StopRequest().listen()  # uvicorn raises the signal again after its own orderly end: taken here, so we end with 0
     explorer = config.explorer
     Auth(explorer)  # a key that is not set must be said before anything starts
-    require_free_port(explorer.host, explorer.port, "explorer.port")
+    if not is_worker:
+        require_free_port(explorer.host, explorer.port, "explorer.port")
     ledger = Ledger.open(config.ledger_url)
+    try:
+        if explorer.workers > 1 and not is_worker:
+            return _run_workers(config, file)
+        return _serve(config, ledger)
+    finally:
+        ledger.close()
 
+
+def _run_workers(config: Config, file: Path) -> int:
+    """Processes that share the port, supervised."""
+    from services.local import Child, Supervisor
+
+    children = [
+        Child(f"worker-{number}", ["explorer", "-c", str(file), "--worker"])
+        for number in range(config.explorer.workers)
+    ]
+    with tempfile.TemporaryDirectory(prefix="flywheel-metrics-") as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # read by the workers
+        return Supervisor(children, StopRequest().listen()).run()
+
+
+def _serve(config: Config, ledger: Ledger) -> int:
+    explorer = config.explorer
     app = build_app(*make_deps_factory(config, ledger))
-    log.info("listening", url=f"http://{explorer.host}:{explorer.port}", ledger=ledger.shown_url)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
-            host=explorer.host,
-            port=explorer.port,
             log_level="warning",
             access_log=False,
             lifespan="on",
@@ -49,13 +76,29 @@ def run_explorer(config: Config) -> int:
             http="httptools",
         )
     )
-    try:
-        server.run()
-    finally:
-        ledger.close()
+    with _listen(explorer) as listener:
+        log.info("listening", url=f"http://{explorer.host}:{explorer.port}", ledger=ledger.shown_url)
+        server.run(sockets=[listener])
     if not server.started:
-        raise StartupError(f"the explorer could not listen on {explorer.host}:{explorer.port}; its log says why")
+        raise StartupError("the explorer could not start; its log says why")
     return 0
+
+
+def _listen(explorer: ExplorerConfig) -> socket.socket:
+    """The socket; several workers each have one on the same port, and the kernel spreads the connections."""
+    listener = socket.socket(socket.AF_INET6 if ":" in explorer.host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if explorer.workers > 1:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((explorer.host, explorer.port))
+    except OSError as exc:
+        listener.close()
+        raise StartupError(
+            f"cannot listen on {explorer.host}:{explorer.port} ({exc.strerror}); change explorer.port"
+        ) from exc
+    listener.setblocking(False)
+    return listener
 
 
 def make_deps_factory(

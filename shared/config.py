@@ -125,6 +125,8 @@ class ExplorerConfig(_Section):
     """Address to listen on. Anything but loopback needs keys."""
     port: Port = 8010
     """Port to listen on."""
+    workers: Count = 1
+    """Processes that share the port; together they behave as one. Limits of keys count in each."""
     engines: Annotated[tuple[EngineAddress, ...], Field(min_length=1)] = (
         EngineAddress(name="e0", url="http://127.0.0.1:8101"),
     )

@@ -1,8 +1,15 @@
-"""Metrics, named `flywheel_<stage>_<what>_<unit>`. One object holds them; nothing is registered globally."""
+"""Metrics, named `flywheel_<stage>_<what>_<unit>`. One object holds them; nothing is registered globally.
+
+With `explorer.workers` the processes share their counts through the folder PROMETHEUS_MULTIPROC_DIR, so that whichever
+of them is asked answers for all.
+"""
 
 from __future__ import annotations
 
+import os
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -20,7 +27,18 @@ class ExplorerMetrics:
         self.chat_engine = Histogram(
             "flywheel_chat_engine_seconds", "The engine's part of a chat", buckets=_LATENCY_S, registry=registry
         )
-        self.chat_in_flight = Gauge("flywheel_chat_in_flight_requests", "Chats at engines now", registry=registry)
+        self.chat_added = Histogram(
+            "flywheel_chat_added_seconds",
+            "A plain chat without the engine's part",
+            buckets=_LATENCY_S,
+            registry=registry,
+        )
+        self.chat_first_token = Histogram(
+            "flywheel_chat_first_token_seconds", "Until a stream's first event", buckets=_LATENCY_S, registry=registry
+        )
+        self.chat_in_flight = Gauge(
+            "flywheel_chat_in_flight_requests", "Chats at engines now", registry=registry, multiprocess_mode="livesum"
+        )
         self.record_rows = Counter("flywheel_record_rows", "Samples stored, by result", ["result"], registry=registry)
         self.record_commit = Histogram(
             "flywheel_record_commit_seconds", "One durable write of the ledger", buckets=_LATENCY_S, registry=registry
@@ -39,10 +57,26 @@ class ExplorerMetrics:
             registry=registry,
         )
         self.reload_version = Gauge(
-            "flywheel_reload_version_number", "Version in service", ["engine"], registry=registry
+            "flywheel_reload_version_number",
+            "Version in service",
+            ["engine"],
+            registry=registry,
+            multiprocess_mode="livemax",
         )
+        self.claim_ready = self._ledger_gauge("flywheel_claim_ready_rows", "Rows that wait for a trainer")
+        self.update_step = self._ledger_gauge("flywheel_update_step_number", "Updates behind the trainer's saved state")
+        self.publish_version = self._ledger_gauge("flywheel_publish_version_number", "Newest version published")
+        self.reload_lag = self._ledger_gauge("flywheel_reload_lag_versions", "Newest version less the one in service")
+
+    def _ledger_gauge(self, name: str, meaning: str) -> Gauge:
+        """What the ledger says, read when someone asks."""
+        return Gauge(name, meaning, registry=self.registry, multiprocess_mode="livemostrecent")
 
     def render(self) -> bytes:
         """Prometheus text."""
-        text: bytes = generate_latest(self.registry)
+        registry = self.registry
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)
+        text: bytes = generate_latest(registry)
         return text

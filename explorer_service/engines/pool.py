@@ -32,7 +32,7 @@ class Engine:
 
     name: str
     url: str
-    state: EngineState = EngineState.AWAY
+    state: EngineState = EngineState.CHECKING  # until the first look: chats that come before it wait
     version: int | None = None
     in_flight: int = 0
     seeded_in_flight: int = 0  # with `seed`: a CPU engine dies when paused under one
@@ -46,6 +46,7 @@ class Seat:
 
     engine: Engine
     version: int  # in service there when the request began
+    engine_s: float = 0.0  # how long the engine had the request
 
     @property
     def version_now(self) -> int:

@@ -58,18 +58,21 @@ async def on_some_engine(attempt: Callable[[list[Engine]], Awaitable[T]], deps: 
 async def engage(ask: Ask, deps: Deps, avoid: list[Engine]) -> AsyncIterator[tuple[Seat, aiohttp.ClientResponse]]:
     """A seat and the engine's answer, its head read. Raises ApiError 503, EngineLost among them."""
     async with deps.router.seat(ask.pin, seeded=ask.seeded, affinity=ask.affinity, avoid=avoid) as seat:
-        reply = await _send(ask, seat, deps)
-        deps.metrics.chat_in_flight.inc()
         started = time.perf_counter()
+        deps.metrics.chat_in_flight.inc()
         try:
-            yield seat, reply
+            reply = await _send(ask, seat, deps)
+            try:
+                yield seat, reply
+            finally:
+                if reply.content.at_eof():
+                    reply.release()
+                else:
+                    reply.close()  # the engine aborts what it was sampling
         finally:
-            if reply.content.at_eof():
-                reply.release()
-            else:
-                reply.close()  # the engine aborts what it was sampling
+            seat.engine_s = time.perf_counter() - started
             deps.metrics.chat_in_flight.dec()
-            deps.metrics.chat_engine.observe(time.perf_counter() - started)
+            deps.metrics.chat_engine.observe(seat.engine_s)
 
 
 async def _send(ask: Ask, seat: Seat, deps: Deps) -> aiohttp.ClientResponse:

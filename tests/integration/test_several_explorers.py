@@ -6,12 +6,14 @@ import json
 import threading
 import time
 
+import psutil
 import pytest
 from sqlalchemy import select, update
 
 from shared.ledger.tables import engines, experiences
 from tests.integration.test_reload import publish, served
-from tests.servers import RunningExplorer, wait_until
+from tests.processes import Process, descendants, wait_for, write_config
+from tests.servers import RunningExplorer, free_port, make_config, wait_until
 
 
 @pytest.fixture
@@ -110,3 +112,31 @@ def test_an_engine_whose_keeper_died_within_a_reload_is_taken_over_when_its_leas
     wait_until(lambda: explorer.http.get("/ready").status_code == 503)
     wait_until(lambda: explorer.http.get("/ready").status_code == 200)
     assert not scripted_engine.script.paused
+
+
+def test_workers_share_a_port_and_answer_as_one(scripted_engine, tmp_path, database_url):
+    import httpx
+
+    config = make_config(tmp_path, [scripted_engine.url], database_url=database_url, workers=3, port=free_port())
+    file = write_config(config, tmp_path / "flywheel.yaml")
+    url = f"http://127.0.0.1:{config.explorer.port}"
+    with Process(["explorer", "-c", str(file)], tmp_path / "explorer.log") as process:
+        wait_for(lambda: process.output().count("listening") == 3, "three workers", 60)
+        wait_for(lambda: httpx.get(url + "/ready").status_code == 200, "service", 60)
+        family = descendants(process.pid)
+        ids = []
+        for _ in range(24):  # a new connection each time: the kernel gives it to any of them
+            ids.append(httpx.post(url + "/chat", json={"messages": []}).raise_for_status().json()["id"])
+        assert len(set(ids)) == 24
+        answers = [httpx.post(url + "/feedback", json={"msg_ids": [name], "reward": 1}).json() for name in ids]
+        assert [answer["applied"] for answer in answers] == [1] * len(ids)
+        assert httpx.post(url + "/commit").json()["committed"] == len(ids)
+        counts = {_count(httpx.get(url + "/metrics").text, "flywheel_feedback_receipts_total") for _ in range(6)}
+        assert counts == {float(len(ids))}
+        assert process.stop(30) == 0
+    assert not [pid for pid in family if psutil.pid_exists(pid)]
+    assert "Traceback" not in process.output()
+
+
+def _count(text: str, metric: str) -> float:
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(metric + "{"))
