@@ -32,6 +32,7 @@ from shared.experience import CorruptTokens, Sample, Sampling, Tokens
 
 VERSION_HEADER = "X-Flywheel-Version"
 _NULL = Raw(b"null")
+_LARGEST_TOP_K = 2**31 - 1  # what the ledger's column holds; beyond any vocabulary it says the same
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
@@ -216,11 +217,11 @@ def parse_chat(surface: Surface, raw: bytes, request: Request, deps: Deps, calle
         body=body,
         raw=raw,
         pin=deps.router.parse(body.get("model")),
-        store=body.get("store") is not False,
-        stream=body.get("stream") is True,
+        store=body.get("store") is None or _flag(body["store"]),
+        stream=_flag(body.get("stream")),
         seeded=body.get("seed") is not None,
-        keep_logprobs=logprobs is not None if surface is COMPLETION else bool(logprobs),
-        keep_token_ids=bool(body.get("return_token_ids")),
+        keep_logprobs=logprobs is not None if surface is COMPLETION else _flag(logprobs),
+        keep_token_ids=_flag(body.get("return_token_ids")),
         sampling={name: value for name in _SAMPLING_FIELDS if (value := _number(body, name)) is not None},
         task_id=task_id,
         run_id=run_id,
@@ -235,10 +236,20 @@ def parse_chat(surface: Surface, raw: bytes, request: Request, deps: Deps, calle
 
 
 def _number(body: dict[str, Any], name: str) -> float | None:
+    """A sampling parameter as the engine reads it; None for what it will refuse."""
     value = body.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float | None):
-        raise bad_request(f"{name} must be a number", param=name)
-    return value
+    try:
+        number = None if value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if number is None or not math.isfinite(number):
+        return None
+    return min(max(int(number), 0), _LARGEST_TOP_K) if name == "top_k" else number
+
+
+def _flag(value: Any) -> bool:
+    """A yes or no as the engine reads it: pydantic's lax booleans."""
+    return value in (True, 1) or (isinstance(value, str) and value.lower() in ("1", "true", "t", "on", "yes", "y"))
 
 
 def attribution(value: object, name: str) -> str | None:

@@ -18,7 +18,7 @@ class ApiError(Exception):
         *,
         kind: str = "invalid_request_error",
         param: str | None = None,
-        code: str | None = None,
+        code: str | int | None = None,
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)

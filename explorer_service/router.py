@@ -27,10 +27,10 @@ class Router:
             return int(pin)
         raise ApiError(
             404,
-            f"The model `{model}` does not exist; this server's model is `{self._name}`.",
+            f"The model `{model}` does not exist.",  # word for word as vLLM says it
             kind="NotFoundError",
             param="model",
-            code="model_not_found",
+            code=404,
         )
 
     def seat(
