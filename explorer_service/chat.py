@@ -79,7 +79,8 @@ class Chat:
         body = {**self.body, "model": model}
         if self.store:
             body["return_token_ids"] = True
-            if not self.keep_logprobs and not body.get("top_logprobs"):  # else the engine explains the contradiction
+            # what is neither yes nor no, or contradicts itself, stays as it is: the engine explains it
+            if not self.keep_logprobs and _is_no(body.get("logprobs")) and not body.get("top_logprobs"):
                 body["logprobs"] = self.surface.ask_logprobs
         return Ask(
             self.surface.path,
@@ -247,6 +248,13 @@ def _number(body: dict[str, Any], name: str) -> float | None:
     return min(max(int(number), 0), _LARGEST_TOP_K) if name == "top_k" else number
 
 
+def _is_no(value: Any) -> bool:
+    """Whether the engine reads this as no, or as nothing said."""
+    return value in (None, False, 0) or (
+        isinstance(value, str) and value.lower() in ("0", "false", "f", "off", "no", "n")
+    )
+
+
 def _flag(value: Any) -> bool:
     """A yes or no as the engine reads it: pydantic's lax booleans."""
     return value in (True, 1) or (isinstance(value, str) and value.lower() in ("1", "true", "t", "on", "yes", "y"))
@@ -361,6 +369,8 @@ class Sampled:
 
 async def record_or_fail(samples: list[Sample], deps: Deps) -> None:
     """Make samples durable. A caller who goes away meanwhile does not undo it. Raises ApiError 503."""
+    if not samples:  # the engine's stream held an error and no choice
+        return
     try:
         await asyncio.shield(deps.recorder.record(samples))
     except LedgerError as exc:

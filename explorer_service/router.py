@@ -27,7 +27,7 @@ class Router:
             return int(pin)
         raise ApiError(
             404,
-            f"The model `{model}` does not exist.",  # word for word as vLLM says it
+            f"The model `{model}` does not exist. Valid aliases: {self._name}.",  # word for word as vLLM says it
             kind="NotFoundError",
             param="model",
             code=404,

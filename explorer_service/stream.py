@@ -25,6 +25,7 @@ from explorer_service.chat import (
     _decode_ids,
     _decode_raw,
     record_or_fail,
+    strip,
 )
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import Engine, Seat
@@ -124,13 +125,9 @@ class Heard:
             sampled = self._choices.setdefault(index, Sampled([]))
             sampled.add(choice)
             _merge_delta(self._messages.setdefault(index, {}), _delta(choice))
-            if not chat.keep_logprobs and "logprobs" in choice:
-                choice["logprobs"] = _NULL
-            if not chat.keep_token_ids:
-                choice.pop("token_ids", None)
-                choice.pop("prompt_token_ids", None)
-        if not chat.keep_token_ids:
-            chunk.pop("prompt_token_ids", None)
+            strip(choice, chat)
+        if not chat.keep_token_ids and "prompt_token_ids" in chunk:
+            chunk["prompt_token_ids"] = _NULL
         chunk["choices"] = Raw(msgspec.json.encode(choices))
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 

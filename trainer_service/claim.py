@@ -46,19 +46,28 @@ class Claimer:
     def _try(self) -> Lease | None:
         config = self._config
         with self._ledger.read() as connection:
-            ready = transitions.count_ready(connection)
-        if ready < config.batch_size and not (ready and self._is_overdue()):
+            ready, expired = transitions.count_ready(connection), transitions.any_lease_expired(connection)
+        if expired:
+            with self._ledger.write() as connection:
+                returned = transitions.give_back(connection)
+            log.warning("leases of a trainer that is not heard of ran out", rows_taken_back=returned)
+            return None
+        overdue = ready > 0 and self._is_overdue()
+        if ready < config.batch_size and not overdue:
             if not ready:
                 self._first_ready_at = None
                 self._say_once("no ready rows; waiting for commits")
             else:
                 self._say_once("waiting for a whole batch", ready=ready, batch_size=config.batch_size)
             return None
-        self._first_ready_at = None
+        at_least = 1 if overdue else config.batch_size  # fewer may be left once the stale ones are out
         with self._ledger.write() as connection:
-            transitions.give_back(connection)  # leases that ran out
+            if config.max_staleness_versions is not None:
+                stale = transitions.discard_stale(connection, at_most_behind=config.max_staleness_versions)
+                if stale:
+                    log.warning("rows discarded: the trainer is slower than they come", stale=stale)
             batch_id = transitions.claim(
-                connection, owner=config.name, at_least=1, at_most=config.batch_size, lease_s=config.lease_s
+                connection, owner=config.name, at_least=at_least, at_most=config.batch_size, lease_s=config.lease_s
             )
             if batch_id is None:
                 return None
@@ -69,6 +78,7 @@ class Claimer:
             if not lease.rows:
                 transitions.close_empty_batch(connection, batch_id)
                 return None
+            self._first_ready_at = None
             return lease
 
     def _is_overdue(self) -> bool:

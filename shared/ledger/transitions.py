@@ -360,6 +360,17 @@ def claim(connection: Connection, *, owner: str, at_least: int, at_most: int, le
     return int(batch_id)
 
 
+def discard_stale(connection: Connection, *, at_most_behind: int) -> int:
+    """READY → DISCARDED for rows sampled by a version that lies further behind the newest published one.
+
+    Returns how many.
+    """
+    newest = select(func.max(versions.c.version)).where(versions.c.state != "REJECTED").scalar_subquery()
+    stale = (experiences.c.state == State.READY, experiences.c.version < newest - at_most_behind)
+    reason = f"stale: more than {at_most_behind} versions behind (trainer.max_staleness_versions)"
+    return connection.execute(update(experiences).where(*stale).values(state=State.DISCARDED, reason=reason)).rowcount
+
+
 def load_lease(connection: Connection, batch_id: int) -> Lease:
     """The rows of a batch, oldest first. Rows whose tokens cannot be read are listed apart, with the reason."""
     query = (
@@ -422,6 +433,12 @@ def extend_lease(connection: Connection, *, owner: str, lease_s: float) -> None:
         update(batches).where(batches.c.owner == owner, batches.c.state == "LEASED").values(lease_until=now + lease_s)
     )
     connection.execute(update(trainers).where(trainers.c.name == owner).values(heartbeat_at=now))
+
+
+def any_lease_expired(connection: Connection) -> bool:
+    """Whether some trainer's lease has run out."""
+    query = select(batches.c.id).where(batches.c.state == "LEASED", batches.c.lease_until < time.time()).limit(1)
+    return connection.execute(query).first() is not None
 
 
 def give_back(connection: Connection, *, owner: str | None = None) -> int:

@@ -1,0 +1,95 @@
+"""Claim on both databases: oldest first, whole batches, never one row twice, nothing stale."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from shared.config import TrainerConfig
+from shared.experience import Experience, Sampling, Tokens
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from shared.ledger.queries import count_by_state
+from shared.lifecycle import StopRequest
+from tests.experiences import record_ready
+from trainer_service.claim import Claimer
+
+
+@pytest.fixture
+def ledger(tmp_path, database_url):
+    url = (database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}").replace("postgresql://", "postgresql+psycopg://")
+    opened = Ledger.open(url)
+    yield opened
+    opened.close()
+
+
+def rows(count: int, version: int = 0, name: str = "m") -> list[Experience]:
+    tokens = Tokens(np.array([1], np.int32), np.array([2], np.int32), np.array([-0.5], np.float32))
+    return [
+        Experience(0, f"{name}{n}", 0, None, None, None, f"{name}{n}", version, 1.0, 0.0, tokens, Sampling())
+        for n in range(count)
+    ]
+
+
+def claimer(ledger: Ledger, **config) -> Claimer:
+    return Claimer(ledger, TrainerConfig.model_validate({"poll_interval_s": 0.02, **config}), StopRequest())
+
+
+def names(lease) -> list[str]:
+    return [row.msg_id for row in lease.rows]
+
+
+def test_the_oldest_rows_come_first(ledger):
+    record_ready(ledger, rows(5))
+    assert names(claimer(ledger, batch_size=2).next()) == ["m0", "m1"]
+    assert names(claimer(ledger, batch_size=2).next()) == ["m2", "m3"]
+
+
+def test_a_smaller_batch_is_taken_only_after_its_time(ledger):
+    record_ready(ledger, rows(3))
+    stop = StopRequest()
+    patient = Claimer(ledger, TrainerConfig(batch_size=4, poll_interval_s=0.02), stop)
+    threading.Timer(0.3, stop.set).start()
+    assert patient.next() is None
+    assert len(claimer(ledger, batch_size=4, batch_timeout_s=0.1).next().rows) == 3
+
+
+def test_two_trainers_never_hold_the_same_row(ledger):
+    record_ready(ledger, rows(120))
+    taken: list[str] = []
+
+    def trainer(name: str) -> None:
+        mine = claimer(ledger, name=name, batch_size=4)
+        for _ in range(15):
+            taken.extend(names(mine.next()))
+
+    threads = [threading.Thread(target=trainer, args=(f"t{n}",)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(taken) == sorted(row.msg_id for row in rows(120))
+
+
+def test_a_lease_that_ran_out_goes_back_and_its_late_owner_cannot_publish(ledger):
+    record_ready(ledger, rows(2))
+    lost = claimer(ledger, name="slow", batch_size=2, lease_s=0.01).next()
+    threading.Event().wait(0.05)
+    assert names(claimer(ledger, name="quick", batch_size=2).next()) == ["m0", "m1"]
+    with pytest.raises(transitions.LeaseLost), ledger.write() as connection:
+        late = {"trainer": "slow", "batch_ids": [lost.batch_id], "state_path": "x"}
+        transitions.publish(connection, version=1, parent=0, kind="full", step=1, **late)
+
+
+def test_rows_of_versions_far_behind_are_discarded_and_not_trained_on(ledger):
+    with ledger.write() as connection:
+        for version in range(8):
+            parent = version - 1 if version else None
+            transitions.publish(connection, version=version, parent=parent, kind="full", step=version)
+    record_ready(ledger, rows(4, version=1, name="old") + rows(4, version=4, name="new"))
+    lease = claimer(ledger, batch_size=4, max_staleness_versions=3).next()
+    assert names(lease) == ["new0", "new1", "new2", "new3"]
+    with ledger.read() as connection:
+        assert count_by_state(connection)["DISCARDED"] == 4
