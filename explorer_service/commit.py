@@ -30,10 +30,10 @@ async def answer_commit(request: Request, deps: Deps) -> Response:
     """POST /commit."""
     caller = deps.auth.require(request, "feedback")
     with caller.limit.taken():
-        return await _answer_within_limit(request, deps)
+        return await _answer_within_limit(request, deps, caller.group)
 
 
-async def _answer_within_limit(request: Request, deps: Deps) -> Response:
+async def _answer_within_limit(request: Request, deps: Deps, key_group: str | None) -> Response:
     scope = parse_commit(await read_body(request, deps.config.explorer.max_body_bytes))
     task_id, run_id = attribution(scope.task_id, "task_id"), attribution(scope.run_id, "run_id")
     before = scope.time_threshold
@@ -41,7 +41,9 @@ async def _answer_within_limit(request: Request, deps: Deps) -> Response:
         before /= 1000
     try:
         committed, ready = await deps.recorder.write(
-            lambda connection: transitions.commit(connection, task_id=task_id, run_id=run_id, before=before)
+            lambda connection: transitions.commit(
+                connection, task_id=task_id, run_id=run_id, before=before, key_group=key_group
+            )
         )
     except LedgerError as exc:
         raise unavailable(f"the commit could not be stored: {exc}", "not_stored") from exc

@@ -279,11 +279,16 @@ def remembered_answer(connection: Connection, key: str) -> bytes | None:
 
 
 def commit(
-    connection: Connection, *, task_id: str | None = None, run_id: str | None = None, before: float | None = None
+    connection: Connection,
+    *,
+    task_id: str | None = None,
+    run_id: str | None = None,
+    before: float | None = None,
+    key_group: str | None = None,
 ) -> tuple[int, int]:
     """RECORDED → READY for every rewarded row of the scope.
 
-    Args: before: only rows recorded before this moment, Unix seconds.
+    before: only rows recorded before this moment, Unix seconds. key_group: only rows of this group; None: all.
     Returns: (rows made ready now, rows ready in all).
     """
     where: list[ColumnElement[bool]] = [
@@ -293,6 +298,8 @@ def commit(
     ]
     if before is not None:
         where.append(experiences.c.created_at < before)
+    if key_group is not None:
+        where.append(experiences.c.key_group == key_group)
     committed = connection.execute(update(experiences).where(*where).values(state=State.READY)).rowcount
     return committed, count_ready(connection)
 

@@ -36,6 +36,8 @@ def test_feedback_does_not_reach_another_groups_rows(scripted_engine, start_expl
     for target in ({"msg_ids": [message]}, {"task_id": "t"}, {"msg_ids": [message], "scope": "conversation"}):
         assert rate("rate-b", **target).status_code == 404
     assert rate("rate-a", msg_ids=[message]).json()["applied"] == 1
+    commits = [explorer.http.post("/commit", headers=as_key(key)).json()["committed"] for key in ("rate-b", "rate-a")]
+    assert commits == [0, 1]
     assert rate("all", task_id="t").json()["receipts"][0]["state"] in ("updated", "duplicate")
 
 
