@@ -214,6 +214,8 @@ class TrainerConfig(_Section):
     """Rows in one update."""
     batch_timeout_s: Positive | None = None
     """After this long with at least one READY row a smaller batch is taken; null: always wait for a whole one."""
+    max_share_per_key: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Largest part of a batch whose rewards one key has set, so that one angry key cannot steer the model; 1: all."""
     max_staleness_versions: Count | None = None
     """Rows sampled by a version further behind the newest one are discarded instead of trained on; null: none are."""
     publish_every: Count = 1

@@ -49,7 +49,7 @@ def make_experiences(model_folder: Path, count: int, *, seed: int = 0, reply_tok
     return rows
 
 
-def record_ready(ledger: Ledger, rows: list[Experience]) -> None:
+def record_ready(ledger: Ledger, rows: list[Experience], key_name: str | None = None) -> None:
     """Record, reward and commit them, as chats, feedback and commits would have."""
     samples = [
         Sample(
@@ -70,7 +70,13 @@ def record_ready(ledger: Ledger, rows: list[Experience]) -> None:
         for row in rows:
             said = [Signal("reward", value=row.reward)]
             transitions.apply_feedback(
-                connection, msg_ids=[row.msg_id], task_id=None, run_id=None, said=said, rule=RewardConfig()
+                connection,
+                msg_ids=[row.msg_id],
+                task_id=None,
+                run_id=None,
+                said=said,
+                rule=RewardConfig(),
+                key_name=key_name,
             )
         transitions.commit(connection)
 

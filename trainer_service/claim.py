@@ -67,7 +67,12 @@ class Claimer:
                 if stale:
                     log.warning("rows discarded: the trainer is slower than they come", stale=stale)
             batch_id = transitions.claim(
-                connection, owner=config.name, at_least=at_least, at_most=config.batch_size, lease_s=config.lease_s
+                connection,
+                owner=config.name,
+                at_least=at_least,
+                at_most=config.batch_size,
+                lease_s=config.lease_s,
+                share_per_key=config.max_share_per_key,
             )
             if batch_id is None:
                 return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, true, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, func, insert, or_, select, true, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.config import RewardConfig
@@ -339,15 +339,19 @@ def count_ready(connection: Connection) -> int:
 # ----------------------------------------------------------------------------------------------------- 5 claim
 
 
-def claim(connection: Connection, *, owner: str, at_least: int, at_most: int, lease_s: float) -> int | None:
+def claim(
+    connection: Connection, *, owner: str, at_least: int, at_most: int, lease_s: float, share_per_key: float = 1.0
+) -> int | None:
     """READY → LEASED for the oldest rows, as one batch of `owner`.
 
+    share_per_key: largest part of `at_most` whose rewards one key has set.
     Returns the batch's id, or None, with nothing changed, when fewer than `at_least` rows are ready.
     """
     now = time.time()
-    oldest = (
-        select(experiences.c.id).where(experiences.c.state == State.READY).order_by(experiences.c.id).limit(at_most)
-    )
+    oldest = select(experiences.c.id).where(experiences.c.state == State.READY).order_by(experiences.c.id)
+    oldest = oldest.limit(at_most)
+    if share_per_key < 1:
+        oldest = oldest.where(experiences.c.id.in_(_first_of_each_key(max(1, int(share_per_key * at_most)))))
     if connection.dialect.name == "postgresql":
         oldest = oldest.with_for_update(skip_locked=True)
     ids = connection.execute(oldest).scalars().all()
@@ -365,6 +369,13 @@ def claim(connection: Connection, *, owner: str, at_least: int, at_most: int, le
     ).rowcount
     assert taken == len(ids), f"claimed {taken} of {len(ids)} locked rows"
     return int(batch_id)
+
+
+def _first_of_each_key(at_most: int) -> Select[Any]:
+    """Ids of the oldest READY rows of each key that set a reward."""
+    rank = func.row_number().over(partition_by=experiences.c.feedback_key, order_by=experiences.c.id).label("rank")
+    ranked = select(experiences.c.id, rank).where(experiences.c.state == State.READY).subquery()
+    return select(ranked.c.id).where(ranked.c.rank <= at_most)
 
 
 def discard_stale(connection: Connection, *, at_most_behind: int) -> int:

@@ -93,3 +93,17 @@ def test_rows_of_versions_far_behind_are_discarded_and_not_trained_on(ledger):
     assert names(lease) == ["new0", "new1", "new2", "new3"]
     with ledger.read() as connection:
         assert count_by_state(connection)["DISCARDED"] == 4
+
+
+def test_one_key_fills_only_its_share_of_a_batch(ledger):
+    record_ready(ledger, rows(10, name="angry"), key_name="angry")
+    assert claim_names(ledger, at_least=8, share=0.5) is None
+    record_ready(ledger, rows(10, name="calm"), key_name="calm")
+    taken = claim_names(ledger, at_least=8, share=0.5)
+    assert taken == [*(f"angry{n}" for n in range(4)), *(f"calm{n}" for n in range(4))]
+
+
+def claim_names(ledger: Ledger, *, at_least: int, share: float) -> list[str] | None:
+    with ledger.write() as connection:
+        batch = transitions.claim(connection, owner="t", at_least=at_least, at_most=8, lease_s=60, share_per_key=share)
+        return None if batch is None else names(transitions.load_lease(connection, batch))
