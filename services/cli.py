@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         ("status", "rows by state, versions, engines, trainer"),
         ("versions", "every version and its state"),
         ("rewards", "apply a changed reward section to rows that are not trained yet"),
+        ("migrate", "bring the ledger to this version's schema, or copy it to another database"),
     ):
         command = commands.add_parser(name, help=help_text)
         command.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration file")
@@ -49,6 +50,10 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--name", default=None, help="which of explorer.engines (default: the first)")
         if name == "explorer":
             command.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # one of explorer.workers
+        if name == "migrate":
+            command.add_argument(
+                "--to", metavar="URL", default=None, help="copy all rows to this empty database, and verify"
+            )
         if name == "up":
             command.add_argument(
                 "--without",
@@ -85,6 +90,10 @@ def _run(args: argparse.Namespace) -> int:
         from services.trainer import run_trainer
 
         return run_trainer(config)
+    if args.command == "migrate":
+        from services.operate import migrate
+
+        return migrate(config, args.to)
     from services.operate import print_status, print_versions, recompute_rewards
 
     return {"status": print_status, "versions": print_versions, "rewards": recompute_rewards}[args.command](config)

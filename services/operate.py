@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from explorer_service.status import ledger_status
-from shared.config import Config
+from shared.config import Config, ledger_url
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.migrate import copy_ledger
+from shared.ledger.migrations import HEAD
 from shared.ledger.queries import list_versions
 
 
@@ -51,6 +54,33 @@ def recompute_rewards(config: Config) -> int:
     finally:
         ledger.close()
     Console().print(f"{changed} rewards changed")
+    return 0
+
+
+def migrate(config: Config, to: str | None) -> int:
+    """Bring the ledger to this schema; with `to`, copy it into an empty database while no one writes, and verify."""
+    console = Console()
+    source = Ledger.open(config.ledger_url)  # opening brings it to the schema
+    try:
+        if to is None:
+            console.print(f"{source.shown_url} has schema {HEAD}")
+            return 0
+        target = Ledger.open(ledger_url(to))
+        try:
+            with Progress(console=console) as bars, source.write() as reading, target.write() as writing:
+                tasks: dict[str, TaskID] = {}
+
+                def show(table: str, done: int, total: int) -> None:
+                    if table not in tasks:
+                        tasks[table] = bars.add_task(table, total=total)
+                    bars.update(tasks[table], completed=done)
+
+                copied = copy_ledger(reading, writing, show)
+            console.print(f"{sum(copied.values())} rows copied and verified; set database_url to the new database")
+        finally:
+            target.close()
+    finally:
+        source.close()
     return 0
 
 

@@ -262,11 +262,7 @@ class Config(_Section):
     @property
     def ledger_url(self) -> str:
         """SQLAlchemy's URL of the ledger."""
-        url = self.database_url or f"sqlite:///{self.root / 'ledger.sqlite3'}"
-        for prefix in ("postgresql://", "postgres://"):
-            if url.startswith(prefix):
-                return "postgresql+psycopg://" + url.removeprefix(prefix)
-        return url
+        return ledger_url(self.database_url or f"sqlite:///{self.root / 'ledger.sqlite3'}")
 
     @model_validator(mode="after")
     def _check_together(self) -> Config:
@@ -309,6 +305,14 @@ class Config(_Section):
                 f"database_url={scheme + '://…'!r} is not supported; write postgresql://user:pw@host/db or sqlite:///FILE"
             )
         return self
+
+
+def ledger_url(url: str) -> str:
+    """A database's URL as SQLAlchemy wants it, with our driver for PostgreSQL."""
+    for prefix in ("postgresql://", "postgres://"):
+        if url.startswith(prefix):
+            return "postgresql+psycopg://" + url.removeprefix(prefix)
+    return url
 
 
 def is_loopback(host: str) -> bool:

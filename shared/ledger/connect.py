@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, exc
 from sqlalchemy.engine import make_url
 
 from shared.errors import LedgerError
-from shared.ledger.tables import metadata
+from shared.ledger.migrate import bring_to_head
 
 BUSY_TIMEOUT_S = 30.0
 _MENDS = (
@@ -38,7 +38,7 @@ class Ledger:
 
     @classmethod
     def open(cls, url: str) -> Ledger:
-        """Connect and create missing tables. Raises LedgerError when the database is away or refuses."""
+        """Connect and bring the schema to this version. Raises LedgerError when the database is away or refuses."""
         parsed = make_url(url)
         shown = parsed.render_as_string(hide_password=True)
         if parsed.get_backend_name() == "sqlite":
@@ -56,10 +56,14 @@ class Ledger:
                 pool_timeout=BUSY_TIMEOUT_S,
             )
         ledger = cls(engine, shown)
-        with ledger._errors(), ledger._begin("IMMEDIATE") as connection:
-            if engine.dialect.name == "postgresql":  # two processes creating the same tables at once
-                connection.exec_driver_sql("SELECT pg_advisory_xact_lock(732160)")
-            metadata.create_all(connection)
+        try:
+            with ledger._errors(), ledger._begin("IMMEDIATE") as connection:
+                if engine.dialect.name == "postgresql":  # two processes creating the same tables at once
+                    connection.exec_driver_sql("SELECT pg_advisory_xact_lock(732160)")
+                bring_to_head(connection)
+        except BaseException:
+            ledger.close()
+            raise
         return ledger
 
     @contextmanager

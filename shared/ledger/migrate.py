@@ -1,0 +1,101 @@
+"""Bringing a database to the schema of this Flywheel, and copying a ledger from one database to another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Table, func, insert, inspect, select, text
+
+from shared.errors import LedgerError
+from shared.ledger.migrations import HEAD
+from shared.ledger.tables import metadata
+
+_CHUNK = 1000  # rows
+
+
+def bring_to_head(connection: Connection) -> bool:
+    """Run the missing steps inside the caller's transaction; True when there were any.
+
+    Raises LedgerError when the database was made by a newer Flywheel, or is not ours.
+    """
+    at = schema_version(connection)
+    if at == HEAD:
+        return False
+    if at is not None and at > HEAD:
+        raise LedgerError(
+            f"the ledger has schema {at}, this Flywheel knows {HEAD}: a newer one made it; upgrade this one"
+        )
+    if at is None and inspect(connection).has_table("experiences"):
+        raise LedgerError("the database has a table `experiences` that is not ours; name an empty database")
+    from alembic import command  # a tenth of a second, and only when there is something to do
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+    return True
+
+
+def schema_version(connection: Connection) -> str | None:
+    """The last step that was run here; None for a database without our tables."""
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    version: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return version
+
+
+def copy_ledger(source: Connection, target: Connection, progress: Callable[[str, int, int], None]) -> dict[str, int]:
+    """Copy every row into an empty ledger and compare what was read with what stands there. Returns rows by table.
+
+    progress(table, rows copied, rows in all). Memory does not grow with the ledger. Raises LedgerError.
+    """
+    filled = [t.name for t in metadata.sorted_tables if target.execute(select(func.count()).select_from(t)).scalar()]
+    if filled:
+        raise LedgerError(f"the target holds rows already (in {', '.join(filled)}); name an empty database")
+    copied: dict[str, int] = {}
+    for table in metadata.sorted_tables:
+        total = int(source.execute(select(func.count()).select_from(table)).scalar_one())
+        done = 0
+        for chunk in _chunks(source, table):
+            target.execute(insert(table), chunk)
+            done += len(chunk)
+            progress(table.name, done, total)
+        if _digest(source, table) != _digest(target, table):
+            raise LedgerError(f"table {table.name} differs after copying; nothing was kept in the target")
+        _continue_numbering(target, table)
+        copied[table.name] = done
+    return copied
+
+
+def _chunks(connection: Connection, table: Table) -> Iterator[list[dict[str, Any]]]:
+    """All rows in the order of their key, some at a time."""
+    query = select(table).order_by(*table.primary_key.columns)
+    result = connection.execute(query, execution_options={"yield_per": _CHUNK})
+    for part in result.partitions(_CHUNK):
+        yield [dict(row._mapping) for row in part]
+
+
+def _digest(connection: Connection, table: Table) -> str:
+    """A checksum over all rows, the same on every database."""
+    digest = hashlib.sha256()
+    for chunk in _chunks(connection, table):
+        for row in chunk:
+            for value in row.values():
+                digest.update(repr(bytes(value) if isinstance(value, memoryview) else value).encode())
+    return digest.hexdigest()
+
+
+def _continue_numbering(connection: Connection, table: Table) -> None:
+    """Let PostgreSQL's own numbering go on after the copied ids."""
+    column = table.autoincrement_column
+    if connection.dialect.name != "postgresql" or column is None:
+        return
+    sequence = connection.execute(select(func.pg_get_serial_sequence(table.name, column.name))).scalar()
+    if sequence is not None:
+        highest = connection.execute(select(func.max(column))).scalar()
+        if highest is not None:
+            connection.execute(select(func.setval(sequence, highest)))
