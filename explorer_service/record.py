@@ -31,10 +31,11 @@ _MAX_GROUP = 256
 
 
 class _Job:
-    __slots__ = ("future", "work")
+    __slots__ = ("future", "samples", "work")
 
-    def __init__(self, work: Callable[[Connection], Any]) -> None:
+    def __init__(self, work: Callable[[Connection], Any], samples: list[Sample] | None = None) -> None:
         self.work = work
+        self.samples = samples  # of a job that does nothing but store them: such jobs are done together
         self.future: Future[Any] = Future()
 
 
@@ -61,14 +62,16 @@ class Recorder:
 
         Returns its result once it is durable. Raises what `work` raised, or LedgerError, with nothing changed.
         """
-        job = _Job(work)
-        self._jobs.put(job)
-        result: T = await asyncio.wrap_future(job.future)
+        result: T = await self._hand_in(_Job(work))
         return result
+
+    async def _hand_in(self, job: _Job) -> Any:
+        self._jobs.put(job)
+        return await asyncio.wrap_future(job.future)
 
     async def record(self, samples: list[Sample]) -> None:
         """Store samples durably. Raises LedgerError."""
-        await self.write(lambda connection: transitions.record(connection, samples))
+        await self._hand_in(_Job(lambda connection: transitions.record(connection, samples), samples))
         quarantined = sum(sample.quarantine is not None for sample in samples)
         self._metrics.record_rows.labels("recorded").inc(len(samples) - quarantined)
         if quarantined:
@@ -99,8 +102,7 @@ class Recorder:
         started = time.perf_counter()
         try:
             with self._ledger.write() as connection:
-                for job in group:
-                    outcomes.append(_attempt(job, connection))
+                outcomes = _attempt_all(group, connection)
         except LedgerError as error:
             if not self._away:  # said once, until it is back
                 log.error("the ledger does not store; callers get 503", reason=str(error))
@@ -123,6 +125,20 @@ class Recorder:
                 job.future.set_exception(failure)
             else:
                 job.future.set_result(result)
+
+
+def _attempt_all(group: list[_Job], connection: Connection) -> list[tuple[_Job, Any, BaseException | None]]:
+    """All samples in one statement, then the other jobs; one by one what cannot be done together."""
+    recording = [job for job in group if job.samples is not None]
+    outcomes: list[tuple[_Job, Any, BaseException | None]] = []
+    if len(recording) > 1:
+        samples = [sample for job in recording for sample in job.samples or ()]
+        together = _attempt(_Job(lambda connection: transitions.record(connection, samples)), connection)
+        if together[2] is None:
+            outcomes = [(job, None, None) for job in recording]
+    if not outcomes:
+        outcomes = [_attempt(job, connection) for job in recording]
+    return outcomes + [_attempt(job, connection) for job in group if job.samples is None]
 
 
 def _attempt(job: _Job, connection: Connection) -> tuple[_Job, Any, BaseException | None]:

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from shared.experience import Tokens
+from shared.ledger.queries import count_by_state
 from shared.ledger.tables import experiences, payloads
 from tests.servers import RunningExplorer, wait_until
 
@@ -87,7 +88,8 @@ def test_a_stream_passes_every_event_on_and_is_recorded_before_done(explorer):
     chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
     assert events[-1] == "data: [DONE]"
     assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "t11", "t12", "t13"]
-    assert all("token_ids" not in chunk["choices"][0] and chunk["choices"][0]["logprobs"] is None for chunk in chunks)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert all(choice.get("token_ids") is None and choice["logprobs"] is None for choice in choices)
     (row,) = rows(explorer)
     assert {chunk["id"] for chunk in chunks} == {row["msg_id"]}
     assert Tokens.decode(row["tokens"]).reply_ids.tolist() == [11, 12, 13]
@@ -188,3 +190,26 @@ def _collect_first_id(explorer: RunningExplorer, ids: list[str]) -> None:
         for line in reply.iter_lines():
             if line.startswith("data: {") and not ids:
                 ids.append(json.loads(line[6:])["id"])
+
+
+def test_a_sample_that_cannot_be_stored_does_not_take_others_of_its_group_along(explorer):
+    """Many at once go into one statement; one of them that breaks a rule fails alone."""
+    import asyncio
+
+    from sqlalchemy.exc import IntegrityError
+
+    from shared.errors import LedgerError
+    from tests.samples import sample
+
+    recorder = explorer.app.state.deps.recorder
+
+    async def all_at_once() -> list[object]:
+        names = [f"m{n}" for n in range(20)] + ["m3"]
+        return await asyncio.gather(*(recorder.record([sample(name)]) for name in names), return_exceptions=True)
+
+    results = asyncio.run(all_at_once())
+    assert sum(result is None for result in results) == 20
+    (refused,) = (result for result in results if result is not None)
+    assert isinstance(refused, IntegrityError | LedgerError)
+    with explorer.ledger.read() as connection:
+        assert sum(count_by_state(connection).values()) == 20
