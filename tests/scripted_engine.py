@@ -127,6 +127,8 @@ class ScriptedEngine:
         script.bodies.append(body)
         if not isinstance(body.get("messages"), list):
             return _bad_request("messages: field required")
+        if not isinstance(body.get("temperature"), int | float | None):
+            return _bad_request("temperature: a number")
         if type(body.get("n") or 1) is not int or not 1 <= (body.get("n") or 1) <= 16:
             return _bad_request("n: a small integer")
         if script.die_on_chat:
