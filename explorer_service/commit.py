@@ -8,9 +8,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from explorer_service.chat import attribution, decode_body, read_body
 from explorer_service.deps import Deps
 from explorer_service.errors import bad_request, unavailable
+from explorer_service.request import attribution, decode_body, read_body
 from shared.errors import LedgerError
 from shared.ledger import transitions
 

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from explorer_service.auth import Caller
-from explorer_service.chat import attribution, decode_body, read_body
 from explorer_service.deps import Deps
 from explorer_service.errors import ApiError, bad_request, unavailable
+from explorer_service.request import attribution, decode_body, read_body
 from shared.config import RewardConfig
 from shared.errors import LedgerError
 from shared.ledger import transitions

@@ -15,10 +15,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from explorer_service.chat import VERSION_HEADER, decode_body, read_body, while_caller_waits
+from explorer_service.chat import VERSION_HEADER, while_caller_waits
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import Engine, Seat
 from explorer_service.engines.upstream import Ask, engage, on_some_engine, read_whole
+from explorer_service.request import decode_body, read_body
 
 RECORDED_HEADER = "X-Flywheel-Recorded"
 

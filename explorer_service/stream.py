@@ -16,21 +16,13 @@ import msgspec
 from msgspec import Raw
 from starlette.responses import Response, StreamingResponse
 
-from explorer_service.chat import (
-    _NULL,
-    VERSION_HEADER,
-    Chat,
-    Sampled,
-    _decode_choices,
-    _decode_ids,
-    _decode_raw,
-    record_or_fail,
-    strip,
-)
+from explorer_service.chat import VERSION_HEADER, record_or_fail
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import Engine, Seat
 from explorer_service.engines.upstream import engage, on_some_engine, read_whole
 from explorer_service.errors import ApiError, unavailable
+from explorer_service.request import Chat
+from explorer_service.sampled import NULL, Sampled, decode_choices, decode_ids, decode_raw, strip
 
 DONE = b"data: [DONE]\n\n"
 
@@ -114,12 +106,12 @@ class Heard:
         """Note an event's tokens; return it as the caller gets it."""
         if not event.startswith(b"data: {"):
             return event
-        chunk = _decode_raw(event[6:-2])
+        chunk = decode_raw(event[6:-2])
         if "choices" not in chunk:  # an error the engine found on the way
             return event
         chat = self._chat
-        self._prompt_ids = _decode_ids(chunk.get("prompt_token_ids", _NULL)) or self._prompt_ids
-        choices = _decode_choices(chunk["choices"])
+        self._prompt_ids = decode_ids(chunk.get("prompt_token_ids", NULL)) or self._prompt_ids
+        choices = decode_choices(chunk["choices"])
         for choice in choices:
             index = int(bytes(choice["index"]))
             sampled = self._choices.setdefault(index, Sampled([]))
@@ -127,7 +119,7 @@ class Heard:
             _merge_delta(self._messages.setdefault(index, {}), _delta(choice))
             strip(choice, chat)
         if not chat.keep_token_ids and "prompt_token_ids" in chunk:
-            chunk["prompt_token_ids"] = _NULL
+            chunk["prompt_token_ids"] = NULL
         chunk["choices"] = Raw(msgspec.json.encode(choices))
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
@@ -145,7 +137,7 @@ def _delta(choice: dict[str, Raw]) -> dict[str, Any]:
     """What a chunk adds to the message; a plain completion's text is its content."""
     if "text" in choice:
         return {"content": msgspec.json.decode(choice["text"])}
-    return msgspec.json.decode(choice.get("delta", _NULL)) or {}
+    return msgspec.json.decode(choice.get("delta", NULL)) or {}
 
 
 def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
