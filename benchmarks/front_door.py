@@ -5,7 +5,8 @@ the gateway's own, of all its threads and processes, from /proc. Added latency i
 engine directly. Ours records durably (SQLite, WAL, synchronous=FULL); Trinity-RFT's proxy records with its own SQLite
 recorder; LiteLLM's proxy records nothing.
 
-    .venv/bin/python benchmarks/front_door.py [--peers PYTHON] [--requests 2000] [--only flywheel]
+    .venv/bin/python -m benchmarks.front_door [--peers PYTHON] [--requests 2000] [--only flywheel]
+    .venv/bin/python -m benchmarks.front_door --soak 200000     # memory over so many recorded chats, instead
 
 --peers: the Python of a virtual environment with trinity-rft==0.6.0 (--no-deps) and litellm[proxy], torch, ray,
 sortedcontainers, dill, omegaconf, datasets, tensorboard, sqlalchemy[asyncio], aiosqlite, word2number, httpx.
@@ -239,6 +240,16 @@ async def measure(port: int, gateway: psutil.Process | None, requests: int, stre
     return result
 
 
+async def soak(port: int, gateway: psutil.Process, chats: int, parts: int = 10) -> dict[str, Any]:
+    """Resident memory of the gateway after each part of so many chats, 32 in flight."""
+    resident = []
+    started = time.perf_counter()
+    for _ in range(parts):
+        await measure_chats(port, gateway, 32, chats // parts)
+        resident.append(round(gateway.memory_info().rss / 2**20, 1))
+    return {"chats": chats, "chats_per_s": chats / (time.perf_counter() - started), "resident_mb": resident}
+
+
 def compare(ours: dict[str, Any], direct: dict[str, Any], peer: dict[str, Any]) -> dict[str, float]:
     """Ours over a peer's, in what the peer has."""
     ratios = {}
@@ -259,9 +270,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--only", default=None)
     parser.add_argument("--no-streams", action="store_true")
+    parser.add_argument("--soak", type=int, default=None, metavar="CHATS")
     args = parser.parse_args()
     os.sched_setaffinity(0, {OTHER_CORE})
     report: dict[str, Any] = {}
+    if args.soak:
+        print(json.dumps(_rounded(run_soak(args.soak))))
+        return
     for n_prompt, n_reply in SIZES:
         report[f"{n_prompt}+{n_reply}"] = run_size(
             args, n_prompt, n_reply, streams=n_reply == 64 and not args.no_streams
@@ -298,6 +313,17 @@ def run_size(args: argparse.Namespace, n_prompt: int, n_reply: int, streams: boo
                     if figure in ours[load]:
                         ours[load][f"added_{figure}"] = ours[load][figure] - results["direct"][load][figure]
         return results
+
+
+def run_soak(chats: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="flywheel-front-door-", dir=REPOSITORY) as name:
+        folder, upstream, port = Path(name), free_port(), free_port()
+        command = [sys.executable, "-m", "benchmarks.upstream", str(upstream), "100", "64"]
+        with running(command, OTHER_CORE, folder / "upstream.log"):
+            ours = flywheel_command(upstream, port, folder)
+            with running(ours, GATEWAY_CORE, folder / "flywheel.log") as gateway:
+                uvloop.run(wait_answering(port))
+                return uvloop.run(soak(port, gateway, chats))
 
 
 def _rounded(value: Any) -> Any:
