@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         ("status", "rows by state, versions, engines, trainer"),
         ("versions", "every version and its state"),
         ("rewards", "apply a changed reward section to rows that are not trained yet"),
+        ("erase", "delete a key's, task's or message's tokens, texts and feedback"),
         ("migrate", "bring the ledger to this version's schema, or copy it to another database"),
     ):
         command = commands.add_parser(name, help=help_text)
@@ -50,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--name", default=None, help="which of explorer.engines (default: the first)")
         if name == "explorer":
             command.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # one of explorer.workers
+        if name == "erase":
+            whose = command.add_argument_group("whose rows (all that are named must agree)")
+            for option in ("key", "task", "run", "message"):
+                whose.add_argument(f"--{option}", default=None)
         if name == "migrate":
             command.add_argument(
                 "--to", metavar="URL", default=None, help="copy all rows to this empty database, and verify"
@@ -90,6 +95,10 @@ def _run(args: argparse.Namespace) -> int:
         from services.trainer import run_trainer
 
         return run_trainer(config)
+    if args.command == "erase":
+        from services.operate import erase
+
+        return erase(config, key_name=args.key, task_id=args.task, run_id=args.run, msg_id=args.message)
     if args.command == "migrate":
         from services.operate import migrate
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from explorer_service.status import ledger_status
 from shared.config import Config, ledger_url
+from shared.errors import ConfigError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.migrate import copy_ledger
@@ -55,6 +56,39 @@ def recompute_rewards(config: Config) -> int:
         ledger.close()
     Console().print(f"{changed} rewards changed")
     return 0
+
+
+def erase(config: Config, **scope: str | None) -> int:
+    """Erase what the scope names, and say which versions it went into: those weights have learned from it."""
+    if not any(scope.values()):
+        raise ConfigError("erase: name whose rows with --key, --task, --run or --message")
+    ledger = Ledger.open(config.ledger_url)
+    rows, versions, after = 0, set[int](), 0
+    try:
+        while True:
+            with ledger.write() as connection:
+                done = transitions.erase(connection, after_id=after, **scope)
+            rows += done.rows
+            versions |= done.versions
+            if done.last_id is None:
+                break
+            after = done.last_id
+    finally:
+        ledger.close()
+    trained = f"they went into {_ranges(versions)}" if versions else "no version was trained on them"
+    Console().print(f"{rows} rows erased; {trained}")
+    return 0
+
+
+def _ranges(numbers: set[int]) -> str:
+    """1, 2, 3, 7 → versions 1-3, 7"""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return "versions " + ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
 def migrate(config: Config, to: str | None) -> int:

@@ -275,6 +275,46 @@ def remembered_answer(connection: Connection, key: str) -> bytes | None:
     return connection.execute(select(idempotency.c.response).where(idempotency.c.key == key)).scalar()
 
 
+def erase(
+    connection: Connection,
+    *,
+    key_name: str | None = None,
+    task_id: str | None = None,
+    run_id: str | None = None,
+    msg_id: str | None = None,
+    after_id: int = 0,
+) -> Erased:
+    """Delete tokens, texts and signals of some of the rows in this scope; what was not trained on becomes DISCARDED.
+
+    The narrow row stays, so that lineage still says which versions it went into.
+    after_id: where the last call ended. `last_id` of the answer is None at the end.
+    """
+    scope = {"key_name": key_name, "task_id": task_id, "run_id": run_id, "msg_id": msg_id}
+    named = [experiences.c[name] == value for name, value in scope.items() if value is not None]
+    assert named, "an erasure names whose rows"
+    columns = (experiences.c.id, experiences.c.msg_id, experiences.c.consumed_version)
+    query = select(*columns).where(experiences.c.id > after_id, *named).order_by(experiences.c.id)
+    rows = list(connection.execute(query.limit(_MAX_PARAMETERS)))
+    ids, names = [row.id for row in rows], sorted({row.msg_id for row in rows})
+    connection.execute(delete(payloads).where(payloads.c.experience_id.in_(ids)))
+    connection.execute(delete(signals).where(signals.c.msg_id.in_(names)))
+    untrained = experiences.c.state.in_((State.RECORDED, State.READY))
+    connection.execute(
+        update(experiences).where(experiences.c.id.in_(ids), untrained).values(state=State.DISCARDED, reason="erased")
+    )
+    went_into = frozenset(row.consumed_version for row in rows if row.consumed_version is not None)
+    return Erased(len(rows), went_into, rows[-1].id if rows else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """What one call of `erase` did."""
+
+    rows: int
+    versions: frozenset[int]  # that the rows went into
+    last_id: int | None
+
+
 # ---------------------------------------------------------------------------------------------------- 4 commit
 
 
@@ -393,12 +433,15 @@ def load_lease(connection: Connection, batch_id: int) -> Lease:
     """The rows of a batch, oldest first. Rows whose tokens cannot be read are listed apart, with the reason."""
     query = (
         select(experiences, payloads.c.tokens)
-        .join(payloads, payloads.c.experience_id == experiences.c.id)
+        .outerjoin(payloads, payloads.c.experience_id == experiences.c.id)
         .where(experiences.c.batch_id == batch_id, experiences.c.state == State.LEASED)
         .order_by(experiences.c.id)
     )
     lease = Lease(batch_id, [])
     for row in connection.execute(query):
+        if row.tokens is None:
+            lease.corrupt[row.id] = "its tokens were erased"
+            continue
         try:
             tokens = Tokens.decode(row.tokens)
             tokens.check()
