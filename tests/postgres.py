@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import psycopg
 
 from tests.servers import free_port
@@ -34,9 +35,14 @@ class Postgres:
             os.chown(data, NOBODY, NOBODY)
             os.chown(self._folder, NOBODY, NOBODY)
         self._run("initdb", "-D", str(data), "-U", "postgres", "-A", "trust", "--no-sync")
+        self.start()
+
+    def start(self) -> None:
+        """Start the server on its data; again after `kill`."""
+        data = self._folder / "data"
         options = ["-D", str(data), "-p", str(self.port), "-k", str(self._folder), "-c", "listen_addresses=127.0.0.1"]
-        options += ["-c", "fsync=off"]  # this server is never killed before the tests are over
-        with (self._folder / "log").open("wb") as log:
+        options += ["-c", "fsync=off"]  # the machine itself does not fail in these tests
+        with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [self._binaries / "postgres", *options],
                 cwd=self._folder,
@@ -45,6 +51,13 @@ class Postgres:
                 **self._user,  # type: ignore[call-overload]
             )
         self._wait_ready()
+
+    def kill(self) -> None:
+        """As the kernel would: no checkpoint, no farewell."""
+        for child in psutil.Process(self._process.pid).children():
+            child.kill()
+        self._process.kill()
+        self._process.wait(20)
 
     def _find_binaries(self) -> Path:
         """pip's binaries; a copy of them when the user without rights cannot read the virtual environment."""

@@ -8,7 +8,9 @@ import pytest
 from sqlalchemy import event
 
 from shared.ledger.queries import count_by_state
-from tests.servers import make_config, wait_until
+from tests.integration.test_reload import publish, served
+from tests.postgres import Postgres
+from tests.servers import RunningExplorer, make_config, wait_until
 
 
 @pytest.fixture
@@ -83,3 +85,25 @@ def test_a_locked_database_is_a_clear_503_and_chats_go_on_when_it_is_free(
         holder.close()
     wait_until(lambda: explorer.chat().status_code == 200)
     assert make_config(tmp_path, [scripted_engine.url])
+
+
+def test_postgresql_is_killed_and_comes_back(scripted_engine, tmp_path):
+    """503 while it is away; chats, feedback and reloads go on by themselves; what was acknowledged is there."""
+    server = Postgres()
+    explorer = RunningExplorer(make_config(tmp_path, [scripted_engine.url], database_url=server.new_database()))
+    try:
+        known = explorer.wait_ready().chat().json()["id"]
+        server.kill()
+        assert_refused(explorer.chat(), "not_recorded")
+        assert_refused(explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 1}), "not_stored")
+        assert_refused(explorer.http.get("/status"), "ledger_away")
+        assert explorer.http.get("/health").status_code == 200
+        assert explorer.http.get("/metrics").status_code == 200
+        server.start()
+        wait_until(lambda: explorer.http.get("/ready").status_code == 200)
+        assert explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 1}).json()["applied"] == 1
+        publish(explorer, 1)
+        wait_until(lambda: served(explorer) == "1")
+    finally:
+        explorer.stop()
+        server.stop()
