@@ -13,7 +13,7 @@ setup: $(STAMP)
 
 $(STAMP): $(LOCKS) pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "flywheel: $(PYTHON) is not on the PATH. Install Python 3.11, or name another: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "flywheel: $(PYTHON) is not Python 3.11, for which the CPU set is pinned. Name one that is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "flywheel: $(PYTHON) is older than Python 3.11. Name one that is not: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
 	@command -v cc >/dev/null || command -v gcc >/dev/null || { echo "flywheel: no C compiler found, and vLLM compiles small kernels at start. On Debian: apt-get install gcc g++ python3-dev"; exit 2; }
 	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "flywheel: libnuma.so.1 is missing, and vLLM's CPU build is linked against it. On Debian: apt-get install libnuma1"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
