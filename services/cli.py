@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         ("status", "rows by state, versions, engines, trainer"),
         ("versions", "every version and its state"),
         ("rewards", "apply a changed reward section to rows that are not trained yet"),
+        ("export", "recorded conversations with rewards as JSONL or Parquet"),
         ("erase", "delete a key's, task's or message's tokens, texts and feedback"),
         ("migrate", "bring the ledger to this version's schema, or copy it to another database"),
     ):
@@ -51,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--name", default=None, help="which of explorer.engines (default: the first)")
         if name == "explorer":
             command.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # one of explorer.workers
+        if name == "export":
+            command.add_argument("--out", required=True, metavar="FILE", type=Path, help="ends in .jsonl or .parquet")
+            command.add_argument("--state", default=None, help="only rows in this state, e.g. CONSUMED")
+            command.add_argument("--min-reward", type=float, default=None, help="only rows rewarded at least so")
+            command.add_argument("--task", default=None, help="only this task's rows")
         if name == "erase":
             whose = command.add_argument_group("whose rows (all that are named must agree)")
             for option in ("key", "task", "run", "message"):
@@ -95,6 +101,10 @@ def _run(args: argparse.Namespace) -> int:
         from services.trainer import run_trainer
 
         return run_trainer(config)
+    if args.command == "export":
+        from services.operate import export
+
+        return export(config, args.out, state=args.state, min_reward=args.min_reward, task_id=args.task)
     if args.command == "erase":
         from services.operate import erase
 
