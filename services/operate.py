@@ -1,4 +1,4 @@
-"""`flywheel status` and `flywheel versions`: what the ledger says, for a person."""
+"""The commands that look at the ledger or move it, for a person: status, versions, rewards, export, erase, migrate."""
 
 from __future__ import annotations
 

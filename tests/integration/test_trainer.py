@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from shared.config import Config
+from shared.config import load_config
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state, find_trainer, list_versions
 from shared.ledger.tables import batches, experiences
@@ -43,13 +43,17 @@ def undisturbed(tmp_path_factory, model, rows) -> Path:
     return root
 
 
-def start(root: Path, model: Path, rows=None, module: str = "services.cli", **environ: str) -> Process:
-    config = trainer_config(root, model, batch_size=BATCH)
+def start(
+    root: Path, model: Path, rows=None, module: str = "services.cli", database_url: str | None = None, **environ: str
+) -> Process:
+    file = root / "flywheel.yaml"
+    if not file.exists():
+        config = trainer_config(root, model, batch_size=BATCH)
+        write_config(config.model_copy(update={"database_url": database_url}), file)
     if rows is not None:
-        ledger = Ledger.open(config.ledger_url)
+        ledger = open_ledger(root)
         record_ready(ledger, rows)
         ledger.close()
-    file = write_config(config, root / "flywheel.yaml")
     return Process(["trainer", "-c", str(file)], root / "trainer.log", module, **environ)
 
 
@@ -62,7 +66,7 @@ def newest(root: Path) -> int:
 
 
 def open_ledger(root: Path) -> Ledger:
-    return Ledger.open(Config.model_validate({"root_dir": str(root), "model": {"path": "-"}}).ledger_url)
+    return Ledger.open(load_config(root / "flywheel.yaml").ledger_url)
 
 
 def weights(root: Path, version: int) -> bytes:
@@ -133,9 +137,9 @@ def test_killed_between_two_steps_of_publishing_it_goes_on_to_the_same_bits(faul
     check_same_line(tmp_path, undisturbed)
 
 
-def test_killed_at_random_moments_it_goes_on_to_the_same_bits(tmp_path, model, rows, undisturbed):
+def test_killed_at_random_moments_it_goes_on_to_the_same_bits(tmp_path, model, rows, undisturbed, database_url):
     draw = random.Random(7)
-    trainer = start(tmp_path, model, rows)
+    trainer = start(tmp_path, model, rows, database_url=database_url)
     for _ in range(3):
         at = newest(tmp_path)
         wait_for(lambda at=at: newest(tmp_path) > at or newest(tmp_path) == LAST, "progress", 60, 0.005)
