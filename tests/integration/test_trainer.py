@@ -176,6 +176,7 @@ def test_two_trainers_of_one_name_do_not_run_on_one_root(tmp_path, model):
 def test_another_model_in_the_same_root_is_refused(undisturbed, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(undisturbed, root)
+    (root / "flywheel.yaml").unlink()
     other = make_tiny_model(tmp_path / "other", seed=5)
     with start(root, other) as trainer:
         assert trainer.wait(60) == 1
