@@ -37,4 +37,4 @@ check: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) flywheel-data .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) flywheel-data demo-data .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
