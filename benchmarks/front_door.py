@@ -88,6 +88,7 @@ def litellm_command(peers: str, upstream: int, port: int, folder: Path) -> list[
     file.write_text(
         "model_list:\n- model_name: agent\n  litellm_params: {model: openai/agent, api_key: none, "
         f'api_base: "{url}"}}\nlitellm_settings: {{telemetry: false}}\n'
+        "general_settings: {dangerously_permit_weak_or_unset_master_key: true}\n"
     )
     script = str(Path(peers).with_name("litellm"))
     return [script, "--config", str(file), "--port", str(port), "--host", "127.0.0.1"]
