@@ -110,10 +110,10 @@ def _newest_served(live: Live) -> int:
 def _check_books(live: Live, load: Load) -> None:
     ledger = Ledger.open(live.config.ledger_url)
     with ledger.read() as connection:
-        rows = connection.execute(select(experiences.c.msg_id, experiences.c.reward)).all()
+        rows = connection.execute(select(experiences.c.msg_id, experiences.c.choice, experiences.c.reward)).all()
     ledger.close()
-    ids = [row.msg_id for row in rows]
-    assert len(ids) == len(set(ids)), "a row stands twice"
-    assert load.chats <= set(ids), f"{len(load.chats - set(ids))} acknowledged chats are missing"
+    ids = {row.msg_id for row in rows}
+    assert len(rows) == len({(row.msg_id, row.choice) for row in rows}), "a row stands twice"
+    assert load.chats <= ids, f"{len(load.chats - ids)} acknowledged chats are missing"
     kept = {row.msg_id: row.reward for row in rows}
     assert {name: kept[name] for name in load.rewards} == load.rewards
