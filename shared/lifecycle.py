@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import select
 import signal
 import socket
-import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -13,10 +14,16 @@ from shared.errors import StartupError
 
 
 class StopRequest:
-    """Set by SIGTERM or SIGINT. Wait on it instead of sleeping."""
+    """Set by SIGTERM or SIGINT. Wait on it instead of sleeping.
+
+    Made of a pipe, not of threading.Event: a handler runs in the main thread at any moment, also while that holds the
+    event's lock, and would then wait for itself.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._stopped = False
+        self._readable, self._writable = os.pipe()
+        os.set_blocking(self._writable, False)
 
     def listen(self) -> StopRequest:
         """Install the signal handlers (main thread only)."""
@@ -25,17 +32,26 @@ class StopRequest:
         return self
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._event.set()
+        self.set()
 
     def set(self) -> None:
-        self._event.set()
+        if not self._stopped:
+            self._stopped = True
+            os.write(self._writable, b"!")  # never read: it wakes everyone who waits, now and later
 
     def __bool__(self) -> bool:
-        return self._event.is_set()
+        return self._stopped
 
     def wait(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s`; True when the process should stop."""
-        return self._event.wait(timeout_s)
+        waiting = select.poll()
+        waiting.register(self._readable, select.POLLIN)
+        waiting.poll(max(0.0, timeout_s) * 1000)
+        return self._stopped
+
+    def __del__(self) -> None:
+        for descriptor in (self._readable, self._writable):
+            os.close(descriptor)
 
 
 def require_free_port(host: str, port: int, setting: str) -> None:

@@ -149,3 +149,19 @@ def test_the_engine_serves_weights_in_the_type_they_were_saved_in(config, dtype,
 
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert saved_dtype(tmp_path) == dtype
+
+
+def test_a_signal_at_any_moment_stops_and_never_hangs():
+    """Thousands of signals into a process that waits in short turns: a handler that takes a lock would hang it."""
+    import subprocess
+    import sys
+
+    code = (
+        "import os, signal, sys, threading\n"
+        "from shared.lifecycle import StopRequest\n"
+        "for _ in range(300):\n"
+        "    stop = StopRequest().listen()\n"
+        "    threading.Timer(0.001, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "    while not stop.wait(0.00001): pass\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
