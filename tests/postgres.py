@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -54,10 +55,13 @@ class Postgres:
 
     def kill(self) -> None:
         """As the kernel would: no checkpoint, no farewell."""
-        for child in psutil.Process(self._process.pid).children():
-            child.kill()
-        self._process.kill()
+        children = psutil.Process(self._process.pid).children()
+        self._process.kill()  # first: it would answer the death of a child by ending the others itself
         self._process.wait(20)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):  # a backend ends by itself when its server is gone
+                child.kill()
+        psutil.wait_procs(children, 20)
 
     def _find_binaries(self) -> Path:
         """pip's binaries; a copy of them when the user without rights cannot read the virtual environment."""
