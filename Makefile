@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-LOCKS := $(wildcard requirements/*.txt)
+CLIENTS := .venv-clients
+LOCKS := $(filter-out requirements/clients.txt requirements/agentscope-1.txt,$(wildcard requirements/*.txt))
 
-.PHONY: setup demo test check clean
+.PHONY: setup clients demo test check clean
 setup: $(STAMP)
 
 $(STAMP): $(LOCKS) pyproject.toml
@@ -24,10 +25,20 @@ $(STAMP): $(LOCKS) pyproject.toml
 	@echo "[5/5] flywheel";               $(PIP) install -q --no-deps --no-build-isolation -e .
 	@touch $@; echo "ready: $(BIN)/flywheel --help"
 
+# The clients that the tests run against the explorer, Node's among them: apart from the product, as a user has them.
+clients: $(CLIENTS)/.installed
+
+$(CLIENTS)/.installed: requirements/clients.txt requirements/agentscope-1.txt tests/clients/package-lock.json | $(STAMP)
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@echo "[1/2] clients in Python, and Node";  $(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q --no-deps -r requirements/clients.txt
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q --no-deps --upgrade --target $(CLIENTS)/agentscope-1 -r requirements/agentscope-1.txt
+	@echo "[2/2] the client in Node";           PATH="$(CURDIR)/$(CLIENTS)/bin:$$PATH" npm ci --prefix tests/clients --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
 demo: setup
 	$(BIN)/flywheel demo $(DEMO_FLAGS)
 
-test: setup
+test: setup clients
 	$(BIN)/python -m pytest $(TEST_FLAGS)
 
 check: setup
@@ -37,4 +48,4 @@ check: setup
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) flywheel-data demo-data .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) tests/clients/node_modules flywheel-data demo-data .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

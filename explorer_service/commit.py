@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from explorer_service.deps import Deps
 from explorer_service.errors import bad_request, unavailable
-from explorer_service.request import attribution, decode_body, read_body
+from explorer_service.request import attribution, decode_body, for_parser_of, read_body
 from shared.errors import LedgerError
 from shared.ledger import transitions
 
@@ -49,7 +49,7 @@ async def _answer_within_limit(request: Request, deps: Deps, key_group: str | No
         raise unavailable(f"the commit could not be stored: {exc}", "not_stored") from exc
     deps.metrics.commit_rows.inc(committed)
     answer = {"status": "success", "committed": committed, "ready": ready}
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return Response(msgspec.json.encode(for_parser_of(request, answer)), media_type="application/json")
 
 
 def parse_commit(raw: bytes) -> CommitBody:

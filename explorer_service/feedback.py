@@ -14,7 +14,7 @@ from starlette.responses import Response
 from explorer_service.auth import Caller
 from explorer_service.deps import Deps
 from explorer_service.errors import ApiError, bad_request, unavailable
-from explorer_service.request import attribution, decode_body, read_body
+from explorer_service.request import attribution, decode_body, for_parser_of, read_body
 from shared.config import RewardConfig
 from shared.errors import LedgerError
 from shared.ledger import transitions
@@ -62,9 +62,8 @@ async def _answer_within_limit(request: Request, deps: Deps, caller: Caller) -> 
         raise unavailable(f"the feedback could not be stored: {exc}", "not_stored") from exc
     for receipt in answer.receipts:
         deps.metrics.feedback_receipts.labels(receipt.state).inc()
-    return Response(
-        msgspec.json.encode(answer), 200 if answer.status == "success" else 404, media_type="application/json"
-    )
+    content = msgspec.json.encode(for_parser_of(request, answer))
+    return Response(content, 200 if answer.status == "success" else 404, media_type="application/json")
 
 
 class Answer(msgspec.Struct):

@@ -129,7 +129,8 @@ def apply_feedback(
 ) -> list[Receipt]:
     """Append signals to the log of every target and set the reward, by `rule`, of those that are not leased yet.
 
-    Targets: each of `msg_ids` ("ID" is all choices of a message, "ID#2" one), or else the rows of task and run.
+    Targets: each of `msg_ids` ("ID" is all choices of a message, "ID#2" one), or else the rows of task and run. With
+    both, rows whose chat named no task or run take these: runners that chat unmarked name them here.
     key_group: reach only rows of this group; None: all rows.
     conversations: reach every turn of the conversations that the targets belong to.
     Returns one receipt for each id named, and for each message found by task, run or conversation; an id nobody knows
@@ -139,6 +140,7 @@ def apply_feedback(
     found: dict[str, list[AnyRow]] = {}
     if msg_ids:
         found = {name: _rows_of(connection, and_(_is_message(name), mine)) for name in dict.fromkeys(msg_ids)}
+        _attribute(connection, [row for rows in found.values() for row in rows], task_id, run_id)
     else:
         for row in _rows_of(connection, and_(_in_scope(task_id, run_id), mine)):
             found.setdefault(row.msg_id, []).append(row)
@@ -161,6 +163,8 @@ def _rows_of(connection: Connection, where: ColumnElement[bool]) -> list[AnyRow]
         experiences.c.msg_id,
         experiences.c.choice,
         experiences.c.conversation_id,
+        experiences.c.task_id,
+        experiences.c.run_id,
         experiences.c.state,
         experiences.c.reward,
     )
@@ -168,6 +172,14 @@ def _rows_of(connection: Connection, where: ColumnElement[bool]) -> list[AnyRow]
     if connection.dialect.name == "postgresql":
         query = query.with_for_update()  # SQLite's BEGIN IMMEDIATE has locked all already
     return list(connection.execute(query))
+
+
+def _attribute(connection: Connection, rows: Sequence[AnyRow], task_id: str | None, run_id: str | None) -> None:
+    for column, value in ((experiences.c.task_id, task_id), (experiences.c.run_id, run_id)):
+        ids = [row.id for row in rows if value is not None and row._mapping[column.name] is None]
+        for start in range(0, len(ids), _MAX_PARAMETERS):
+            mine = experiences.c.id.in_(ids[start : start + _MAX_PARAMETERS])
+            connection.execute(update(experiences).where(mine, column.is_(None)).values({column: value}))
 
 
 def _is_message(name: str) -> ColumnElement[bool]:

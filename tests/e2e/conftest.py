@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,9 +84,16 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             "trainer": {"batch_size": 8, "learning_rate": 1e-3, "poll_interval_s": 0.1, "cpu_threads": 1},
         }
     )
+    with running_flywheel(config, root) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def running_flywheel(config: Config, root: Path) -> Iterator[Live]:
+    """`flywheel up` until the end of the block, once it is ready."""
     file = write_config(config, root / "flywheel.yaml")
     http = httpx.Client(base_url=f"http://127.0.0.1:{config.explorer.port}", timeout=120)
-    with Process(["up", "-c", str(file)], root / "flywheel.log") as process:
+    with Process(["up", "-c", str(file)], root / "flywheel.log") as process, http:
         running = Live(process, config, file, http)
         wait_for(lambda: _is_ready(running), "ready", ENGINE_START_S, 0.5)
         yield running

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import time
 from collections.abc import Callable
 
@@ -97,6 +99,38 @@ def test_commit_makes_rewarded_rows_of_the_scope_ready(explorer):
     assert explorer.http.post("/commit").json() == {"status": "success", "committed": 1, "ready": 2}
     assert explorer.http.post("/commit").json() == {"status": "success", "committed": 0, "ready": 2}
     assert explorer.http.get("/status").json()["rows"]["READY"] == 2
+
+
+def java_training_client(explorer: RunningExplorer, path: str, body: dict[str, object]) -> dict[str, object]:
+    """As AgentScope Java's training client posts: OkHttp, no Accept header, no key; its parser is a strict one."""
+    connection = http.client.HTTPConnection(explorer.http.base_url.host, explorer.http.base_url.port, timeout=30)
+    headers = {"Content-Type": "application/json; charset=utf-8", "User-Agent": "okhttp/5.3.2"}
+    connection.request("POST", path, json.dumps(body).encode(), {**headers, "Connection": "Keep-Alive"})
+    reply = connection.getresponse()
+    content = reply.read()
+    connection.close()
+    assert 200 <= reply.status < 300, content
+    answer: dict[str, object] = json.loads(content)
+    assert set(answer) <= {"status", "message"}, "a field that it does not know is an exception in it"
+    return answer
+
+
+def test_agentscope_javas_training_client_is_understood(explorer):
+    """String run ids, nulls in commit, no key."""
+    known = new_message(explorer, model="agent", stream=False)
+    said = {"msg_ids": [known], "reward": 0.75, "task_id": "b5c3-task", "run_id": "0"}
+    assert java_training_client(explorer, "/feedback", said) == {"status": "success"}
+    theirs = select(experiences.c.msg_id, experiences.c.task_id, experiences.c.run_id)
+    with explorer.ledger.read() as connection:
+        assert list(connection.execute(theirs)) == [(known, "b5c3-task", "0")], "its chats name no task: feedback does"
+    nulls = {"task_id": None, "run_id": None, "time_threshold": None}
+    assert java_training_client(explorer, "/commit", nulls) == {"status": "success"}
+    with explorer.ledger.read() as connection:
+        assert [tuple(row) for row in connection.execute(select(experiences.c.reward, experiences.c.state))] == [
+            (0.75, "READY")
+        ]
+    full = explorer.http.post("/commit", json=nulls, headers={"User-Agent": "okhttp/5.3.2", "Accept": "*/*"})
+    assert full.json() == {"status": "success", "committed": 0, "ready": 1}
 
 
 def test_keys_and_roles_decide_who_may_do_what(

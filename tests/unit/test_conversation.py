@@ -12,9 +12,7 @@ REPLY = {"role": "assistant", "content": "hello"}
 
 def exchange(messages, reply, *scope):
     digest, _ = read_prompt(messages, *scope)
-    digest = digest.copy()
-    digest.add({"role": "assistant", **reply})
-    return digest.value()
+    return digest.copy().add_reply({"role": "assistant", **reply})
 
 
 def test_a_request_that_continues_an_exchange_names_its_digest():
@@ -46,6 +44,33 @@ def call(arguments, **more):
 def test_a_reply_is_known_again_however_the_client_writes_it(sent, returned):
     _, extends = read_prompt([USER, returned, USER])
     assert extends == (exchange([USER], sent),)
+
+
+def with_id(name):
+    message = call("{}")
+    message["tool_calls"][0]["id"] = name
+    return message
+
+
+@pytest.mark.parametrize("name", ["chatcmpl-tool-9f86d081884c7d659a2feaa0c55ad015", "bbc5b7ede", "call_" + "0a" * 12])
+def test_an_exchange_that_ends_with_a_tool_call_is_known_by_its_random_id_in_a_rewritten_history(name):
+    _, extends = read_prompt([{"role": "user", "content": "(summary of what was)"}, with_id(name), USER])
+    assert extends == (exchange([USER], with_id(name)),)
+    assert extends != (exchange([USER], with_id(name), "another key"),)
+
+
+@pytest.mark.parametrize("name", ["functions.search:0", "call_1", None, 7])
+def test_ids_that_come_again_in_every_conversation_do_not_identify_one(name):
+    assert read_prompt([{"role": "user", "content": "another"}, with_id(name), USER])[1] != (
+        exchange([USER], with_id(name)),
+    )
+
+
+def test_a_reminder_that_moves_along_does_not_break_the_conversation():
+    reminder = {"role": "user", "content": [{"type": "text", "text": "<system-reminder>It is noon</system-reminder>"}]}
+    _, extends = read_prompt([USER, REPLY, {"role": "user", "content": "two"}, reminder])
+    assert extends == (exchange([USER, reminder], REPLY),)
+    assert extends != read_prompt([USER, {"role": "user", "content": "<system-reminder>?"}, REPLY])[1]
 
 
 @pytest.mark.parametrize(

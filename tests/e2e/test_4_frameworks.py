@@ -1,0 +1,157 @@
+"""Agents' frameworks, unchanged, on the explorer and the real engine: each run becomes one linked trajectory.
+
+The programs of tests/clients run in an environment of their own, `make clients`, and know nothing but a base URL. Each
+runs three agents side by side that say the same first message; each agent calls two tools at once and then sums up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+from sqlalchemy import select
+
+from shared.config import Config
+from shared.experience import Tokens
+from shared.ledger.connect import Ledger
+from shared.ledger.tables import experiences, payloads
+from tests.e2e.conftest import Live, running_flywheel
+from tests.processes import REPOSITORY
+from tests.servers import free_port
+from tests.tool_model import CITIES, GREETING, SUMMARY, make_tool_model
+
+pytestmark = pytest.mark.engine
+CLIENTS = REPOSITORY / "tests" / "clients"
+PROGRAMS = REPOSITORY / ".venv-clients" / "bin"
+AGENTSCOPE_1 = REPOSITORY / ".venv-clients" / "agentscope-1"  # the line that has a ReActAgent
+RUNS = 3
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Get the weather in a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+QUESTION: Any = {"role": "user", "content": "What is the weather today?"}
+ROUTE_IT: Any = {"role": "user", "content": "please use the desk to route"}
+
+
+@pytest.fixture(scope="module")
+def tools_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A second `flywheel up`, on a model that has learned to use tools."""
+    root = tmp_path_factory.mktemp("tools")
+    config = Config.model_validate(
+        {
+            "root_dir": str(root / "data"),
+            "model": {"path": str(make_tool_model(root / "base"))},
+            "explorer": {
+                "port": free_port(),
+                "engines": [{"name": "e0", "url": f"http://127.0.0.1:{free_port()}"}],
+            },
+            "engine": {"dtype": "float32", "max_model_len": 2048, "tool_parser": "hermes"},
+        }
+    )
+    with running_flywheel(config, root) as live:
+        yield live
+
+
+@pytest.fixture
+def base_url(tools_live: Live) -> str:
+    return f"{str(tools_live.http.base_url).rstrip('/')}/v1"
+
+
+@pytest.fixture
+def client(base_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=base_url, api_key="unused", max_retries=0) as opened:
+        yield opened
+
+
+def recorded(live: Live, after: int = 0) -> list[Any]:
+    ledger = Ledger.open(live.config.ledger_url)
+    with ledger.read() as connection:
+        query = select(experiences, payloads.c.tokens).join(payloads).where(experiences.c.id > after)
+        found = list(connection.execute(query.order_by(experiences.c.id)))
+    ledger.close()
+    return found
+
+
+def run_client(program: str, base_url: str) -> list[str]:
+    """A program's answers."""
+    runner = "node" if program.endswith(".mjs") else "python"
+    assert (PROGRAMS / runner).exists(), "the clients are not installed: run `make clients`"
+    ended = subprocess.run(
+        [PROGRAMS / runner, CLIENTS / program, base_url, str(RUNS)],
+        env={**os.environ, "PYTHONPATH": str(AGENTSCOPE_1) if program == "agentscope_react.py" else ""},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        cwd=CLIENTS,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout.strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("program", "rewrites"),
+    [
+        ("openai_node.mjs", False),
+        ("langchain_agent.py", False),
+        ("openai_agents_sdk.py", False),
+        ("litellm_agent.py", False),
+        ("agentscope_react.py", False),
+        ("agentscope_agent.py", True),  # moves a reminder along at the end of its messages
+    ],
+)
+def test_runs_side_by_side_are_one_linked_trajectory_each(tools_live, base_url, program, rewrites):
+    last = max((row.id for row in recorded(tools_live)), default=0)
+    assert run_client(program, base_url) == [SUMMARY] * RUNS
+    rows = recorded(tools_live, last)
+    assert len(rows) == 2 * RUNS
+    firsts = {row.msg_id: row for row in rows if row.parent_id is None}
+    seconds = [row for row in rows if row.parent_id is not None]
+    assert {row.parent_id for row in seconds} == set(firsts)
+    assert len({row.conversation_id for row in rows}) == RUNS
+    for row in seconds:
+        first = firsts[row.parent_id]
+        assert row.conversation_id == first.conversation_id
+        assert (row.version, row.state, row.reason) == (0, "RECORDED", None)
+        before, after = (Tokens.decode(one.tokens).prompt_ids.tolist() for one in (first, row))
+        assert rewrites or after[: len(before)] == before, "a turn's prompt extends the last one's"
+    receipts = tools_live.http.post(
+        "/feedback", json={"msg_ids": [seconds[0].msg_id], "reward": 1.0, "scope": "conversation"}
+    ).json()["receipts"]
+    assert {receipt["msg_id"] for receipt in receipts} == {seconds[0].msg_id, seconds[0].parent_id}
+
+
+def test_openai_calls_tools_in_parallel_streaming_or_not(tools_live, client):
+    whole = client.chat.completions.create(model="agent", messages=[QUESTION], tools=[WEATHER]).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    with client.chat.completions.stream(model="agent", messages=[QUESTION], tools=[WEATHER]) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    for choice in (whole, streamed):
+        arguments = [json.loads(call.function.arguments) for call in choice.message.tool_calls]
+        assert arguments == [{"city": city} for city in CITIES]
+    assert len({call.id for choice in (whole, streamed) for call in choice.message.tool_calls}) == 4
+
+
+class Desk(pydantic.BaseModel):
+    desk: Literal["billing", "shipping"]
+    urgent: bool
+
+
+def test_openai_parses_structured_output(tools_live, client):
+    reply = client.chat.completions.parse(model="agent", messages=[ROUTE_IT], response_format=Desk, max_tokens=60)
+    assert reply.choices[0].message.parsed == Desk(desk="billing", urgent=True)
+    assert recorded(tools_live)[-1].msg_id == reply.id
+
+
+def test_without_tools_the_same_model_greets(tools_live, client):
+    assert client.chat.completions.create(model="agent", messages=[QUESTION]).choices[0].message.content == GREETING
