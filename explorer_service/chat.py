@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from explorer_service.answer import CallerStays
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import Engine, Seat
 from explorer_service.engines.upstream import engage, on_some_engine, read_whole
-from explorer_service.errors import ApiError, unavailable
+from explorer_service.errors import unavailable
 from explorer_service.request import CHAT, COMPLETION, Chat, Surface, parse_chat, read_body
 from explorer_service.sampled import split_reply
 from shared.errors import LedgerError
@@ -45,8 +44,8 @@ async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
         from explorer_service.stream import stream_chat
 
         return await stream_chat(chat, deps)
-    with caller.limit.taken():
-        return await while_caller_waits(request, _answer_whole(chat, deps))
+    with caller.limit.taken(), CallerStays(request.receive):
+        return await _answer_whole(chat, deps)
 
 
 async def _answer_whole(chat: Chat, deps: Deps) -> Response:
@@ -67,22 +66,6 @@ async def _answer_whole(chat: Chat, deps: Deps) -> Response:
         await record_or_fail(samples, deps)
     deps.metrics.chat_added.observe(time.perf_counter() - chat.started - seat.engine_s)
     return response
-
-
-async def while_caller_waits(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The answer; when the caller goes away before it is there, the work is cancelled, and the engine aborts."""
-    answering = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(request.receive())  # the body is read: all that can still come is a disconnect
-    try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            answering.cancel()
-            await asyncio.wait((answering,))
-            raise ApiError(499, "the caller went away", kind="client_closed_request")
-        return answering.result()
-    finally:
-        answering.cancel()
-        leaving.cancel()
 
 
 async def record_or_fail(samples: list[Sample], deps: Deps) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from explorer_service.auth import Auth
+from explorer_service.engines.connection import Connections
 from explorer_service.engines.pool import EnginePool
 from explorer_service.fleet import Fleet
 from explorer_service.record import Recorder
@@ -50,7 +51,8 @@ class Deps:
     router: Router
     auth: Auth
     metrics: ExplorerMetrics
-    session: aiohttp.ClientSession
+    connections: Connections  # chats to engines
+    session: aiohttp.ClientSession  # engines' administration
     fleet: Fleet
     started_at: float = field(default_factory=time.time)  # Unix seconds
     in_flight: InFlight = field(default_factory=InFlight)

@@ -7,16 +7,17 @@ sample nothing. Bodies and streams pass as they are, but for the model's name.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 
-import aiohttp
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
-from explorer_service.chat import VERSION_HEADER, while_caller_waits
+from explorer_service.answer import CallerStays, StreamAnswer
+from explorer_service.chat import VERSION_HEADER
 from explorer_service.deps import Deps
+from explorer_service.engines.connection import Reply
 from explorer_service.engines.pool import Engine, Seat
 from explorer_service.engines.upstream import Ask, engage, on_some_engine, read_whole
 from explorer_service.request import decode_body, read_body
@@ -35,14 +36,15 @@ async def answer_unrecorded(request: Request, deps: Deps) -> Response:
     stack = AsyncExitStack()
     try:
         stack.enter_context(caller.limit.taken())
-        return await while_caller_waits(request, _answer(ask, stack, deps))
+        with CallerStays(request.receive):
+            return await _answer(ask, stack, deps)
     except BaseException:
         await stack.aclose()
         raise
 
 
 async def _answer(ask: Ask, stack: AsyncExitStack, deps: Deps) -> Response:
-    async def attempt(avoid: list[Engine]) -> tuple[Seat, aiohttp.ClientResponse]:
+    async def attempt(avoid: list[Engine]) -> tuple[Seat, Reply]:
         return await stack.enter_async_context(engage(ask, deps, avoid))
 
     seat, reply = await on_some_engine(attempt, deps)
@@ -52,9 +54,9 @@ async def _answer(ask: Ask, stack: AsyncExitStack, deps: Deps) -> Response:
         await stack.aclose()
         return Response(content, reply.status, headers, media_type=reply.content_type)
 
-    async def chunks() -> AsyncIterator[bytes]:
+    async def chunks() -> AsyncGenerator[bytes]:
         async with stack:
-            async for chunk in reply.content.iter_any():
+            while chunk := await reply.read_some():
                 yield chunk
 
-    return StreamingResponse(chunks(), reply.status, headers, media_type="text/event-stream")
+    return StreamAnswer(chunks(), reply.status, headers)

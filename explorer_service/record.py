@@ -73,9 +73,7 @@ class Recorder:
         """Store samples durably. Raises LedgerError."""
         await self._hand_in(_Job(lambda connection: transitions.record(connection, samples), samples))
         quarantined = sum(sample.quarantine is not None for sample in samples)
-        self._metrics.record_rows.labels("recorded").inc(len(samples) - quarantined)
-        if quarantined:
-            self._metrics.record_rows.labels("quarantined").inc(quarantined)
+        self._metrics.count_recorded(len(samples), quarantined)
 
     def _run(self) -> None:
         while True:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from typing import Any
 
-import aiohttp
 import msgspec
 from msgspec import Raw
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
+from explorer_service.answer import StreamAnswer
 from explorer_service.chat import VERSION_HEADER, record_or_fail
 from explorer_service.deps import Deps
+from explorer_service.engines.connection import ConnectionLost, Reply
 from explorer_service.engines.pool import Engine, Seat
 from explorer_service.engines.upstream import engage, on_some_engine, read_whole
 from explorer_service.errors import ApiError, unavailable
@@ -32,7 +33,7 @@ async def stream_chat(chat: Chat, deps: Deps) -> Response:
     ask = chat.ask(deps.config.model.name)
     stack = AsyncExitStack()
 
-    async def attempt(avoid: list[Engine]) -> tuple[Seat, aiohttp.ClientResponse]:
+    async def attempt(avoid: list[Engine]) -> tuple[Seat, Reply]:
         return await stack.enter_async_context(engage(ask, deps, avoid))
 
     try:
@@ -48,49 +49,43 @@ async def stream_chat(chat: Chat, deps: Deps) -> Response:
         raise
     deps.in_flight.begin(chat.msg_id)
 
-    async def events() -> AsyncIterator[bytes]:
+    async def events() -> AsyncGenerator[bytes]:
         try:
-            first = True
             async with stack:
                 async for event in _relay(reply, chat, seat, deps):
-                    if first:
-                        deps.metrics.chat_first_token.observe(time.perf_counter() - chat.started)
-                        first = False
                     yield event
         finally:
             deps.in_flight.end(chat.msg_id)
 
-    headers = {VERSION_HEADER: str(seat.version), "Cache-Control": "no-cache"}
-    return StreamingResponse(events(), headers=headers, media_type="text/event-stream")
+    return StreamAnswer(events(), 200, {VERSION_HEADER: str(seat.version), "Cache-Control": "no-cache"})
 
 
-async def _relay(reply: aiohttp.ClientResponse, chat: Chat, seat: Seat, deps: Deps) -> AsyncIterator[bytes]:
+async def _relay(reply: Reply, chat: Chat, seat: Seat, deps: Deps) -> AsyncGenerator[bytes]:
+    """The caller's events: each of the engine's as it comes, and `[DONE]` once the rows stand."""
     heard = Heard(chat)
+    rest = b""
+    first = True
     try:
-        async for event in _events(reply):
-            if event == DONE:
-                if chat.store:
-                    await record_or_fail(heard.samples(seat), deps)
-                yield DONE
-                return
-            yield heard.take(event) if chat.store else event
-    except (aiohttp.ClientError, TimeoutError) as exc:
+        while chunk := await reply.read_some():
+            rest += chunk
+            while (end := rest.find(b"\n\n") + 2) > 1:
+                event, rest = rest[:end], rest[end:]
+                if event == DONE:
+                    if chat.store:
+                        await record_or_fail(heard.samples(seat), deps)
+                    yield DONE
+                    return
+                if first:
+                    deps.metrics.chat_first_token.observe(time.perf_counter() - chat.started)
+                    first = False
+                yield heard.take(event) if chat.store else event
+    except (ConnectionLost, TimeoutError) as exc:
         lost = unavailable(
             f"engine {seat.engine.name} broke off ({exc or type(exc).__name__}); try again", "engine_lost"
         )
         yield b"data: " + lost.body() + b"\n\n"
     except ApiError as error:  # the head is out already: say it in the stream, and leave [DONE] out
         yield b"data: " + error.body() + b"\n\n"
-
-
-async def _events(reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Server-sent events, whole, each with its blank line."""
-    rest = b""
-    async for chunk in reply.content.iter_any():
-        rest += chunk
-        while (end := rest.find(b"\n\n")) >= 0:
-            yield rest[: end + 2]
-            rest = rest[end + 2 :]
 
 
 class Heard:

@@ -14,6 +14,7 @@ from explorer_service.app import build_app
 from explorer_service.auth import Auth
 from explorer_service.deps import Deps
 from explorer_service.engines.client import open_session
+from explorer_service.engines.connection import Connections
 from explorer_service.engines.pool import EnginePool
 from explorer_service.fleet import Fleet
 from explorer_service.record import Recorder
@@ -125,11 +126,13 @@ def make_deps_factory(
             router=Router(config.model.name, pool),
             auth=Auth(explorer),
             metrics=metrics,
-            session=open_session(explorer.request_timeout_s),
+            connections=Connections(explorer.request_timeout_s),
+            session=open_session(),
             fleet=Fleet(ledger, recorder),
         )
 
     async def close_deps(deps: Deps) -> None:
+        deps.connections.close()
         await deps.session.close()
         await deps.recorder.stop()
 

@@ -7,6 +7,7 @@ of them is asked answers for all.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -67,6 +68,23 @@ class ExplorerMetrics:
         self.update_step = self._ledger_gauge("flywheel_update_step_number", "Updates behind the trainer's saved state")
         self.publish_version = self._ledger_gauge("flywheel_publish_version_number", "Newest version published")
         self.reload_lag = self._ledger_gauge("flywheel_reload_lag_versions", "Newest version less the one in service")
+
+        self._answered: dict[int, Any] = {}
+        self._recorded = self.record_rows.labels("recorded")  # looking a label up costs a chat more than counting
+
+    def count_answer(self, status: int, seconds: float) -> None:
+        """A chat was answered: its HTTP status, and how long that took."""
+        self.chat_latency.observe(seconds)
+        counter = self._answered.get(status)
+        if counter is None:
+            counter = self._answered[status] = self.chat_requests.labels(str(status))
+        counter.inc()
+
+    def count_recorded(self, rows: int, quarantined: int) -> None:
+        """Samples were stored, some of them out of the way."""
+        self._recorded.inc(rows - quarantined)
+        if quarantined:
+            self.record_rows.labels("quarantined").inc(quarantined)
 
     def _ledger_gauge(self, name: str, meaning: str) -> Gauge:
         """What the ledger says, read when someone asks."""

@@ -131,6 +131,8 @@ class ScriptedEngine:
             return _bad_request("temperature: a number")
         if type(body.get("n") or 1) is not int or not 1 <= (body.get("n") or 1) <= 16:
             return _bad_request("n: a small integer")
+        if body.get("stream") not in (None, True, False):
+            return _bad_request("stream: yes or no")
         if script.die_on_chat:
             assert request.transport is not None
             request.transport.abort()

@@ -8,20 +8,18 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from explorer_service.engines.connection import CONNECT_TIMEOUT_S, KEEPALIVE_S
 from shared.errors import EngineError
 from shared.versions import ProbeSequence
 
 HEALTH_TIMEOUT_S = 5.0
-# vLLM closes idle connections after 5 s; ours go first, so that no request meets a closing one.
-KEEPALIVE_S = 4.0
 
 
-def open_session(request_timeout_s: float) -> aiohttp.ClientSession:
-    """The session that all engine traffic of this process shares."""
+def open_session() -> aiohttp.ClientSession:
+    """The session for the administration of all engines."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=request_timeout_s, connect=10.0),
-        auto_decompress=False,
+        timeout=aiohttp.ClientTimeout(connect=CONNECT_TIMEOUT_S),
     )
 
 

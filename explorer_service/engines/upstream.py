@@ -11,9 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-import aiohttp
-
 from explorer_service.deps import Deps
+from explorer_service.engines.connection import ConnectionLost, Reply
 from explorer_service.engines.pool import Engine, EngineState, Seat
 from explorer_service.errors import RETRY_AFTER_S, ApiError
 
@@ -55,7 +54,7 @@ async def on_some_engine(attempt: Callable[[list[Engine]], Awaitable[T]], deps: 
 
 
 @asynccontextmanager
-async def engage(ask: Ask, deps: Deps, avoid: list[Engine]) -> AsyncIterator[tuple[Seat, aiohttp.ClientResponse]]:
+async def engage(ask: Ask, deps: Deps, avoid: list[Engine]) -> AsyncIterator[tuple[Seat, Reply]]:
     """A seat and the engine's answer, its head read. Raises ApiError 503, EngineLost among them."""
     async with deps.router.seat(ask.pin, seeded=ask.seeded, affinity=ask.affinity, avoid=avoid) as seat:
         started = time.perf_counter()
@@ -65,35 +64,26 @@ async def engage(ask: Ask, deps: Deps, avoid: list[Engine]) -> AsyncIterator[tup
             try:
                 yield seat, reply
             finally:
-                if reply.content.at_eof():
-                    reply.release()
-                else:
-                    reply.close()  # the engine aborts what it was sampling
+                reply.close()  # when it is not whole, the engine aborts what it was sampling
         finally:
             seat.engine_s = time.perf_counter() - started
             deps.metrics.chat_in_flight.dec()
             deps.metrics.chat_engine.observe(seat.engine_s)
 
 
-async def _send(ask: Ask, seat: Seat, deps: Deps) -> aiohttp.ClientResponse:
-    url = seat.engine.url + ask.path
+async def _send(ask: Ask, seat: Seat, deps: Deps) -> Reply:
     headers = {"X-Request-Id": ask.request_id, "Content-Type": "application/json"}
-    for last in (False, True):
-        try:
-            return await deps.session.request(ask.method, url, data=ask.data, headers=headers)
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as exc:
-            if last or isinstance(exc, aiohttp.ClientConnectorError):  # else once more, on a new connection
-                raise await engine_lost(seat, deps, exc) from exc
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            raise await engine_lost(seat, deps, exc) from exc
-    raise AssertionError("unreachable")
+    try:
+        return await deps.connections.request(ask.method, seat.engine.url, ask.path, ask.data, headers)
+    except (ConnectionLost, TimeoutError) as exc:
+        raise await engine_lost(seat, deps, exc) from exc
 
 
-async def read_whole(reply: aiohttp.ClientResponse, seat: Seat, deps: Deps) -> bytes:
+async def read_whole(reply: Reply, seat: Seat, deps: Deps) -> bytes:
     """The answer's body. Raises EngineLost."""
     try:
         return await reply.read()
-    except (aiohttp.ClientError, TimeoutError) as exc:
+    except (ConnectionLost, TimeoutError) as exc:
         raise await engine_lost(seat, deps, exc) from exc
 
 

@@ -1,0 +1,69 @@
+"""Answers on their way to the caller, and callers who go away before they have them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from types import TracebackType
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from explorer_service.errors import ApiError
+
+
+class CallerStays:
+    """`with CallerStays(receive):` — when the caller goes away the block is cancelled, and ends as ApiError 499.
+
+    receive: ASGI's, of a request whose body has been read: all that can still come is a disconnect.
+    """
+
+    __slots__ = ("_left", "_receive", "_task", "_watch")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left = False
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._watch: asyncio.Future[Any] = asyncio.ensure_future(self._receive())
+        self._watch.add_done_callback(self._on_message)
+
+    def _on_message(self, watch: asyncio.Future[Any]) -> None:
+        if not watch.cancelled() and self._task is not None:
+            self._left = True
+            self._task.cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watch.remove_done_callback(self._on_message)
+        self._watch.cancel()
+        if self._left and self._task is not None:
+            self._task.uncancel()
+            if isinstance(exc, asyncio.CancelledError):
+                raise ApiError(499, "the caller went away", kind="client_closed_request") from exc
+
+
+class StreamAnswer(Response):
+    """Server-sent events, each sent as it comes; the generator is closed when they end or the caller goes away."""
+
+    def __init__(self, events: AsyncGenerator[bytes], status: int, headers: Mapping[str, str]) -> None:
+        self.events = events
+        self.status_code = status
+        self.media_type = "text/event-stream"
+        self.background = None
+        self.init_headers(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with CallerStays(receive):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async for event in self.events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except ApiError:  # nobody is there to hear of it
+            return
+        finally:
+            await self.events.aclose()
