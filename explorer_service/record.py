@@ -8,11 +8,11 @@ that fails undoes itself alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
@@ -33,10 +33,13 @@ _MAX_GROUP = 256
 class _Job:
     __slots__ = ("future", "samples", "work")
 
-    def __init__(self, work: Callable[[Connection], Any], samples: list[Sample] | None = None) -> None:
+    def __init__(self, future: asyncio.Future[Any], work: Callable[[Connection], Any], samples: list[Sample]) -> None:
+        self.future = future
         self.work = work
         self.samples = samples  # of a job that does nothing but store them: such jobs are done together
-        self.future: Future[Any] = Future()
+
+
+_Outcome = tuple[_Job, Any, BaseException | None]
 
 
 class Recorder:
@@ -50,6 +53,8 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
 
     def start(self) -> None:
+        """Begin; answers come in the running event loop."""
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
@@ -62,16 +67,17 @@ class Recorder:
 
         Returns its result once it is durable. Raises what `work` raised, or LedgerError, with nothing changed.
         """
-        result: T = await self._hand_in(_Job(work))
+        result: T = await self._hand_in(work, [])
         return result
 
-    async def _hand_in(self, job: _Job) -> Any:
-        self._jobs.put(job)
-        return await asyncio.wrap_future(job.future)
+    def _hand_in(self, work: Callable[[Connection], Any], samples: list[Sample]) -> asyncio.Future[Any]:
+        future = self._loop.create_future()
+        self._jobs.put(_Job(future, work, samples))
+        return future
 
     async def record(self, samples: list[Sample]) -> None:
         """Store samples durably. Raises LedgerError."""
-        await self._hand_in(_Job(lambda connection: transitions.record(connection, samples), samples))
+        await self._hand_in(lambda connection: transitions.record(connection, samples), samples)
         quarantined = sum(sample.quarantine is not None for sample in samples)
         self._metrics.count_recorded(len(samples), quarantined)
 
@@ -95,12 +101,14 @@ class Recorder:
                 return
 
     def _commit_group(self, group: list[_Job]) -> None:
-        """Run the jobs in one transaction and answer each once it is durable."""
-        outcomes: list[tuple[_Job, Any, BaseException | None]] = []
+        """Run the jobs in one transaction, or those that cannot be run together one by one in another; then answer."""
         started = time.perf_counter()
         try:
-            with self._ledger.write() as connection:
-                outcomes = _attempt_all(group, connection)
+            try:
+                outcomes = self._commit(group, _store_together) if all(job.samples for job in group) else []
+            except _Apart:
+                outcomes = []
+            outcomes = outcomes or self._commit(group, _attempt_each)
         except LedgerError as error:
             if not self._away:  # said once, until it is back
                 log.error("the ledger does not store; callers get 503", reason=str(error))
@@ -116,30 +124,39 @@ class Recorder:
                 log.info("the ledger stores again")
             self._away = False
         self._metrics.record_commit.observe(time.perf_counter() - started)
-        for job, result, failure in outcomes:
-            if job.future.cancelled():
-                continue
-            if failure is not None:
-                job.future.set_exception(failure)
-            else:
-                job.future.set_result(result)
+        self._loop.call_soon_threadsafe(_answer, outcomes)  # once for all: each call wakes the loop
+
+    def _commit(self, group: list[_Job], run: Callable[[list[_Job], Connection], list[_Outcome]]) -> list[_Outcome]:
+        with self._ledger.write() as connection:
+            return run(group, connection)
 
 
-def _attempt_all(group: list[_Job], connection: Connection) -> list[tuple[_Job, Any, BaseException | None]]:
-    """All samples in one statement, then the other jobs; one by one what cannot be done together."""
-    recording = [job for job in group if job.samples is not None]
-    outcomes: list[tuple[_Job, Any, BaseException | None]] = []
-    if len(recording) > 1:
-        samples = [sample for job in recording for sample in job.samples or ()]
-        together = _attempt(_Job(lambda connection: transitions.record(connection, samples)), connection)
-        if together[2] is None:
-            outcomes = [(job, None, None) for job in recording]
-    if not outcomes:
-        outcomes = [_attempt(job, connection) for job in recording]
-    return outcomes + [_attempt(job, connection) for job in group if job.samples is None]
+class _Apart(Exception):
+    """The jobs of a group cannot be done together."""
 
 
-def _attempt(job: _Job, connection: Connection) -> tuple[_Job, Any, BaseException | None]:
+def _store_together(group: list[_Job], connection: Connection) -> list[_Outcome]:
+    """Chats only, as nearly always: all their samples at once, with no savepoint."""
+    try:
+        transitions.record(connection, [sample for job in group for sample in job.samples])
+    except OperationalError:
+        raise
+    except Exception as error:
+        raise _Apart from error
+    return [(job, None, None) for job in group]
+
+
+def _attempt_each(group: list[_Job], connection: Connection) -> list[_Outcome]:
+    """Chats in one savepoint if they can be, every other job in its own: one that fails undoes itself alone."""
+    chats = [job for job in group if job.samples]
+    done: list[_Outcome] = []
+    if len(chats) > 1:
+        with contextlib.suppress(_Apart), connection.begin_nested():
+            done = _store_together(chats, connection)
+    return done + [_attempt(job, connection) for job in group if not (done and job.samples)]
+
+
+def _attempt(job: _Job, connection: Connection) -> _Outcome:
     savepoint = connection.begin_nested()
     try:
         result = job.work(connection)
@@ -154,3 +171,13 @@ def _attempt(job: _Job, connection: Connection) -> tuple[_Job, Any, BaseExceptio
             return job, None, LedgerError(f"the database refuses this ({cause})")
         return job, None, error
     return job, result, None
+
+
+def _answer(outcomes: list[_Outcome]) -> None:
+    for job, result, failure in outcomes:
+        if job.future.done():  # cancelled: nobody waits for it
+            continue
+        if failure is not None:
+            job.future.set_exception(failure)
+        else:
+            job.future.set_result(result)

@@ -207,7 +207,7 @@ def test_a_sample_that_cannot_be_stored_does_not_take_others_of_its_group_along(
         names = [f"m{n}" for n in range(20)] + ["m3"]
         return await asyncio.gather(*(recorder.record([sample(name)]) for name in names), return_exceptions=True)
 
-    results = asyncio.run(all_at_once())
+    results = asyncio.run_coroutine_threadsafe(all_at_once(), recorder._loop).result(30)
     assert sum(result is None for result in results) == 20
     (refused,) = (result for result in results if result is not None)
     assert isinstance(refused, IntegrityError | LedgerError)
