@@ -187,8 +187,10 @@ async def measure_chats(port: int, gateway: psutil.Process | None, in_flight: in
     }
 
 
-async def measure_streams(port: int, gateway: psutil.Process | None, in_flight: int, rounds: int) -> dict[str, float]:
-    """Streams of 64 events at 20 ms."""
+async def measure_streams(
+    port: int, gateway: psutil.Process | None, in_flight: int, rounds: int, within_s: float = 0.02
+) -> dict[str, float]:
+    """Streams of 64 events at 20 ms, that begin one after the other within so many seconds."""
     more = {"logprobs": True, "return_token_ids": True} if gateway is None else {}
     request = http_request(port, stream=True, **more)
     clients = [await connect(port) for _ in range(in_flight)]
@@ -197,7 +199,7 @@ async def measure_streams(port: int, gateway: psutil.Process | None, in_flight: 
     counts: set[int] = set()
 
     async def listener(client: Client, number: int) -> None:
-        await asyncio.sleep(0.02 * number / in_flight)  # not all events of all streams at one moment
+        await asyncio.sleep(within_s * number / in_flight)
         for _ in range(rounds):
             started = time.perf_counter()
             await client.ask(request)
@@ -238,6 +240,8 @@ async def measure(port: int, gateway: psutil.Process | None, requests: int, stre
         result[f"chats_{in_flight}"] = await measure_chats(port, gateway, in_flight, requests)
     for in_flight in (1, 16, 64) if streams else ():
         result[f"streams_{in_flight}"] = await measure_streams(port, gateway, in_flight, max(2, 32 // in_flight))
+    if streams:  # as many, but begun over a stream's whole length, as in a steady state
+        result["streams_64_steady"] = await measure_streams(port, gateway, 64, 2, within_s=1.28)
     return result
 
 

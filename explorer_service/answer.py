@@ -12,6 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from explorer_service.errors import ApiError
 
+DONE = b"data: [DONE]\n\n"
+
 
 class CallerStays:
     """`with CallerStays(receive):` — when the caller goes away the block is cancelled, and ends as ApiError 499.
@@ -61,7 +63,10 @@ class StreamAnswer(Response):
             with CallerStays(receive):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async for event in self.events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                    more = event is not DONE  # the last one ends the answer in the same write
+                    await send({"type": "http.response.body", "body": event, "more_body": more})
+                    if not more:
+                        return
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ApiError:  # nobody is there to hear of it
             return

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from explorer_service.errors import ApiError
 
@@ -23,17 +22,18 @@ class Limit:
         self._filled_at = clock()
         self.in_flight = 0
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """One request's place. Raises ApiError 429 with Retry-After."""
+    def taken(self) -> Limit:
+        """`with limit.taken():` — one request's place. Raises ApiError 429 with Retry-After."""
+        return self
+
+    def __enter__(self) -> None:
         if self._at_once is not None and self.in_flight >= self._at_once:
             raise _too_many(f"this key has {self.in_flight} requests in flight, the most it may have", 1)
         self._take_token()
         self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self.in_flight -= 1
 
     def _take_token(self) -> None:
         if self._per_minute is None:

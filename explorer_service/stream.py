@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 from starlette.responses import Response
 
-from explorer_service.answer import StreamAnswer
+from explorer_service.answer import DONE, StreamAnswer
 from explorer_service.chat import VERSION_HEADER, record_or_fail
 from explorer_service.deps import Deps
 from explorer_service.engines.connection import ConnectionLost, Reply
@@ -24,8 +24,6 @@ from explorer_service.engines.upstream import engage, on_some_engine, read_whole
 from explorer_service.errors import ApiError, unavailable
 from explorer_service.request import Chat
 from explorer_service.sampled import NULL, Sampled, decode_choices, decode_ids, decode_raw, strip
-
-DONE = b"data: [DONE]\n\n"
 
 
 async def stream_chat(chat: Chat, deps: Deps) -> Response:
@@ -38,7 +36,8 @@ async def stream_chat(chat: Chat, deps: Deps) -> Response:
 
     try:
         stack.enter_context(chat.caller.limit.taken())
-        await stack.enter_async_context(deps.fleet.streaming(chat.msg_id))
+        if not deps.fleet.alone:
+            await stack.enter_async_context(deps.fleet.streaming(chat.msg_id))
         seat, reply = await on_some_engine(attempt, deps)
         if reply.status != 200:
             content = await read_whole(reply, seat, deps)
