@@ -45,10 +45,11 @@ class Tokens:
     reply_ids: TokenArray
     logprobs: LogprobArray
 
-    # magic, layout version, 3 bytes reserved, prompt length, reply length; then the arrays, little-endian
-    _HEADER = struct.Struct("<4sB3xII")
+    # magic, layout, bytes of an id (layout 1 left it 0 and meant 4), 2 bytes reserved, prompt length, reply length;
+    # then the arrays, little-endian. Three bytes hold an id of any vocabulary up to 16 million.
+    _HEADER = struct.Struct("<4sBB2xII")
     _MAGIC = b"FWTK"
-    _LAYOUT = 1
+    _LAYOUT = 2
 
     def check(self) -> None:
         """Raise CorruptTokens unless the arrays agree in length and every logprob is finite and ≤ 0 (+ rounding)."""
@@ -60,12 +61,14 @@ class Tokens:
             raise CorruptTokens("a logprob is not a finite number of at most 0")
 
     def encode(self) -> bytes:
-        """The arrays as bytes: 16 bytes of header, then 4 bytes for each element."""
+        """The arrays as bytes: 16 bytes of header, 2 to 4 for each id, 4 for each logprob."""
+        ids = np.concatenate((self.prompt_ids, self.reply_ids)).astype("<u4", copy=False)
+        largest = int(ids.max(initial=0))
+        width = 2 if largest < 1 << 16 else 3 if largest < 1 << 24 else 4
         return b"".join(
             (
-                self._HEADER.pack(self._MAGIC, self._LAYOUT, len(self.prompt_ids), len(self.reply_ids)),
-                self.prompt_ids.astype("<i4", copy=False).tobytes(),
-                self.reply_ids.astype("<i4", copy=False).tobytes(),
+                self._HEADER.pack(self._MAGIC, self._LAYOUT, width, len(self.prompt_ids), len(self.reply_ids)),
+                ids.view(np.uint8).reshape(-1, 4)[:, :width].tobytes(),  # the low bytes come first
                 self.logprobs.astype("<f4", copy=False).tobytes(),
             )
         )
@@ -75,14 +78,19 @@ class Tokens:
         """The inverse of `encode`. Raises CorruptTokens for bytes that `encode` did not write."""
         if len(data) < cls._HEADER.size:
             raise CorruptTokens(f"{len(data)} bytes are no token arrays")
-        magic, layout, n_prompt, n_reply = cls._HEADER.unpack_from(data)
-        if magic != cls._MAGIC or layout != cls._LAYOUT:
-            raise CorruptTokens(f"unknown layout {magic!r} {layout}")
-        if len(data) != cls._HEADER.size + 4 * (n_prompt + 2 * n_reply):
+        magic, layout, width, n_prompt, n_reply = cls._HEADER.unpack_from(data)
+        width = 4 if layout == 1 else width
+        if magic != cls._MAGIC or layout not in (1, cls._LAYOUT) or width not in (2, 3, 4):
+            raise CorruptTokens(f"unknown layout {magic!r} {layout} {width}")
+        n_ids = n_prompt + n_reply
+        if len(data) != cls._HEADER.size + width * n_ids + 4 * n_reply:
             raise CorruptTokens(f"{len(data)} bytes for {n_prompt} prompt and {n_reply} reply tokens")
-        body = np.frombuffer(data, dtype="<i4", offset=cls._HEADER.size, count=n_prompt + n_reply)
-        logprobs = np.frombuffer(data, dtype="<f4", offset=cls._HEADER.size + 4 * (n_prompt + n_reply), count=n_reply)
-        return cls(body[:n_prompt], body[n_prompt:], logprobs)
+        low = np.frombuffer(data, dtype=np.uint8, offset=cls._HEADER.size, count=width * n_ids).reshape(n_ids, width)
+        ids = np.zeros((n_ids, 4), dtype=np.uint8)
+        ids[:, :width] = low
+        logprobs = np.frombuffer(data, dtype="<f4", offset=cls._HEADER.size + width * n_ids, count=n_reply)
+        ids_flat = ids.view("<i4").reshape(n_ids)
+        return cls(ids_flat[:n_prompt], ids_flat[n_prompt:], logprobs)
 
 
 @dataclass(frozen=True, slots=True)

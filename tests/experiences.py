@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+from sqlalchemy import update
 
 from shared.config import Config, RewardConfig
 from shared.experience import Experience, Sample, Sampling, Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.tables import experiences
 from shared.reward import Signal
 
 
@@ -68,6 +70,9 @@ def record_ready(ledger: Ledger, rows: list[Experience], key_name: str | None = 
     with ledger.write() as connection:
         transitions.record(connection, samples)
         for row in rows:
+            if row.conversation_id != row.msg_id:
+                mine = update(experiences).where(experiences.c.msg_id == row.msg_id)
+                connection.execute(mine.values(conversation_id=row.conversation_id))
             said = [Signal("reward", value=row.reward)]
             transitions.apply_feedback(
                 connection,

@@ -17,7 +17,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, delete, func, insert, or_, select, true, update
+from sqlalchemy import (
+    CTE,
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    Update,
+    and_,
+    delete,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    true,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.config import RewardConfig
@@ -412,33 +428,91 @@ def count_ready(connection: Connection) -> int:
 def claim(
     connection: Connection, *, owner: str, at_least: int, at_most: int, lease_s: float, share_per_key: float = 1.0
 ) -> int | None:
-    """READY → LEASED for the oldest rows, as one batch of `owner`.
+    """READY → LEASED for the oldest rows, as one batch of `owner`. A trajectory's ready rows are claimed together.
 
-    share_per_key: largest part of `at_most` whose rewards one key has set.
-    Returns the batch's id, or None, with nothing changed, when fewer than `at_least` rows are ready.
+    at_most: rows; a batch exceeds it by what its last trajectory needs to stay whole.
+    share_per_key: largest part of `at_most` whose rewards one key has set; it goes before trajectories staying whole.
+    Returns the batch's id, or None, with nothing changed, when fewer than `at_least` rows can be had.
     """
-    now = time.time()
-    oldest = select(experiences.c.id).where(experiences.c.state == State.READY).order_by(experiences.c.id)
-    oldest = oldest.limit(at_most)
+    eligible: list[ColumnElement[bool]] = [experiences.c.state == State.READY]
     if share_per_key < 1:
-        oldest = oldest.where(experiences.c.id.in_(_first_of_each_key(max(1, int(share_per_key * at_most)))))
+        eligible.append(experiences.c.id.in_(_first_of_each_key(max(1, int(share_per_key * at_most)))))
+    now = time.time()
+    batch = {"owner": owner, "state": "LEASED", "lease_until": now + lease_s, "created_at": now}
+    at_least = max(at_least, 1)
     if connection.dialect.name == "postgresql":
-        oldest = oldest.with_for_update(skip_locked=True)
-    ids = connection.execute(oldest).scalars().all()
-    if len(ids) < max(at_least, 1):
+        statement = _claim_in_one_statement(batch, eligible, at_least, at_most)
+        batch_id: int | None = connection.execute(statement).scalars().first()
+        return batch_id
+    oldest = _oldest(eligible, at_most)
+    mates = _mates(oldest, eligible)
+    ids = connection.execute(_whole_trajectories(mates, at_most)).scalars().all()
+    if len(ids) < at_least:
         return None
-    batch_id = connection.execute(
-        insert(batches)
-        .values(owner=owner, state="LEASED", lease_until=now + lease_s, created_at=now)
-        .returning(batches.c.id)
-    ).scalar_one()
-    taken = connection.execute(
+    batch_id = connection.execute(insert(batches).values(batch).returning(batches.c.id)).scalar_one()
+    for start in range(0, len(ids), _MAX_PARAMETERS):
+        mine = experiences.c.id.in_(ids[start : start + _MAX_PARAMETERS])
+        connection.execute(update(experiences).where(mine).values(state=State.LEASED, batch_id=batch_id))
+    return batch_id
+
+
+def _oldest(eligible: list[ColumnElement[bool]], at_most: int) -> Select[Any]:
+    """The rows in whose order trajectories are claimed."""
+    columns = (experiences.c.id, experiences.c.conversation_id)
+    return select(*columns).where(*eligible).order_by(experiences.c.id).limit(at_most)
+
+
+def _mates(oldest: Select[Any], eligible: list[ColumnElement[bool]]) -> CTE:
+    """All rows of the trajectories of the oldest, each with its trajectory's first."""
+    rows = oldest.cte("oldest")
+    firsts = (
+        select(rows.c.conversation_id, func.min(rows.c.id).label("first_id")).group_by(rows.c.conversation_id)
+    ).cte("firsts")
+    together = experiences.c.conversation_id == firsts.c.conversation_id
+    return (
+        select(experiences.c.id, firsts.c.first_id)
+        .join_from(firsts, experiences, together)
+        .where(*eligible)
+        .cte("mates")
+    )
+
+
+def _whole_trajectories(mates: CTE, at_most: int, *where: ColumnElement[bool]) -> Select[Any]:
+    """The ids of whole trajectories, oldest first, until `at_most` rows are reached."""
+    so_far = func.count().over(order_by=mates.c.first_id)  # with all of its own trajectory
+    own = func.count().over(partition_by=mates.c.first_id)
+    ranked = select(mates.c.id, (so_far - own).label("before")).where(*where).subquery("ranked")
+    return select(ranked.c.id).where(ranked.c.before < at_most).order_by(ranked.c.id)
+
+
+def _claim_in_one_statement(
+    batch: dict[str, Any], eligible: list[ColumnElement[bool]], at_least: int, at_most: int
+) -> Update:
+    """PostgreSQL's way: rows that another trainer holds locked are passed over, and with them their trajectories."""
+    oldest = _oldest(eligible, at_most).with_for_update(skip_locked=True)
+    mates = _mates(oldest, eligible)
+    locked = (
+        select(experiences.c.id)
+        .where(experiences.c.id.in_(select(mates.c.id)), experiences.c.state == State.READY)
+        .with_for_update(skip_locked=True)
+    ).cte("locked")
+    all_of_it = func.count(mates.c.id) == func.count(locked.c.id)
+    whole = (
+        select(mates.c.first_id)
+        .outerjoin_from(mates, locked, locked.c.id == mates.c.id)
+        .group_by(mates.c.first_id)
+        .having(all_of_it)
+    )
+    picked = _whole_trajectories(mates, at_most, mates.c.first_id.in_(whole)).cte("picked")
+    enough = select(func.count()).select_from(picked).scalar_subquery() >= at_least
+    values = select(*(literal(value, batches.c[name].type).label(name) for name, value in batch.items())).where(enough)
+    made = insert(batches).from_select(list(batch), values).returning(batches.c.id).cte("made")
+    return (
         update(experiences)
-        .where(experiences.c.id.in_(ids), experiences.c.state == State.READY)
-        .values(state=State.LEASED, batch_id=batch_id)
-    ).rowcount
-    assert taken == len(ids), f"claimed {taken} of {len(ids)} locked rows"
-    return int(batch_id)
+        .where(experiences.c.id == picked.c.id, select(made.c.id).exists())
+        .values(state=State.LEASED, batch_id=select(made.c.id).scalar_subquery())
+        .returning(experiences.c.batch_id)
+    )
 
 
 def _first_of_each_key(at_most: int) -> Select[Any]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from sqlalchemy import select
 
 from shared.config import TrainerConfig
 from shared.experience import Experience, Sampling, Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state
+from shared.ledger.tables import experiences
 from shared.lifecycle import StopRequest
 from tests.experiences import record_ready
 from trainer_service.claim import Claimer
@@ -54,6 +57,32 @@ def test_a_smaller_batch_is_taken_only_after_its_time(ledger):
     threading.Timer(0.3, stop.set).start()
     assert patient.next() is None
     assert len(claimer(ledger, batch_size=4, batch_timeout_s=0.1).next().rows) == 3
+
+
+def turns(conversation: str, count: int) -> list[Experience]:
+    """A conversation's rows."""
+    return [replace(row, conversation_id=conversation) for row in rows(count, name=f"{conversation}-")]
+
+
+def test_a_trajectory_is_claimed_whole_even_when_the_batch_grows_over_it(ledger):
+    record_ready(ledger, [*turns("a", 2), *turns("b", 3), *rows(3)])
+    record_ready(ledger, [replace(row, msg_id="a-late") for row in turns("a", 1)])
+    assert names(claimer(ledger, batch_size=4).next()) == ["a-0", "a-1", "b-0", "b-1", "b-2", "a-late"]
+    assert names(claimer(ledger, batch_size=3).next()) == ["m0", "m1", "m2"]
+
+
+def test_a_trajectory_that_another_trainer_looks_at_is_never_split(ledger):
+    """PostgreSQL: one locked row keeps its whole trajectory out, and no other."""
+    if ledger.shown_url.startswith("sqlite"):
+        pytest.skip("SQLite's writers wait for each other")
+    record_ready(ledger, [*turns("a", 3), *rows(2)])
+    with ledger.write() as other:
+        other.execute(select(experiences.c.id).where(experiences.c.msg_id == "a-1").with_for_update())
+        with ledger.write() as connection:
+            assert transitions.claim(connection, owner="t", at_least=1, at_most=2, lease_s=60) is None
+            batch = transitions.claim(connection, owner="t", at_least=1, at_most=4, lease_s=60)
+            assert names(transitions.load_lease(connection, batch)) == ["m0", "m1"]
+    assert names(claimer(ledger, batch_size=3).next()) == ["a-0", "a-1", "a-2"]
 
 
 def test_two_trainers_never_hold_the_same_row(ledger):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -83,12 +84,24 @@ def tokens(prompt: int = 3, reply: int = 2, logprobs: int | None = None) -> Toke
     return Tokens(np.arange(prompt, dtype=np.int32), np.arange(reply, dtype=np.int32), -np.ones(n, np.float32))
 
 
-def test_tokens_come_back_from_bytes_as_they_were():
-    before = tokens(5, 3)
-    after = Tokens.decode(before.encode())
+def assert_same(before: Tokens, after: Tokens) -> None:
     for name in ("prompt_ids", "reply_ids", "logprobs"):
         np.testing.assert_array_equal(getattr(before, name), getattr(after, name))
-    assert len(before.encode()) == 16 + 4 * (5 + 3 + 3)
+        assert getattr(after, name).dtype == getattr(before, name).dtype
+
+
+@pytest.mark.parametrize(("largest", "width"), [(0xFFFF, 2), (0x10000, 3), (151_935, 3), (1 << 24, 4), (2**31 - 1, 4)])
+def test_tokens_come_back_from_bytes_as_they_were(largest, width):
+    before = tokens(5, 3)
+    before.reply_ids[1] = largest
+    assert_same(before, Tokens.decode(before.encode()))
+    assert len(before.encode()) == 16 + width * (5 + 3) + 4 * 3
+
+
+def test_tokens_of_the_first_layout_are_read():
+    before = tokens(2, 1)
+    arrays = struct.pack("<3i", 0, 1, 0) + struct.pack("<f", -1.0)
+    assert_same(before, Tokens.decode(struct.pack("<4sB3xII", b"FWTK", 1, 2, 1) + arrays))
 
 
 @pytest.mark.parametrize(
