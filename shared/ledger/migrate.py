@@ -30,14 +30,19 @@ def bring_to_head(connection: Connection) -> bool:
         )
     if at is None and inspect(connection).has_table("experiences"):
         raise LedgerError("the database has a table `experiences` that is not ours; name an empty database")
+    run_steps(connection, HEAD)
+    return True
+
+
+def run_steps(connection: Connection, target: str) -> None:
+    """Run the steps from where the database is to `target`."""
     from alembic import command  # a tenth of a second, and only when there is something to do
     from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
-    return True
+    command.upgrade(config, target)
 
 
 def schema_version(connection: Connection) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -56,14 +58,21 @@ experiences = Table(
     Column("created_at", Float, nullable=False),  # Unix seconds
     UniqueConstraint("msg_id", "choice", name="uq_experiences_message"),
 )
-for _state in ("RECORDED", "READY", "LEASED"):  # each index holds only the rows that someone polls for
-    _where = text(f"state = '{_state}'")
-    Index(f"ix_experiences_{_state.lower()}", experiences.c.id, sqlite_where=_where, postgresql_where=_where)
-Index("ix_experiences_task", experiences.c.task_id, experiences.c.run_id)
-Index("ix_experiences_batch", experiences.c.batch_id)
+
+
+def _partial_index(name: str, where: str, *columns: Column[Any]) -> None:
+    """An index of only the rows that someone looks for by it."""
+    Index(f"ix_experiences_{name}", *columns, sqlite_where=text(where), postgresql_where=text(where))
+
+
+for _state in ("RECORDED", "READY", "LEASED"):
+    _partial_index(_state.lower(), f"state = '{_state}'", experiences.c.id)
+_partial_index("rewarded", "state = 'RECORDED' AND reward IS NOT NULL", experiences.c.id)
+_partial_index("task", "task_id IS NOT NULL", experiences.c.task_id, experiences.c.run_id)
+_partial_index("batch", "batch_id IS NOT NULL", experiences.c.batch_id)
+_partial_index("parent", "parent_id IS NOT NULL", experiences.c.parent_id)
 Index("ix_experiences_conversation", experiences.c.conversation_id)
 Index("ix_experiences_exchange", experiences.c.exchange)
-Index("ix_experiences_parent", experiences.c.parent_id)
 
 payloads = Table(
     "payloads",

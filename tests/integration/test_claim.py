@@ -71,10 +71,9 @@ def test_a_trajectory_is_claimed_whole_even_when_the_batch_grows_over_it(ledger)
     assert names(claimer(ledger, batch_size=3).next()) == ["m0", "m1", "m2"]
 
 
-def test_a_trajectory_that_another_trainer_looks_at_is_never_split(ledger):
+def test_a_trajectory_that_another_trainer_looks_at_is_never_split(postgres):
     """PostgreSQL: one locked row keeps its whole trajectory out, and no other."""
-    if ledger.shown_url.startswith("sqlite"):
-        pytest.skip("SQLite's writers wait for each other")
+    ledger = Ledger.open(postgres.new_database().replace("postgresql://", "postgresql+psycopg://"))
     record_ready(ledger, [*turns("a", 3), *rows(2)])
     with ledger.write() as other:
         other.execute(select(experiences.c.id).where(experiences.c.msg_id == "a-1").with_for_update())
@@ -83,6 +82,7 @@ def test_a_trajectory_that_another_trainer_looks_at_is_never_split(ledger):
             batch = transitions.claim(connection, owner="t", at_least=1, at_most=4, lease_s=60)
             assert names(transitions.load_lease(connection, batch)) == ["m0", "m1"]
     assert names(claimer(ledger, batch_size=3).next()) == ["a-0", "a-1", "a-2"]
+    ledger.close()
 
 
 def test_two_trainers_never_hold_the_same_row(ledger):

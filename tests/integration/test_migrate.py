@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import select, text
+from sqlalchemy import create_engine, inspect, select, text
 
 from services.operate import migrate
 from shared.config import ledger_url
 from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.migrate import schema_version
+from shared.ledger.migrate import run_steps, schema_version
 from shared.ledger.migrations import HEAD
 from shared.ledger.queries import count_by_state
 from shared.ledger.tables import experiences, metadata, payloads
@@ -44,6 +44,21 @@ def test_opening_again_changes_nothing_and_keeps_the_rows(url):
     again.close()
 
 
+def test_a_ledger_of_the_first_schema_is_brought_to_this_one_with_its_rows(url):
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        run_steps(connection, "0001")
+        before = {index["name"] for index in inspect(connection).get_indexes("experiences")}
+    engine.dispose()
+    ledger = Ledger.open(url)
+    record_ready(ledger, rows(3))
+    with ledger.read() as connection:
+        after = {index["name"] for index in inspect(connection).get_indexes("experiences")}
+        assert after - before == {"ix_experiences_rewarded"}
+        assert count_by_state(connection)["READY"] == 3
+    ledger.close()
+
+
 def test_a_ledger_of_a_newer_flywheel_is_refused(url):
     ledger = Ledger.open(url)
     with ledger.write() as connection:
@@ -54,8 +69,6 @@ def test_a_ledger_of_a_newer_flywheel_is_refused(url):
 
 
 def test_a_strangers_table_is_left_alone(url):
-    from sqlalchemy import create_engine
-
     engine = create_engine(url)
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE experiences (thesis TEXT)"))
