@@ -47,7 +47,7 @@ def whole_reply(n_prompt: int, n_reply: int) -> bytes:
         "prompt_logprobs": None,
         "prompt_token_ids": list(range(1, n_prompt + 1)),
     }
-    return json.dumps(body).encode()
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def stream_events(n_prompt: int, n_reply: int) -> list[bytes]:
@@ -64,7 +64,7 @@ def stream_events(n_prompt: int, n_reply: int) -> list[bytes]:
             "token_ids": [token],
         }
         events.append({**head, "choices": [choice]})
-    return [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
+    return [b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n" for event in events]
 
 
 class Upstream(asyncio.Protocol):

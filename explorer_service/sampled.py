@@ -19,6 +19,7 @@ from explorer_service.request import Chat
 from shared.experience import CorruptTokens, Sample, Sampling, Tokens
 
 NULL = Raw(b"null")
+EMPTY = Raw(b"[]")
 
 
 class _Logprob(msgspec.Struct):

@@ -23,7 +23,7 @@ from explorer_service.engines.pool import Engine, Seat
 from explorer_service.engines.upstream import engage, on_some_engine, read_whole
 from explorer_service.errors import ApiError, unavailable
 from explorer_service.request import Chat
-from explorer_service.sampled import NULL, Sampled, decode_choices, decode_ids, decode_raw, strip
+from explorer_service.sampled import EMPTY, NULL, Sampled, decode_choices, decode_ids, decode_raw, strip
 
 
 async def stream_chat(chat: Chat, deps: Deps) -> Response:
@@ -87,44 +87,83 @@ async def _relay(reply: Reply, chat: Chat, seat: Seat, deps: Deps) -> AsyncGener
         yield b"data: " + error.body() + b"\n\n"
 
 
+_LOGPROBS, _AFTER_LOGPROBS = b'"logprobs":{', b'},"finish_reason":'
+_IDS = b'token_ids":['
+
+
 class Heard:
-    """What a stream has said so far, for each choice."""
+    """What a stream has said so far: taken apart at its end, all at once, so that each event passes quickly."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._prompt_ids: list[int] = []
-        self._choices: dict[int, Sampled] = {}
-        self._messages: dict[int, dict[str, Any]] = {}
+        self._events: list[bytes] = []
 
     def take(self, event: bytes) -> bytes:
-        """Note an event's tokens; return it as the caller gets it."""
-        if not event.startswith(b"data: {"):
-            return event
-        chunk = decode_raw(event[6:-2])
-        if "choices" not in chunk:  # an error the engine found on the way
-            return event
-        chat = self._chat
-        self._prompt_ids = decode_ids(chunk.get("prompt_token_ids", NULL)) or self._prompt_ids
-        choices = decode_choices(chunk["choices"])
-        for choice in choices:
-            index = int(bytes(choice["index"]))
-            sampled = self._choices.setdefault(index, Sampled([]))
-            sampled.add(choice)
-            _merge_delta(self._messages.setdefault(index, {}), _delta(choice))
-            strip(choice, chat)
-        if not chat.keep_token_ids and "prompt_token_ids" in chunk:
-            chunk["prompt_token_ids"] = NULL
-        chunk["choices"] = Raw(msgspec.json.encode(choices))
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        """Keep an event; return it as the caller gets it."""
+        self._events.append(event)
+        return strip_event(event, self._chat)
 
     def samples(self, seat: Seat) -> list[Any]:
-        """A sample for each choice that was heard to its end."""
+        """A sample for each choice that was heard. Raises ApiError 503 for events that are no chat completion's."""
+        prompt_ids: list[int] = []
+        choices: dict[int, Sampled] = {}
+        messages: dict[int, dict[str, Any]] = {}
+        try:
+            for event in self._events:
+                chunk = _decode(event)
+                prompt_ids = decode_ids(chunk.get("prompt_token_ids", NULL)) or prompt_ids
+                for choice in decode_choices(chunk.get("choices", EMPTY)):
+                    index = int(bytes(choice["index"]))
+                    choices.setdefault(index, Sampled([])).add(choice)
+                    _merge_delta(messages.setdefault(index, {}), _delta(choice))
+        except (msgspec.DecodeError, KeyError) as exc:
+            raise unavailable(f"engine {seat.engine.name} streamed what is no chat completion", "engine_reply") from exc
         samples = []
-        for index, sampled in sorted(self._choices.items()):
-            sampled.prompt_ids = sampled.prompt_ids or self._prompt_ids
-            sampled.reply = json.dumps(self._messages[index], ensure_ascii=False).encode()
+        for index, sampled in sorted(choices.items()):
+            sampled.prompt_ids = sampled.prompt_ids or prompt_ids
+            sampled.reply = json.dumps(messages[index], ensure_ascii=False).encode()
             samples.append(sampled.sample(index, self._chat, seat))
         return samples
+
+
+def strip_event(event: bytes, chat: Chat) -> bytes:
+    """An event without what the caller did not ask for.
+
+    Cut out where vLLM writes it; in a string every quote is escaped, so that nothing the model said can look like it.
+    What is written otherwise is taken apart.
+    """
+    stripped = event
+    if not chat.keep_logprobs:
+        while (start := stripped.find(_LOGPROBS)) >= 0 and (end := stripped.find(_AFTER_LOGPROBS, start)) >= 0:
+            stripped = stripped[:start] + b'"logprobs":null' + stripped[end + 1 :]
+    if not chat.keep_token_ids:
+        while (start := stripped.find(_IDS)) >= 0 and (end := stripped.find(b"]", start)) >= 0:
+            stripped = stripped[:start] + b'token_ids":null' + stripped[end + 1 :]
+    left = b"" if chat.keep_logprobs else stripped
+    if _LOGPROBS in left or b'"logprobs": {' in left:
+        return _strip_decoded(event, chat)
+    left = b"" if chat.keep_token_ids else stripped
+    if _IDS in left or b'token_ids": [' in left:
+        return _strip_decoded(event, chat)
+    return stripped
+
+
+def _decode(event: bytes) -> dict[str, Raw]:
+    return decode_raw(event[6:-2]) if event.startswith(b"data: {") else {}
+
+
+def _strip_decoded(event: bytes, chat: Chat) -> bytes:
+    """The thorough way, for what the pattern does not know."""
+    chunk = _decode(event)
+    if "choices" not in chunk:  # an error the engine found on the way
+        return event
+    choices = decode_choices(chunk["choices"])
+    for choice in choices:
+        strip(choice, chat)
+    if not chat.keep_token_ids and "prompt_token_ids" in chunk:
+        chunk["prompt_token_ids"] = NULL
+    chunk["choices"] = Raw(msgspec.json.encode(choices))
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 def _delta(choice: dict[str, Raw]) -> dict[str, Any]:
