@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import uuid
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,7 +19,7 @@ from explorer_service.conversation import Digest, first_words, read_prompt
 from explorer_service.deps import Deps
 from explorer_service.engines.upstream import Ask
 from explorer_service.errors import ApiError, bad_request
-from shared.experience import Sampling
+from shared.experience import Sampling, new_message_id
 
 _LARGEST_TOP_K = 2**31 - 1  # what the ledger's column holds; beyond any vocabulary it says the same
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
@@ -137,7 +136,7 @@ def parse_chat(surface: Surface, raw: bytes, request: Request, deps: Deps, calle
     logprobs = body.get("logprobs")
     return Chat(
         surface=surface,
-        msg_id=surface.id_prefix + uuid.uuid4().hex,
+        msg_id=new_message_id(surface.id_prefix),
         body=body,
         raw=raw,
         pin=deps.router.parse(body.get("model")),

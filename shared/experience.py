@@ -6,7 +6,9 @@ SQL or HTTP.
 
 from __future__ import annotations
 
+import os
 import struct
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -18,6 +20,11 @@ from shared.errors import FlywheelError
 
 TokenArray = npt.NDArray[np.int32]
 LogprobArray = npt.NDArray[np.float32]
+
+
+def new_message_id(prefix: str) -> str:
+    """A unique id: its millisecond, so that the ledger's indexes grow at one end, and 80 random bits nobody guesses."""
+    return f"{prefix}{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"
 
 
 class State(StrEnum):

@@ -23,8 +23,9 @@ NOBODY = 65534
 class Postgres:
     """One server; `new_database()` gives an empty database on it."""
 
-    def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="flywheel-postgres-"))
+    def __init__(self, parent: Path | None = None, durable: bool = False) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="flywheel-postgres-", dir=parent))
+        self._durable = durable
         self._folder.chmod(0o755)
         self._user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
         self._binaries = self._find_binaries()
@@ -42,7 +43,8 @@ class Postgres:
         """Start the server on its data; again after `kill`."""
         data = self._folder / "data"
         options = ["-D", str(data), "-p", str(self.port), "-k", str(self._folder), "-c", "listen_addresses=127.0.0.1"]
-        options += ["-c", "fsync=off"]  # the machine itself does not fail in these tests
+        if not self._durable:
+            options += ["-c", "fsync=off"]  # the machine itself does not fail in these tests
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [self._binaries / "postgres", *options],

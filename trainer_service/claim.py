@@ -17,6 +17,7 @@ from shared.lifecycle import StopRequest
 from shared.log import StageLogger
 
 log = StageLogger("claim")
+LOOK_BACK_S = 5.0  # how often rows older than the last claimed ones are looked for
 
 
 class Claimer:
@@ -28,6 +29,8 @@ class Claimer:
         self._stop = stop
         self._said: str | None = None
         self._first_ready_at: float | None = None  # time.monotonic()
+        self._after_id = 0
+        self._look_back_at = 0.0  # time.monotonic()
 
     def next(self) -> Lease | None:
         """The next batch, or None when asked to stop."""
@@ -46,7 +49,8 @@ class Claimer:
     def _try(self) -> Lease | None:
         config = self._config
         with self._ledger.read() as connection:
-            ready, expired = transitions.count_ready(connection), transitions.any_lease_expired(connection)
+            ready = transitions.count_ready(connection, at_most=config.batch_size, after_id=self._floor())
+            expired = transitions.any_lease_expired(connection)
         if expired:
             with self._ledger.write() as connection:
                 returned = transitions.give_back(connection)
@@ -63,7 +67,9 @@ class Claimer:
         at_least = 1 if overdue else config.batch_size  # fewer may be left once the stale ones are out
         with self._ledger.write() as connection:
             if config.max_staleness_versions is not None:
-                stale = transitions.discard_stale(connection, at_most_behind=config.max_staleness_versions)
+                stale = transitions.discard_stale(
+                    connection, at_most_behind=config.max_staleness_versions, after_id=self._after_id
+                )
                 if stale:
                     log.warning("rows discarded: the trainer is slower than they come", stale=stale)
             batch_id = transitions.claim(
@@ -73,6 +79,7 @@ class Claimer:
                 at_most=config.batch_size,
                 lease_s=config.lease_s,
                 share_per_key=config.max_share_per_key,
+                after_id=self._after_id,
             )
             if batch_id is None:
                 return None
@@ -84,7 +91,20 @@ class Claimer:
                 transitions.close_empty_batch(connection, batch_id)
                 return None
             self._first_ready_at = None
+            self._after_id = lease.rows[0].id
             return lease
+
+    def _floor(self) -> int:
+        """Where to look from: nothing older is ready, but for what was rewarded or given back late.
+
+        While a report holds an old snapshot open PostgreSQL keeps every index entry of rows that are ready no more, and
+        a look from the beginning goes through all of them: so that is done every LOOK_BACK_S only.
+        """
+        now = time.monotonic()
+        if now >= self._look_back_at:
+            self._look_back_at = now + LOOK_BACK_S
+            self._after_id = 0
+        return self._after_id
 
     def _is_overdue(self) -> bool:
         """Whether ready rows have waited for batch_timeout_s."""

@@ -416,22 +416,35 @@ def _in_scope(task_id: str | None, run_id: str | None) -> ColumnElement[bool]:
     return and_(*conditions)
 
 
-def count_ready(connection: Connection) -> int:
-    """How many rows wait for a trainer."""
-    query = select(func.count()).select_from(experiences).where(experiences.c.state == State.READY)
-    return int(connection.execute(query).scalar_one())
+def count_ready(connection: Connection, *, at_most: int | None = None, after_id: int = 0) -> int:
+    """How many rows wait for a trainer; counted up to `at_most`, from `after_id` on."""
+    ready = select(experiences.c.id).where(*_ready_after(after_id)).limit(at_most).subquery()
+    return int(connection.execute(select(func.count()).select_from(ready)).scalar_one())
+
+
+def _ready_after(after_id: int) -> list[ColumnElement[bool]]:
+    ready: list[ColumnElement[bool]] = [experiences.c.state == State.READY]
+    return [*ready, experiences.c.id > after_id] if after_id else ready
 
 
 # ----------------------------------------------------------------------------------------------------- 5 claim
 
 
 def claim(
-    connection: Connection, *, owner: str, at_least: int, at_most: int, lease_s: float, share_per_key: float = 1.0
+    connection: Connection,
+    *,
+    owner: str,
+    at_least: int,
+    at_most: int,
+    lease_s: float,
+    share_per_key: float = 1.0,
+    after_id: int = 0,
 ) -> int | None:
     """READY → LEASED for the oldest rows, as one batch of `owner`. A trajectory's ready rows are claimed together.
 
     at_most: rows; a batch exceeds it by what its last trajectory needs to stay whole.
     share_per_key: largest part of `at_most` whose rewards one key has set; it goes before trajectories staying whole.
+    after_id: look from here on; a trajectory's older rows come along all the same.
     Returns the batch's id, or None, with nothing changed, when fewer than `at_least` rows can be had.
     """
     eligible: list[ColumnElement[bool]] = [experiences.c.state == State.READY]
@@ -441,11 +454,10 @@ def claim(
     batch = {"owner": owner, "state": "LEASED", "lease_until": now + lease_s, "created_at": now}
     at_least = max(at_least, 1)
     if connection.dialect.name == "postgresql":
-        statement = _claim_in_one_statement(batch, eligible, at_least, at_most)
+        statement = _claim_in_one_statement(batch, eligible, at_least, at_most, after_id)
         batch_id: int | None = connection.execute(statement).scalars().first()
         return batch_id
-    oldest = _oldest(eligible, at_most)
-    mates = _mates(oldest, eligible)
+    mates = _mates(_oldest(eligible, at_most, after_id), eligible)
     ids = connection.execute(_whole_trajectories(mates, at_most)).scalars().all()
     if len(ids) < at_least:
         return None
@@ -456,10 +468,11 @@ def claim(
     return batch_id
 
 
-def _oldest(eligible: list[ColumnElement[bool]], at_most: int) -> Select[Any]:
+def _oldest(eligible: list[ColumnElement[bool]], at_most: int, after_id: int) -> Select[Any]:
     """The rows in whose order trajectories are claimed."""
     columns = (experiences.c.id, experiences.c.conversation_id)
-    return select(*columns).where(*eligible).order_by(experiences.c.id).limit(at_most)
+    here = [*eligible, experiences.c.id > after_id] if after_id else eligible
+    return select(*columns).where(*here).order_by(experiences.c.id).limit(at_most)
 
 
 def _mates(oldest: Select[Any], eligible: list[ColumnElement[bool]]) -> CTE:
@@ -486,10 +499,10 @@ def _whole_trajectories(mates: CTE, at_most: int, *where: ColumnElement[bool]) -
 
 
 def _claim_in_one_statement(
-    batch: dict[str, Any], eligible: list[ColumnElement[bool]], at_least: int, at_most: int
+    batch: dict[str, Any], eligible: list[ColumnElement[bool]], at_least: int, at_most: int, after_id: int
 ) -> Update:
     """PostgreSQL's way: rows that another trainer holds locked are passed over, and with them their trajectories."""
-    oldest = _oldest(eligible, at_most).with_for_update(skip_locked=True)
+    oldest = _oldest(eligible, at_most, after_id).with_for_update(skip_locked=True)
     mates = _mates(oldest, eligible)
     locked = (
         select(experiences.c.id)
@@ -522,13 +535,13 @@ def _first_of_each_key(at_most: int) -> Select[Any]:
     return select(ranked.c.id).where(ranked.c.rank <= at_most)
 
 
-def discard_stale(connection: Connection, *, at_most_behind: int) -> int:
+def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int = 0) -> int:
     """READY → DISCARDED for rows sampled by a version that lies further behind the newest published one.
 
     Returns how many.
     """
     newest = select(func.max(versions.c.version)).where(versions.c.state != "REJECTED").scalar_subquery()
-    stale = (experiences.c.state == State.READY, experiences.c.version < newest - at_most_behind)
+    stale = (*_ready_after(after_id), experiences.c.version < newest - at_most_behind)
     reason = f"stale: more than {at_most_behind} versions behind (trainer.max_staleness_versions)"
     return connection.execute(update(experiences).where(*stale).values(state=State.DISCARDED, reason=reason)).rowcount
 

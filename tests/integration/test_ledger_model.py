@@ -1,0 +1,198 @@
+"""The ledger against a simple model of it, step by step, in whatever order hypothesis thinks of. On both databases."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from sqlalchemy import delete, select
+
+from shared.config import RewardConfig
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from shared.ledger.tables import experiences, metadata
+from shared.reward import Signal
+from tests.samples import sample
+
+FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
+OWNERS = st.sampled_from(["t1", "t2"])
+TASKS = st.sampled_from([None, "a", "b"])
+
+
+@dataclass
+class Row:
+    """What a row should be."""
+
+    conversation: str
+    task: str | None
+    version: int
+    state: str = "RECORDED"
+    reward: float | None = None
+    batch: int | None = None
+    consumed: int | None = None
+
+
+@dataclass
+class Batch:
+    owner: str
+    names: list[str] = field(default_factory=list)
+    expired: bool = False
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Every transition, on the ledger and on two dictionaries."""
+
+    ledger: Ledger  # set by the test
+
+    @initialize()
+    def empty(self) -> None:
+        with self.ledger.write() as connection:
+            for table in reversed(metadata.sorted_tables):
+                connection.execute(delete(table))
+        self.rows: dict[str, Row] = {}
+        self.batches: dict[int, Batch] = {}
+        self.version = 0
+
+    def _do(self, work: Any) -> Any:
+        with self.ledger.write() as connection:
+            return work(connection)
+
+    def _states(self, *states: str) -> list[str]:
+        return [name for name, row in self.rows.items() if row.state in states]
+
+    @rule(task=TASKS, count=st.integers(1, 3), data=st.data(), quarantine=st.booleans())
+    def record(self, task: str | None, count: int, data: Any, quarantine: bool) -> None:
+        before = data.draw(st.sampled_from([None, *self.rows]))  # it continues this one
+        reason = "broken" if quarantine and count == 1 else None
+        samples = []
+        for _ in range(count):
+            name = f"m{len(self.rows):04}"
+            extends = () if before is None else (before.encode(),)
+            about = {"task_id": task, "quarantine": reason, "version": self.version}
+            samples.append(sample(name, **about, exchange=name.encode(), extends=extends))
+            conversation = name if before is None else self.rows[before].conversation
+            self.rows[name] = Row(conversation, task, self.version, "DISCARDED" if reason else "RECORDED")
+        self._do(lambda c: transitions.record(c, samples))
+
+    @rule(data=st.data(), reward=st.sampled_from([0.0, 0.5, 1.0]), everybody=st.booleans())
+    def feedback(self, data: Any, reward: float, everybody: bool) -> None:
+        names = data.draw(st.lists(st.sampled_from([*self.rows, "nobody"]), min_size=1, max_size=4, unique=True))
+        said = [Signal("reward", value=reward)]
+        receipts = self._do(
+            lambda c: transitions.apply_feedback(
+                c, msg_ids=names, task_id=None, run_id=None, said=said, rule=RewardConfig(), conversations=everybody
+            )
+        )
+        known = {name for name in names if name in self.rows}
+        if everybody:
+            reached = {self.rows[name].conversation for name in known}
+            known |= {name for name, row in self.rows.items() if row.conversation in reached}
+        assert {receipt.msg_id for receipt in receipts} == known | set(names)
+        for receipt in receipts:
+            row = self.rows.get(receipt.msg_id)
+            if row is None:
+                assert receipt.state == "unknown"
+            elif row.state in ("RECORDED", "READY"):
+                assert receipt.state in ("applied", "updated", "duplicate")
+                row.reward = reward
+            else:
+                assert receipt.state == ("expired" if row.state == "DISCARDED" else "already_trained")
+
+    @rule(task=TASKS)
+    def commit(self, task: str | None) -> None:
+        chosen = [n for n in self._states("RECORDED") if self.rows[n].reward is not None]
+        chosen = [n for n in chosen if task is None or self.rows[n].task == task]
+        for name in chosen:
+            self.rows[name].state = "READY"
+        committed, ready = self._do(lambda c: transitions.commit(c, task_id=task))
+        assert (committed, ready) == (len(chosen), len(self._states("READY")))
+
+    @rule(owner=OWNERS, at_least=st.integers(1, 4), at_most=st.integers(1, 5), is_late=st.booleans())
+    def claim(self, owner: str, at_least: int, at_most: int, is_late: bool) -> None:
+        trajectories: dict[str, list[str]] = {}
+        for name in self._states("READY"):  # in the order of their first rows
+            trajectories.setdefault(self.rows[name].conversation, []).append(name)
+        expected: list[str] = []
+        for names in trajectories.values():
+            if len(expected) < at_most:
+                expected += names
+        lease_s = -1.0 if is_late else 60.0
+        about = {"owner": owner, "at_least": at_least, "at_most": at_most, "lease_s": lease_s}
+        batch = self._do(lambda c: transitions.claim(c, **about))
+        if len(expected) < at_least:
+            assert batch is None
+            return
+        with self.ledger.read() as connection:
+            assert [row.msg_id for row in transitions.load_lease(connection, batch).rows] == sorted(expected)
+        self.batches[batch] = Batch(owner, expected, is_late)
+        for name in expected:
+            self.rows[name].state, self.rows[name].batch = "LEASED", batch
+
+    @rule(owner=OWNERS, data=st.data())
+    def publish(self, owner: str, data: Any) -> None:
+        if not self.batches:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.batches)), min_size=1, max_size=2, unique=True))
+        about: dict[str, Any] = {"parent": None, "kind": "full", "step": 1, "trainer": owner, "batch_ids": chosen}
+        if any(self.batches[number].owner != owner for number in chosen):
+            with pytest.raises(transitions.LeaseLost):
+                self._do(lambda c: transitions.publish(c, version=self.version + 1, **about))
+            return
+        self.version += 1
+        self._do(lambda c: transitions.publish(c, version=self.version, **about))
+        for number in chosen:
+            for name in self.batches.pop(number).names:
+                self.rows[name].state, self.rows[name].consumed = "CONSUMED", self.version
+
+    @rule(owner=st.one_of(st.none(), OWNERS))
+    def give_back(self, owner: str | None) -> None:
+        chosen = [n for n, b in self.batches.items() if (b.expired if owner is None else b.owner == owner)]
+        returned = [name for number in chosen for name in self.batches.pop(number).names]
+        assert self._do(lambda c: transitions.give_back(c, owner=owner)) == len(returned)
+        for name in returned:
+            self.rows[name].state, self.rows[name].batch = "READY", None
+
+    @rule(behind=st.integers(0, 2))
+    def discard_stale(self, behind: int) -> None:
+        stale = [n for n in self._states("READY") if self.version and self.rows[n].version < self.version - behind]
+        assert self._do(lambda c: transitions.discard_stale(c, at_most_behind=behind)) == len(stale)
+        for name in stale:
+            self.rows[name].state = "DISCARDED"
+
+    @rule()
+    def expire(self) -> None:
+        old = [n for n in self._states("RECORDED") if self.rows[n].reward is None]
+        assert self._do(lambda c: transitions.expire(c, before=1e12)) == len(old)
+        for name in old:
+            self.rows[name].state = "DISCARDED"
+
+    @invariant()
+    def the_ledger_is_as_the_model_says(self) -> None:
+        if not hasattr(self, "rows"):
+            return
+        c = experiences.c
+        columns = (c.msg_id, c.conversation_id, c.state, c.reward, c.batch_id, c.consumed_version)
+        with self.ledger.read() as connection:
+            stands = {row[0]: tuple(row[1:]) for row in connection.execute(select(*columns))}
+        assert stands == {
+            name: (row.conversation, row.state, row.reward, row.batch, row.consumed) for name, row in self.rows.items()
+        }
+
+
+@pytest.mark.timeout(1800)
+def test_the_ledger_does_what_its_model_does(tmp_path, database_url):
+    url = (database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}").replace("postgresql://", "postgresql+psycopg://")
+    LedgerMachine.ledger = Ledger.open(url)
+    checks = list(HealthCheck)
+    run_state_machine_as_test(
+        LedgerMachine,
+        settings=settings(
+            max_examples=300 if FULL else 40, stateful_step_count=40, deadline=None, suppress_health_check=checks
+        ),
+    )
+    LedgerMachine.ledger.close()
