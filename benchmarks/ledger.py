@@ -19,6 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def measure_record(databases: Databases, kind: str, peers: str | None, seconds: 
     result = {"records_per_s": asyncio.run(_write_with_64(ledger, seconds))}
     ledger.close()
     ledger = databases.open(kind)
-    samples = [make_sample() for _ in range(20_000)]
+    samples = [replace(make_sample(), msg_id=new_message_id("chatcmpl-")) for _ in range(20_000)]
     started = time.perf_counter()
     with ledger.write() as connection:
         transitions.record(connection, samples)
@@ -103,13 +104,13 @@ def measure_record(databases: Databases, kind: str, peers: str | None, seconds: 
 async def _write_with_64(ledger: Ledger, seconds: int) -> float:
     recorder = Recorder(ledger, ExplorerMetrics())
     recorder.start()
-    samples = iter([make_sample() for _ in range(20_000 * seconds)])
+    sample = make_sample()
     stored = 0
 
     async def writer() -> None:
         nonlocal stored
         while time.perf_counter() < until:
-            await recorder.record([next(samples)])
+            await recorder.record([replace(sample, msg_id=new_message_id("chatcmpl-"))])
             stored += 1
 
     started = time.perf_counter()

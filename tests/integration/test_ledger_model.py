@@ -65,10 +65,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def _states(self, *states: str) -> list[str]:
         return [name for name, row in self.rows.items() if row.state in states]
 
-    @rule(task=TASKS, count=st.integers(1, 3), data=st.data(), quarantine=st.booleans())
-    def record(self, task: str | None, count: int, data: Any, quarantine: bool) -> None:
-        before = data.draw(st.sampled_from([None, *self.rows]))  # it continues this one
-        reason = "broken" if quarantine and count == 1 else None
+    def _record(self, task: str | None, before: str | None, count: int, reason: str | None = None) -> list[str]:
+        """So many chats that continue one, or begin each for itself."""
         samples = []
         for _ in range(count):
             name = f"m{len(self.rows):04}"
@@ -78,6 +76,29 @@ class LedgerMachine(RuleBasedStateMachine):
             conversation = name if before is None else self.rows[before].conversation
             self.rows[name] = Row(conversation, task, self.version, "DISCARDED" if reason else "RECORDED")
         self._do(lambda c: transitions.record(c, samples))
+        return [one.msg_id for one in samples]
+
+    @rule(task=TASKS, count=st.integers(1, 3), data=st.data(), quarantine=st.booleans())
+    def record(self, task: str | None, count: int, data: Any, quarantine: bool) -> None:
+        before = data.draw(st.sampled_from([None, *self.rows]))
+        self._record(task, before, count, "broken" if quarantine else None)
+
+    @rule(count=st.integers(2, 8), data=st.data())
+    def a_busy_hour(self, count: int, data: Any) -> None:
+        """Else there would seldom be more ready rows than a batch takes."""
+        names = self._record(None, data.draw(st.sampled_from([None, *self.rows])), count)
+        said = [Signal("reward", value=1.0)]
+        about: dict[str, Any] = {"task_id": None, "run_id": None, "said": said, "rule": RewardConfig()}
+        self._do(lambda c: transitions.apply_feedback(c, msg_ids=names, **about))
+        for name in names:
+            self.rows[name].reward = 1.0
+        self.commit_all()
+
+    def commit_all(self) -> None:
+        for name in self._states("RECORDED"):
+            if self.rows[name].reward is not None:
+                self.rows[name].state = "READY"
+        self._do(transitions.commit)
 
     @rule(data=st.data(), reward=st.sampled_from([0.0, 0.5, 1.0]), everybody=st.booleans())
     def feedback(self, data: Any, reward: float, everybody: bool) -> None:
