@@ -205,7 +205,7 @@ class EngineKeeper:
         per_token, mean = TOLERANCE.get(probe.dtype if configured == "auto" else configured, TOLERANCE["bfloat16"])
         gaps: list[float] = []
         for sequence in probe.sequences:
-            scored = await self._client.score(sequence)
+            scored = await self._client.score(sequence.token_ids)
             gaps += [abs(a - b) for a, b in zip(scored, sequence.logprobs, strict=True)]
         if gaps and (max(gaps) > per_token or sum(gaps) / len(gaps) > mean):
             raise ProbeMismatch(

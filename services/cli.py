@@ -43,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
         ("versions", "every version and its state"),
         ("rewards", "apply a changed reward section to rows that are not trained yet"),
         ("export", "recorded conversations with rewards as JSONL or Parquet"),
+        ("import", "record conversations from a file, with rewards or as demonstrations"),
+        ("archive", "move old rows that were trained on or discarded into files"),
         ("erase", "delete a key's, task's or message's tokens, texts and feedback"),
         ("migrate", "bring the ledger to this version's schema, or copy it to another database"),
     ):
@@ -57,6 +59,17 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--state", default=None, help="only rows in this state, e.g. CONSUMED")
             command.add_argument("--min-reward", type=float, default=None, help="only rows rewarded at least so")
             command.add_argument("--task", default=None, help="only this task's rows")
+            command.add_argument("--tokens", action="store_true", help="token ids and logprobs too, for `import`")
+        if name == "import":
+            command.add_argument("file", metavar="FILE", type=Path, help="ends in .jsonl, .jsonl.gz or .parquet")
+            command.add_argument("--reward", type=float, default=None, help="of rows that bring none: demonstrations")
+            command.add_argument("--commit", action="store_true", help="make rewarded rows ready for training at once")
+        if name == "archive":
+            command.add_argument("--to", required=True, metavar="FOLDER", type=Path, help="where the files go")
+            command.add_argument("--older-than-days", type=float, default=None, help="only rows older than this")
+            command.add_argument(
+                "--keep-gb", type=float, default=None, help="as many as the ledger is larger than this"
+            )
         if name == "erase":
             whose = command.add_argument_group("whose rows (all that are named must agree)")
             for option in ("key", "task", "run", "message"):
@@ -102,9 +115,18 @@ def _run(args: argparse.Namespace) -> int:
 
         return run_trainer(config)
     if args.command == "export":
-        from services.operate import export
+        from services.transfer import export
 
-        return export(config, args.out, state=args.state, min_reward=args.min_reward, task_id=args.task)
+        chosen = {"state": args.state, "min_reward": args.min_reward, "task_id": args.task}
+        return export(config, args.out, **chosen, with_tokens=args.tokens)
+    if args.command == "import":
+        from services.transfer import import_rows
+
+        return import_rows(config, args.file, reward=args.reward, commit=args.commit)
+    if args.command == "archive":
+        from services.transfer import archive
+
+        return archive(config, args.to, older_than_days=args.older_than_days, keep_gb=args.keep_gb)
     if args.command == "erase":
         from services.operate import erase
 

@@ -1,28 +1,21 @@
-"""The commands that look at the ledger or move it, for a person: status, versions, rewards, export, erase, migrate."""
+"""The commands that look at the ledger or move it, for a person: status, versions, rewards, erase, migrate."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
-from sqlalchemy import Connection
 
 from explorer_service.status import ledger_status
 from shared.config import Config, ledger_url
 from shared.errors import ConfigError
-from shared.experience import State
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.export import conversations, replace_whole
 from shared.ledger.migrate import copy_ledger
 from shared.ledger.migrations import HEAD
 from shared.ledger.queries import list_versions
-from shared.ledger.tables import experiences
 
 
 def print_status(config: Config) -> int:
@@ -62,38 +55,6 @@ def recompute_rewards(config: Config) -> int:
     finally:
         ledger.close()
     Console().print(f"{changed} rewards changed")
-    return 0
-
-
-def export(config: Config, out: Path, *, state: str | None, min_reward: float | None, task_id: str | None) -> int:
-    """Write a slice of the ledger as a dataset."""
-    where = []
-    if state is not None:
-        if state not in list(State):
-            raise ConfigError(f"--state {state!r}: choose one of {', '.join(State)}")
-        where.append(experiences.c.state == state)
-    if min_reward is not None:
-        where.append(experiences.c.reward >= min_reward)
-    if task_id is not None:
-        where.append(experiences.c.task_id == task_id)
-    counted = {"written": 0, "without text": 0}
-    console = Console(stderr=True)
-    ledger = Ledger.open(config.ledger_url)
-
-    def rows(connection: Connection) -> Iterator[dict[str, Any]]:
-        for number, row in enumerate(conversations(connection, where), start=1):
-            counted["without text" if row is None else "written"] += 1
-            if row is not None:
-                yield row
-            if number % 100_000 == 0:
-                console.print(f"{number} rows read")
-
-    try:
-        with ledger.read() as connection:
-            replace_whole(out, rows(connection))
-    finally:
-        ledger.close()
-    console.print(f"{counted['written']} rows in {out}; {counted['without text']} have no text")
     return 0
 
 

@@ -10,7 +10,6 @@ import msgspec
 
 from explorer_service.engines.connection import CONNECT_TIMEOUT_S, KEEPALIVE_S
 from shared.errors import EngineError
-from shared.versions import ProbeSequence
 
 HEALTH_TIMEOUT_S = 5.0
 
@@ -62,11 +61,20 @@ class EngineClient:
         """Sample again; harmless when not paused."""
         await self._call("POST", "/resume")
 
-    async def score(self, sequence: ProbeSequence) -> list[float]:
+    async def tokenize(self, messages: list[Any], tools: Any, *, ends_with_reply: bool) -> list[int]:
+        """The tokens that the model's chat template makes of messages: with a reply at their end, or ready for one."""
+        body = {"model": self._model, "messages": messages, "add_generation_prompt": not ends_with_reply}
+        reply = await self._call("POST", "/tokenize", {**body, "tools": tools} if tools else body)
+        try:
+            return [int(token) for token in reply["tokens"]]
+        except (KeyError, TypeError, ValueError) as exc:
+            raise EngineError(f"engine {self.url} gave no tokens for a conversation") from exc
+
+    async def score(self, token_ids: list[int]) -> list[float]:
         """log p of each token after the first, as this engine computes it now: [T-1]."""
         body = {
             "model": self._model,
-            "prompt": sequence.token_ids,
+            "prompt": token_ids,
             "max_tokens": 1,
             "temperature": 0,
             "prompt_logprobs": 0,
@@ -74,10 +82,7 @@ class EngineClient:
         reply = await self._call("POST", "/v1/completions", body)
         try:
             entries = reply["choices"][0]["prompt_logprobs"][1:]
-            return [
-                float(entry[str(token)]["logprob"])
-                for token, entry in zip(sequence.token_ids[1:], entries, strict=True)
-            ]
+            return [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], entries, strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as exc:
             raise EngineError(
                 f"engine {self.url} gave no prompt_logprobs; is it a vLLM server of 0.32 or later?"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, func, select
 
 from shared.experience import State
 from shared.ledger.tables import experiences, trainers, versions
@@ -69,6 +69,37 @@ def list_trainers(connection: Connection) -> list[TrainerRow]:
 def find_trainer(connection: Connection, name: str) -> TrainerRow | None:
     """The trainer of this name."""
     return next((row for row in list_trainers(connection) if row.name == name), None)
+
+
+def size_bytes(connection: Connection) -> int:
+    """What the database takes on disk, without what SQLite keeps free."""
+    if connection.dialect.name == "postgresql":
+        return int(connection.execute(select(func.pg_database_size(func.current_database()))).scalar_one())
+    sizes = (connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in ("page_count", "freelist_count"))
+    page_size = connection.exec_driver_sql("PRAGMA page_size").scalar_one()
+    return int((next(sizes) - next(sizes)) * page_size)
+
+
+def count_rows(connection: Connection) -> int:
+    """All recorded rows."""
+    return int(connection.execute(select(func.count()).select_from(experiences)).scalar_one())
+
+
+def known_ids(connection: Connection, msg_ids: list[str]) -> set[str]:
+    """Those of these message ids that stand already."""
+    return set(connection.execute(select(experiences.c.msg_id).where(experiences.c.msg_id.in_(msg_ids))).scalars())
+
+
+def is_done(before: float | None) -> list[ColumnElement[bool]]:
+    """Rows that nobody will train on any more, recorded before this moment (Unix seconds) if one is given."""
+    done = experiences.c.state.in_((State.CONSUMED, State.DISCARDED))
+    return [done] if before is None else [done, experiences.c.created_at < before]
+
+
+def oldest_done(connection: Connection, *, before: float | None, at_most: int) -> list[int]:
+    """Ids of such rows, oldest first."""
+    query = select(experiences.c.id).where(*is_done(before)).order_by(experiences.c.id).limit(at_most)
+    return list(connection.execute(query).scalars())
 
 
 def count_by_state(connection: Connection) -> dict[str, int]:

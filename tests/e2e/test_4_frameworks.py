@@ -17,6 +17,7 @@ import pydantic
 import pytest
 from sqlalchemy import select
 
+from services.transfer import import_rows
 from shared.config import Config
 from shared.experience import Tokens
 from shared.ledger.connect import Ledger
@@ -155,3 +156,19 @@ def test_openai_parses_structured_output(tools_live, client):
 
 def test_without_tools_the_same_model_greets(tools_live, client):
     assert client.chat.completions.create(model="agent", messages=[QUESTION]).choices[0].message.content == GREETING
+
+
+def test_an_imported_demonstration_has_the_tokens_of_the_same_chat(tools_live, client, tmp_path):
+    chat = client.chat.completions.create(model="agent", messages=[QUESTION])
+    last = recorded(tools_live)[-1]
+    assert last.msg_id == chat.id
+    said = {"role": "assistant", "content": chat.choices[0].message.content}
+    file = tmp_path / "demonstrations.jsonl"
+    file.write_text(json.dumps({"messages": [QUESTION, said]}))
+    assert import_rows(tools_live.config, file, reward=1.0, commit=False) == 0
+    imported = recorded(tools_live, last.id)[-1]
+    sampled, brought = Tokens.decode(last.tokens), Tokens.decode(imported.tokens)
+    assert brought.prompt_ids.tolist() == sampled.prompt_ids.tolist()
+    assert brought.reply_ids.tolist() == sampled.reply_ids.tolist()
+    assert (imported.reward, imported.state, last.version) == (1.0, "RECORDED", imported.version)
+    assert -3 < brought.logprobs.sum() < 0, "at temperature 1 the model is nearly as sure of it"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.operate import export
+from services.transfer import export
 from shared.errors import ConfigError, StartupError
 
 EVERYTHING = {"state": None, "min_reward": None, "task_id": None}

@@ -1,0 +1,189 @@
+"""The ledger as a dataset: one line for each recorded choice, in the chat format of Hugging Face datasets; out and in.
+
+Everything streams: memory does not grow with the ledger. Without tokens, rows that have no text (explorer.store_text:
+false, plain completions, erased rows) have no conversation to export and are counted apart.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, select
+
+from shared.errors import StartupError
+from shared.experience import Tokens
+from shared.ledger.tables import experiences, payloads
+
+_CHUNK = 1000  # rows
+_ABOUT = (
+    "msg_id",
+    "choice",
+    "conversation_id",
+    "task_id",
+    "run_id",
+    "version",
+    "state",
+    "reward",
+    "finish_reason",
+    "consumed_version",
+)
+_ARRAYS = ("prompt_ids", "reply_ids", "logprobs")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_ENCODE = msgspec.json.encode
+
+
+def conversations(
+    connection: Connection, where: Iterable[ColumnElement[bool]], with_tokens: bool = False
+) -> Iterator[dict[str, Any] | None]:
+    """Each row as {messages, tools, and what is known about it}, oldest first; None for one without text.
+
+    with_tokens: also {prompt_ids, reply_ids, logprobs, sampling}; then a row without text has null messages.
+    """
+    columns = [experiences.c[name] for name in (*_ABOUT, "created_at", *_SAMPLING)]
+    query = select(*columns, payloads.c.request, payloads.c.reply, payloads.c.tokens)
+    query = query.outerjoin(payloads, payloads.c.experience_id == experiences.c.id).where(*where)
+    result = connection.execute(query.order_by(experiences.c.id), execution_options={"yield_per": _CHUNK})
+    for row in result:
+        said = _conversation(row)
+        if with_tokens and row.tokens is not None:
+            about = {name: getattr(row, name) for name in (*_ABOUT, "created_at")}
+            yield {**(said or {"messages": None, "tools": None, **about}), **_tokens(row)}
+        else:
+            yield said
+
+
+def _tokens(row: Any) -> dict[str, Any]:
+    tokens = Tokens.decode(row.tokens)
+    arrays = {name: getattr(tokens, name).tolist() for name in _ARRAYS}
+    return {**arrays, "sampling": {name: getattr(row, name) for name in _SAMPLING}}
+
+
+def _conversation(row: Any) -> dict[str, Any] | None:
+    if row.request is None or row.reply is None:
+        return None
+    request, reply = msgspec.json.decode(row.request), msgspec.json.decode(row.reply)
+    if not isinstance(request.get("messages"), list) or not isinstance(reply, dict):
+        return None
+    said = {name: value for name, value in reply.items() if value not in (None, [], "") or name == "content"}
+    about = {name: getattr(row, name) for name in (*_ABOUT, "created_at")}
+    return {"messages": [*request["messages"], {**said, "role": "assistant"}], "tools": request.get("tools"), **about}
+
+
+def write_jsonl(rows: Iterable[dict[str, Any]], file: Path) -> None:
+    """One JSON object on each line; packed when the name ends in .gz. On disk for good when it returns."""
+    with file.open("wb") as stream:
+        with gzip.GzipFile(fileobj=stream, mode="wb") if file.suffix == ".gz" else nullcontext(stream) as lines:
+            for row in rows:
+                lines.write(_ENCODE(row) + b"\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file that `flywheel export` or someone else wrote. Raises StartupError, naming the line."""
+    try:
+        if file.suffix == ".parquet":
+            yield from _read_parquet(file)
+            return
+        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                row = msgspec.json.decode(line) if line.strip() else None
+                if isinstance(row, dict):
+                    yield row
+                elif line.strip():
+                    raise StartupError(f"{file}, line {number}: not a JSON object")
+    except msgspec.DecodeError as exc:
+        raise StartupError(f"{file}: not JSON ({exc}); one object on each line") from exc
+    except OSError as exc:
+        raise StartupError(f"{file} cannot be read ({exc.strerror or exc})") from exc
+
+
+def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(file) as parquet:
+        for batch in parquet.iter_batches(_CHUNK):
+            for row in batch.to_pylist():
+                messages = row.get("messages")
+                tools = row.get("tools")
+                yield {
+                    **row,
+                    "messages": messages if messages is None else [_unflat(message) for message in messages],
+                    "tools": msgspec.json.decode(tools) if isinstance(tools, str) else tools,
+                }
+
+
+def _unflat(message: dict[str, Any]) -> dict[str, Any]:
+    said = {name: value for name, value in message.items() if value is not None}
+    if isinstance(said.get("tool_calls"), str):
+        said["tool_calls"] = msgspec.json.decode(said["tool_calls"])
+    return said
+
+
+def write_parquet(rows: Iterable[dict[str, Any]], file: Path) -> None:
+    """Parquet, a row group for each thousand rows. Raises StartupError without pyarrow."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as exc:
+        raise StartupError(
+            "Parquet needs pyarrow, which is not installed; pip install pyarrow, or name a .jsonl file"
+        ) from exc
+
+    text = pa.string()
+    message = pa.struct([(name, text) for name in ("role", "content", "tool_calls", "tool_call_id", "name")])
+    kinds = {
+        "choice": pa.int32(),
+        "version": pa.int32(),
+        "consumed_version": pa.int32(),
+        "reward": pa.float64(),
+        "created_at": pa.float64(),
+    }
+    schema = pa.schema(
+        [("messages", pa.list_(message)), ("tools", text)]
+        + [(n, kinds.get(n, text)) for n in (*_ABOUT, "created_at")]
+        + [("prompt_ids", pa.list_(pa.int32())), ("reply_ids", pa.list_(pa.int32()))]
+        + [("logprobs", pa.list_(pa.float32())), ("sampling", pa.struct([(n, pa.float64()) for n in _SAMPLING]))]
+    )
+    with pq.ParquetWriter(file, schema) as writer:
+        part: list[dict[str, Any]] = []
+        for row in rows:
+            messages = None if row["messages"] is None else [_flat(m) for m in row["messages"]]
+            part.append({**row, "messages": messages, "tools": _as_text(row["tools"])})
+            if len(part) == _CHUNK:
+                writer.write_table(pa.Table.from_pylist(part, schema))
+                part.clear()
+        writer.write_table(pa.Table.from_pylist(part, schema))
+
+
+def _flat(message: Any) -> dict[str, str | None]:
+    """A message with texts only: what is structured becomes JSON."""
+    if not isinstance(message, dict):
+        return {"content": _as_text(message)}
+    return {name: _as_text(message.get(name)) for name in ("role", "content", "tool_calls", "tool_call_id", "name")}
+
+
+def _as_text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else _ENCODE(value).decode()
+
+
+def replace_whole(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write the file beside its place and move it there, so that there is never half of one. Raises StartupError."""
+    writers = {".jsonl": write_jsonl, ".gz": write_jsonl, ".parquet": write_parquet}
+    if file.suffix not in writers or (file.suffix == ".gz" and not file.stem.endswith(".jsonl")):
+        raise StartupError(f"{str(file)!r}: the name must end in .jsonl, .jsonl.gz or .parquet")
+    temporary = file.with_name(f".part-{file.name}")
+    try:
+        writers[file.suffix](rows, temporary)
+        temporary.replace(file)
+    except OSError as exc:
+        raise StartupError(f"{file} cannot be written ({exc.strerror}); name another with --out") from exc
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

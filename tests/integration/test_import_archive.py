@@ -1,0 +1,93 @@
+"""Import and archive: rows come back as they left, and nothing leaves the ledger before it stands in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select, update
+
+from services.transfer import archive, export, import_rows
+from shared.errors import ConfigError, StartupError
+from shared.ledger.connect import Ledger
+from shared.ledger.queries import count_by_state, count_rows
+from shared.ledger.tables import experiences, payloads, signals
+from tests.experiences import record_ready
+from tests.integration.test_claim import rows
+from tests.servers import make_config
+
+EVERYTHING = {"state": None, "min_reward": None, "task_id": None, "with_tokens": True}
+
+
+@pytest.fixture
+def config(tmp_path, database_url):
+    return make_config(tmp_path, ["http://127.0.0.1:1"], database_url=database_url)
+
+
+@pytest.fixture
+def ledger(config):
+    opened = Ledger.open(config.ledger_url)
+    yield opened
+    opened.close()
+
+
+def content(ledger: Ledger) -> list[tuple]:
+    c = experiences.c
+    columns = (c.msg_id, c.choice, c.version, c.reward, c.task_id, c.temperature, payloads.c.tokens)
+    with ledger.read() as connection:
+        return [tuple(row) for row in connection.execute(select(*columns).join(payloads).order_by(c.msg_id))]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
+def test_rows_with_tokens_come_back_as_they_left(ledger, config, tmp_path: Path, name):
+    record_ready(ledger, rows(30))
+    before = content(ledger)
+    export(config, tmp_path / name, **EVERYTHING)
+    with ledger.write() as connection:
+        for table in (signals, payloads, experiences):
+            connection.execute(table.delete())
+    assert import_rows(config, tmp_path / name, reward=None, commit=True) == 0
+    assert content(ledger) == before
+    with ledger.read() as connection:
+        assert count_by_state(connection)["READY"] == 30
+    assert import_rows(config, tmp_path / name, reward=None, commit=True) == 0, "again: all are known"
+    assert content(ledger) == before
+
+
+def test_rows_that_cannot_be_learned_from_are_counted_and_the_others_taken(ledger, config, tmp_path: Path, capsys):
+    good = {"prompt_ids": [1, 2], "reply_ids": [3], "logprobs": [-0.5], "reward": 1.0}
+    lines = [good, {**good, "logprobs": []}, {**good, "reply_ids": "x"}, {"messages": [{"role": "user"}]}, {}]
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert import_rows(config, file, reward=None, commit=False) == 0
+    assert "1 imported, 0 known, 4 unusable" in capsys.readouterr().err
+    file.write_text("not json")
+    with pytest.raises(StartupError, match="not JSON"):
+        import_rows(config, file, reward=None, commit=False)
+
+
+def test_old_rows_move_into_files_and_back(ledger, config, tmp_path: Path):
+    record_ready(ledger, rows(40))
+    with ledger.write() as connection:
+        old = experiences.c.id <= 25
+        connection.execute(update(experiences).where(old).values(state="CONSUMED", consumed_version=3, created_at=1.0))
+    before = content(ledger)
+    archive(config, tmp_path / "archive", older_than_days=1, keep_gb=None)
+    with ledger.read() as connection:
+        assert count_by_state(connection) == {**dict.fromkeys(count_by_state(connection), 0), "READY": 15}
+    (file,) = (tmp_path / "archive").iterdir()
+    assert file.name == "rows-000000000001-000000000025.jsonl.gz"
+    import_rows(config, file, reward=None, commit=False)
+    assert content(ledger) == before
+
+
+def test_a_ledger_that_is_too_large_loses_its_oldest_done_rows(ledger, config, tmp_path: Path):
+    record_ready(ledger, rows(400))
+    with ledger.write() as connection:
+        connection.execute(update(experiences).where(experiences.c.id <= 300).values(state="CONSUMED"))
+    archive(config, tmp_path / "archive", older_than_days=None, keep_gb=0.0)
+    with ledger.read() as connection:
+        assert count_rows(connection) == 100, "what is still to be trained stays, however little room there is"
+    with pytest.raises(ConfigError, match="--older-than-days"):
+        archive(config, tmp_path / "archive", older_than_days=None, keep_gb=None)
