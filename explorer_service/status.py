@@ -16,7 +16,7 @@ from explorer_service.deps import Deps
 from explorer_service.errors import unavailable
 from shared.errors import LedgerError
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import VersionRow, count_by_state, list_trainers, list_versions
+from shared.ledger.queries import VersionRow, count_by_state, list_trainers, list_versions, pace
 from shared.ledger.transitions import count_ready
 
 READY_TIMEOUT_S = 5.0
@@ -121,14 +121,16 @@ def _versions(ledger: Ledger) -> list[VersionRow]:
 
 
 def ledger_status(ledger: Ledger) -> dict[str, Any]:
-    """What the ledger knows: rows by state, versions, trainers, lag in versions."""
+    """What the ledger knows: rows by state and how they flow, versions, trainers, lag in versions."""
+    now = time.time()
     with ledger.read() as connection:
         rows, versions, trainers = count_by_state(connection), list_versions(connection), list_trainers(connection)
+        flow = pace(connection, now)
     newest = max((v.version for v in versions if v.state != "REJECTED"), default=None)
     serving = max((v.version for v in versions if v.state == "SERVING"), default=None)
-    now = time.time()
     return {
         "rows": rows,
+        "pace": {name: None if value is None else round(value, 1) for name, value in asdict(flow).items()},
         "versions": {
             "newest": newest,
             "serving": serving,

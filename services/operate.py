@@ -27,6 +27,10 @@ def print_status(config: Config) -> int:
         ledger.close()
     console = Console()
     console.print("rows      " + "  ".join(f"{state} {count}" for state, count in status["rows"].items()))
+    pace = status["pace"]
+    flow = f"recorded {pace['recorded_per_minute']:g} a minute  trained {pace['trained_per_minute']:g} a minute"
+    waits = "" if pace["oldest_ready_s"] is None else f"  oldest ready {pace['oldest_ready_s']:.0f} s"
+    console.print(f"pace      {flow}{waits}")
     versions = status["versions"]
     console.print(
         f"versions  newest {versions['newest']}  serving {versions['serving']}  published {versions['published']}  "

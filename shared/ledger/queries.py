@@ -9,7 +9,9 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, func, select
 
 from shared.experience import State
-from shared.ledger.tables import experiences, trainers, versions
+from shared.ledger.tables import batches, experiences, trainers, versions
+
+_END_ROWS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,36 @@ def list_trainers(connection: Connection) -> list[TrainerRow]:
 def find_trainer(connection: Connection, name: str) -> TrainerRow | None:
     """The trainer of this name."""
     return next((row for row in list_trainers(connection) if row.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How the rows flow."""
+
+    oldest_ready_s: float | None  # since when the first row that waits for a trainer was recorded
+    recorded_per_minute: float
+    trained_per_minute: float
+
+
+def pace(connection: Connection, now: float, window_s: float = 60.0) -> Pace:
+    """The flow of the last minute; of a ledger of any length only its end is read."""
+    ready = select(experiences.c.created_at).where(experiences.c.state == State.READY).order_by(experiences.c.id)
+    oldest = connection.execute(ready.limit(1)).scalar()
+    end = select(experiences.c.created_at).order_by(experiences.c.id.desc()).limit(_END_ROWS).subquery()
+    counted, since = connection.execute(
+        select(func.count(), func.min(end.c.created_at)).where(end.c.created_at > now - window_s)
+    ).one()
+    span_s = now - since if counted == _END_ROWS else window_s  # more than that: so many in less than a minute
+    made = select(versions.c.version).where(versions.c.created_at > now - window_s)
+    trained = connection.execute(
+        select(func.count())
+        .select_from(experiences)
+        .join(batches, batches.c.id == experiences.c.batch_id)
+        .where(batches.c.consumed_version.in_(made))
+    ).scalar_one()
+    return Pace(
+        None if oldest is None else max(0.0, now - oldest), 60 * counted / max(span_s, 1e-3), 60 * trained / window_s
+    )
 
 
 def size_bytes(connection: Connection) -> int:

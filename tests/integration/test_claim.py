@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from shared.config import TrainerConfig
 from shared.experience import Experience, Sampling, Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import count_by_state
+from shared.ledger.queries import Pace, count_by_state, pace
 from shared.ledger.tables import experiences
 from shared.lifecycle import StopRequest
 from tests.experiences import record_ready
@@ -100,6 +101,18 @@ def test_two_trainers_never_hold_the_same_row(ledger):
     for thread in threads:
         thread.join(30)
     assert sorted(taken) == sorted(row.msg_id for row in rows(120))
+
+
+def test_the_pace_tells_how_rows_flow_and_what_waits(ledger):
+    now = time.time()
+    record_ready(ledger, [replace(row, created_at=now - 30) for row in rows(6)])
+    record_ready(ledger, [replace(row, created_at=now - 300, msg_id=f"old{row.msg_id}") for row in rows(2)])
+    lease = claimer(ledger, batch_size=4).next()
+    with ledger.write() as connection:
+        about = {"version": 1, "parent": None, "kind": "full", "step": 1, "trainer": "trainer"}
+        transitions.publish(connection, **about, batch_ids=[lease.batch_id])
+    with ledger.read() as connection:
+        assert pace(connection, now) == Pace(pytest.approx(30, abs=1), 6.0, 4.0)
 
 
 def test_a_lease_that_ran_out_goes_back_and_its_late_owner_cannot_publish(ledger):
