@@ -38,7 +38,7 @@ async def answer_completion(request: Request, deps: Deps) -> Response:
 
 async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
     caller = deps.auth.require(request, "chat")
-    raw = await read_body(request, deps.config.explorer.max_body_bytes)
+    raw = await read_body(request, deps.config.explorer)
     chat = parse_chat(surface, raw, request, deps, caller)
     if chat.stream:
         from explorer_service.stream import stream_chat

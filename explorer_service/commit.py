@@ -34,7 +34,7 @@ async def answer_commit(request: Request, deps: Deps) -> Response:
 
 
 async def _answer_within_limit(request: Request, deps: Deps, key_group: str | None) -> Response:
-    scope = parse_commit(await read_body(request, deps.config.explorer.max_body_bytes))
+    scope = parse_commit(await read_body(request, deps.config.explorer))
     task_id, run_id = attribution(scope.task_id, "task_id"), attribution(scope.run_id, "run_id")
     before = scope.time_threshold
     if before is not None and before > _MILLISECONDS_ABOVE:

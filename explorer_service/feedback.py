@@ -47,7 +47,7 @@ async def answer_feedback(request: Request, deps: Deps) -> Response:
 
 
 async def _answer_within_limit(request: Request, deps: Deps, caller: Caller) -> Response:
-    raw = await read_body(request, deps.config.explorer.max_body_bytes)
+    raw = await read_body(request, deps.config.explorer)
     rule = deps.config.reward
     body = parse_feedback(raw, rule)
     msg_ids = list(dict.fromkeys(body.msg_ids or []))

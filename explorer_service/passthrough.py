@@ -28,7 +28,7 @@ RECORDED_HEADER = "X-Flywheel-Recorded"
 async def answer_unrecorded(request: Request, deps: Deps) -> Response:
     """POST one of the surfaces above."""
     caller = deps.auth.require(request, "chat")
-    body = decode_body(await read_body(request, deps.config.explorer.max_body_bytes))
+    body = decode_body(await read_body(request, deps.config.explorer))
     pin = deps.router.parse(body.get("model"))
     data = msgspec.json.encode({**body, "model": deps.config.model.name})
     seeded = body.get("seed") is not None

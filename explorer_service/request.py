@@ -6,19 +6,21 @@ used, and what the engine will refuse is left for it to refuse.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from explorer_service.auth import Caller
 from explorer_service.conversation import Digest, first_words, read_prompt
 from explorer_service.deps import Deps
 from explorer_service.engines.upstream import Ask
 from explorer_service.errors import ApiError, bad_request
+from shared.config import ExplorerConfig
 from shared.experience import Sampling, new_message_id
 
 _LARGEST_TOP_K = 2**31 - 1  # what the ledger's column holds; beyond any vocabulary it says the same
@@ -88,16 +90,27 @@ class Chat:
         return self.digest.copy().add_reply({"role": "assistant", **msgspec.json.decode(reply)})
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises ApiError 413 when it is longer than `limit` bytes, without reading on."""
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise ApiError(
-                413, f"the body is larger than {limit} bytes (explorer.max_body_bytes)", code="body_too_large"
-            )
-        chunks.append(chunk)
+async def read_body(request: Request, config: ExplorerConfig) -> bytes:
+    """The whole body.
+
+    Raises ApiError 413 when it is longer than `max_body_bytes`, without reading on; 408 when it takes longer than
+    `body_timeout_s`; 499 when the caller goes away.
+    """
+    chunks, size, limit = [], 0, config.max_body_bytes
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise ApiError(
+                        413, f"the body is larger than {limit} bytes (explorer.max_body_bytes)", code="body_too_large"
+                    )
+                chunks.append(chunk)
+    except TimeoutError:
+        message = f"the body was not there within {config.body_timeout_s:g} s (explorer.body_timeout_s)"
+        raise ApiError(408, message, code="body_too_slow") from None
+    except ClientDisconnect as exc:
+        raise ApiError(499, "the caller went away", kind="client_closed_request") from exc
     return b"".join(chunks)
 
 

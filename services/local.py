@@ -96,7 +96,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,  # a group, not a session; see decision 10
             preexec_fn=die_with_parent(),  # noqa: PLW1509 — one prctl call, no lock
             env={**os.environ, "FLYWHEEL_LOG_PLAIN": "1", "PYTHONUNBUFFERED": "1"},
         )

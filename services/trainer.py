@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from shared.config import Config, is_loopback
@@ -24,7 +26,8 @@ def run_trainer(config: Config) -> int:
     if config.model.kind != "full":
         raise ConfigError(f"model.kind={config.model.kind!r} cannot be trained yet; set model.kind: full")
     log.info("loading", model=config.model.path)
-    import torch  # heavy: after the configuration is known to be good
+    with only_the_last_core():
+        import torch  # heavy: after the configuration is known to be good
 
     from trainer_service.loop import Trainer
     from trainer_service.publish import ensure_base_version
@@ -51,6 +54,17 @@ def run_trainer(config: Config) -> int:
     finally:
         ledger.close()
     return 0
+
+
+@contextlib.contextmanager
+def only_the_last_core() -> Iterator[None]:
+    """Keep this thread off the cores that vLLM's workers are bound to, which begin at the first; see decision 10."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _require_whole(config: Config, version: int) -> None:

@@ -137,6 +137,8 @@ class ExplorerConfig(_Section):
     """Networks (CIDR) whose feedback and commits need no key."""
     max_body_bytes: Count = 8 * 1024 * 1024
     """A larger request body answers 413."""
+    body_timeout_s: Positive = 60.0
+    """A request body that has not arrived by then answers 408."""
     engine_wait_s: NonNegative = 30.0
     """How long a chat waits while every engine is full or taking up a version, before it answers 503."""
     max_in_flight: Count | None = None

@@ -86,7 +86,6 @@ def test_killed_under_load_it_comes_back_and_no_acknowledged_row_is_lost(live, v
         wait_for(lambda: not _runs(pid), "its end", 10)
         at, version = len(load.chats), _newest_served(live)
         wait_for(lambda: len(load.chats) > at + 30, "chats going on", 240)
-        # long: MKL pins itself to each core in turn while PyTorch is imported, and one core is vLLM's under load
         wait_for(lambda: _newest_served(live) > version + 1, "new versions after the kill", 300)
     _check_books(live, load)
     assert "Traceback" not in live.process.output()

@@ -1,0 +1,53 @@
+"""Callers that are slow on purpose hold up themselves and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+)
+
+
+def connect(explorer, first: bytes) -> socket.socket:
+    opened = socket.create_connection((explorer.http.base_url.host, explorer.http.base_url.port), timeout=30)
+    opened.sendall(first)
+    return opened
+
+
+def test_hundreds_of_slow_callers_hold_up_nobody(explorer):
+    with contextlib.ExitStack() as stack:
+        for number in range(300):
+            stack.enter_context(connect(explorer, HEAD[: 10 + number % 40] if number % 2 else HEAD + b'{"mess'))
+        started = time.monotonic()
+        for _ in range(20):
+            assert explorer.chat().status_code == 200
+        assert time.monotonic() - started < 10, (
+            "twenty chats take milliseconds; ten seconds only if they wait for these"
+        )
+
+
+def test_a_body_that_does_not_come_is_given_up(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], body_timeout_s=0.2).wait_ready()
+    with connect(explorer, HEAD + b'{"mess') as slow:
+        reply = slow.recv(4096)
+    assert reply.startswith(b"HTTP/1.1 408")
+    assert b'"body_too_slow"' in reply
+
+
+def test_a_caller_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(explorer, caplog):
+    connect(explorer, HEAD + b'{"mess').close()
+    assert explorer.chat().status_code == 200
+    assert "a reason of ours" not in caplog.text
+
+
+def test_a_stream_that_nobody_reads_holds_up_nobody(explorer, scripted_engine):
+    scripted_engine.script.reply_ids = list(range(11, 11 + 3000))
+    scripted_engine.script.logprobs = [-0.5] * 3000
+    body = b'{"messages": [], "stream": true}'
+    with connect(explorer, HEAD.replace(b"1000", str(len(body)).encode()) + body) as deaf:
+        deaf.recv(1)
+        scripted_engine.script.reply_ids, scripted_engine.script.logprobs = [11], [-0.5]
+        assert all(explorer.chat().status_code == 200 for _ in range(20))
