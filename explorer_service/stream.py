@@ -116,7 +116,7 @@ class Heard:
                     index = int(bytes(choice["index"]))
                     choices.setdefault(index, Sampled([])).add(choice)
                     _merge_delta(messages.setdefault(index, {}), _delta(choice))
-        except (msgspec.DecodeError, KeyError) as exc:
+        except (msgspec.DecodeError, KeyError, ValueError) as exc:
             raise unavailable(f"engine {seat.engine.name} streamed what is no chat completion", "engine_reply") from exc
         samples = []
         for index, sampled in sorted(choices.items()):

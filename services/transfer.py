@@ -21,7 +21,7 @@ from shared.experience import CorruptTokens, Sample, Sampling, State, Tokens, ne
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.dataset import conversations, read_rows, replace_whole
-from shared.ledger.queries import count_rows, is_done, known_ids, list_versions, oldest_done, size_bytes
+from shared.ledger.queries import count_rows, is_done, known_choices, list_versions, oldest_done, size_bytes
 from shared.ledger.tables import experiences
 from shared.reward import Signal
 
@@ -109,8 +109,12 @@ def import_rows(config: Config, file: Path, *, reward: float | None, commit: boo
 def _store(
     connection: Connection, samples: list[tuple[Sample, float | None]], config: Config, reward: float | None
 ) -> int:
-    known = known_ids(connection, [sample.msg_id for sample, _ in samples])
-    new = [(sample, said) for sample, said in samples if sample.msg_id not in known]
+    known = known_choices(connection, [sample.msg_id for sample, _ in samples])
+    new = []
+    for sample, said in samples:
+        if (sample.msg_id, sample.choice) not in known:
+            known.add((sample.msg_id, sample.choice))  # a file may hold a row twice
+            new.append((sample, said))
     transitions.record(connection, [sample for sample, _ in new])
     for sample, said in new:
         value = reward if said is None else said

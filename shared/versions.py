@@ -87,12 +87,12 @@ def write_version(root: Path, manifest: Manifest, write_files: Callable[[Path], 
         manifest = msgspec.structs.replace(manifest, files=files)
         (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         for file in [temporary / MANIFEST, *(temporary / name for name in files)]:
-            _fsync(file)
-        _fsync(temporary)
+            fsync(file)
+        fsync(temporary)
         if final.exists():  # a crash left it behind without its row
             shutil.rmtree(final)
         temporary.rename(final)
-        _fsync(final.parent)
+        fsync(final.parent)
     except OSError as exc:
         shutil.rmtree(temporary, ignore_errors=True)
         raise VersionError(
@@ -165,7 +165,8 @@ def _entry(file: Path) -> FileEntry:
     return FileEntry(size=file.stat().st_size, sha256=digest)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,7 +8,6 @@ checkpoints are pickles.
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from pathlib import Path
 from typing import IO
@@ -16,7 +15,7 @@ from typing import IO
 from shared.errors import StartupError
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import TrainerRow, find_trainer, highest_version_number
-from shared.versions import remove_temporary_versions
+from shared.versions import fsync, remove_temporary_versions
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 
 
@@ -50,9 +49,9 @@ class StateStore:
             shutil.rmtree(folder)
         backend.save(folder)
         for path in sorted(folder.rglob("*"), reverse=True):
-            _fsync(path)
-        _fsync(folder)
-        _fsync(self._folder)
+            fsync(path)
+        fsync(folder)
+        fsync(self._folder)
         return str(folder.relative_to(self._root))
 
     def load(self, backend: DeepSpeedBackend, state_path: str) -> None:
@@ -78,11 +77,3 @@ def remove_garbage(root: Path, ledger: Ledger, name: str) -> TrainerRow | None:
         if folder.name[1:].isdigit() and int(folder.name[1:]) > highest:
             shutil.rmtree(folder, ignore_errors=True)
     return row
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,7 @@
 """Kept-alive HTTP/1.1 connections to engines: what a chat needs and no more.
 
-On the hot path of chat, where a client library for everybody was a quarter of the explorer's work
-(benchmarks/front_door.py). HTTP is parsed by httptools, as uvicorn's is; an engine's administration goes through
+On the hot path of chat, where a client library for everybody was a sixth of the explorer's work
+(decision 8). HTTP is parsed by httptools, as uvicorn's is; an engine's administration goes through
 aiohttp (client.py). Owns the sockets. Knows nothing of chats.
 """
 

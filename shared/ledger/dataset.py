@@ -7,9 +7,8 @@ false, plain completions, erased rows) have no conversation to export and are co
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from sqlalchemy import ColumnElement, Connection, select
 from shared.errors import StartupError
 from shared.experience import Tokens
 from shared.ledger.tables import experiences, payloads
+from shared.versions import fsync
 
 _CHUNK = 1000  # rows
 _ABOUT = (
@@ -76,13 +76,10 @@ def _conversation(row: Any) -> dict[str, Any] | None:
 
 
 def write_jsonl(rows: Iterable[dict[str, Any]], file: Path) -> None:
-    """One JSON object on each line; packed when the name ends in .gz. On disk for good when it returns."""
-    with file.open("wb") as stream:
-        with gzip.GzipFile(fileobj=stream, mode="wb") if file.suffix == ".gz" else nullcontext(stream) as lines:
-            for row in rows:
-                lines.write(_ENCODE(row) + b"\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    """One JSON object on each line; packed when the name ends in .gz."""
+    with gzip.open(file, "wb") if file.suffix == ".gz" else file.open("wb") as lines:
+        for row in rows:
+            lines.write(_ENCODE(row) + b"\n")
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -174,14 +171,16 @@ def _as_text(value: Any) -> str | None:
 
 
 def replace_whole(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write the file beside its place and move it there, so that there is never half of one. Raises StartupError."""
+    """Write the file beside its place and move it there: never half of one, and durable. Raises StartupError."""
     writers = {".jsonl": write_jsonl, ".gz": write_jsonl, ".parquet": write_parquet}
     if file.suffix not in writers or (file.suffix == ".gz" and not file.stem.endswith(".jsonl")):
         raise StartupError(f"{str(file)!r}: the name must end in .jsonl, .jsonl.gz or .parquet")
     temporary = file.with_name(f".part-{file.name}")
     try:
         writers[file.suffix](rows, temporary)
+        fsync(temporary)
         temporary.replace(file)
+        fsync(file.parent)
     except OSError as exc:
         raise StartupError(f"{file} cannot be written ({exc.strerror}); name another with --out") from exc
     finally:

@@ -117,9 +117,10 @@ def count_rows(connection: Connection) -> int:
     return int(connection.execute(select(func.count()).select_from(experiences)).scalar_one())
 
 
-def known_ids(connection: Connection, msg_ids: list[str]) -> set[str]:
-    """Those of these message ids that stand already."""
-    return set(connection.execute(select(experiences.c.msg_id).where(experiences.c.msg_id.in_(msg_ids))).scalars())
+def known_choices(connection: Connection, msg_ids: list[str]) -> set[tuple[str, int]]:
+    """The choices of these messages that stand already."""
+    query = select(experiences.c.msg_id, experiences.c.choice).where(experiences.c.msg_id.in_(msg_ids))
+    return {(row.msg_id, row.choice) for row in connection.execute(query)}
 
 
 def is_done(before: float | None) -> list[ColumnElement[bool]]:

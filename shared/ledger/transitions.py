@@ -38,6 +38,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.config import RewardConfig
 from shared.experience import CorruptTokens, Experience, Lease, Sample, Sampling, State, Tokens
+from shared.ledger.queries import is_done
 from shared.ledger.tables import batches, experiences, idempotency, payloads, signals, trainers, versions
 from shared.reward import Signal, reward_of
 from shared.versions import version_path
@@ -357,9 +358,11 @@ def remove(connection: Connection, ids: Sequence[int]) -> int:
     removed = 0
     for start in range(0, len(ids), _MAX_PARAMETERS):
         mine = experiences.c.id.in_(ids[start : start + _MAX_PARAMETERS])
-        done = experiences.c.state.in_((State.CONSUMED, State.DISCARDED))
+        (done,) = is_done(None)
         names = select(experiences.c.msg_id).where(mine, done)
-        connection.execute(delete(signals).where(signals.c.msg_id.in_(names)))
+        its_choice = and_(experiences.c.msg_id == signals.c.msg_id, experiences.c.choice == signals.c.choice)
+        theirs = select(experiences.c.id).where(its_choice, mine, done).exists()
+        connection.execute(delete(signals).where(signals.c.msg_id.in_(names), theirs))
         gone = select(experiences.c.id).where(mine, done)
         connection.execute(delete(payloads).where(payloads.c.experience_id.in_(gone)))
         removed += connection.execute(delete(experiences).where(mine, done)).rowcount

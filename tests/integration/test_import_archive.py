@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def content(ledger: Ledger) -> list[tuple]:
     c = experiences.c
     columns = (c.msg_id, c.choice, c.version, c.reward, c.task_id, c.temperature, payloads.c.tokens)
     with ledger.read() as connection:
-        return [tuple(row) for row in connection.execute(select(*columns).join(payloads).order_by(c.msg_id))]
+        return [tuple(row) for row in connection.execute(select(*columns).join(payloads).order_by(c.msg_id, c.choice))]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
@@ -91,3 +92,18 @@ def test_a_ledger_that_is_too_large_loses_its_oldest_done_rows(ledger, config, t
         assert count_rows(connection) == 100, "what is still to be trained stays, however little room there is"
     with pytest.raises(ConfigError, match="--older-than-days"):
         archive(config, tmp_path / "archive", older_than_days=None, keep_gb=None)
+
+
+def test_choices_of_one_message_go_and_come_each_for_itself(ledger, config, tmp_path: Path):
+    several = [replace(row, msg_id="m", choice=number) for number, row in enumerate(rows(3))]
+    record_ready(ledger, several)
+    with ledger.write() as connection:
+        connection.execute(update(experiences).where(experiences.c.choice == 0).values(state="CONSUMED"))
+    before = content(ledger)
+    archive(config, tmp_path / "archive", older_than_days=0, keep_gb=None)
+    with ledger.read() as connection:
+        said = set(connection.execute(select(signals.c.choice)).scalars())
+    assert said == {1, 2}, "what was said of choices that stay, stays"
+    (file,) = (tmp_path / "archive").iterdir()
+    import_rows(config, file, reward=None, commit=False)
+    assert content(ledger) == before
