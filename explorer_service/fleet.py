@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-
-from sqlalchemy import Connection
 
 from explorer_service.record import Recorder
 from shared.errors import LedgerError
 from shared.ledger import fleet
 from shared.ledger.connect import Ledger
 from shared.ledger.fleet import EngineRow
+from shared.lifecycle import process_name
 from shared.log import StageLogger
 
 log = StageLogger("fleet")
@@ -30,7 +28,7 @@ class Fleet:
     """This explorer among the others. `run()` ends only by cancellation."""
 
     def __init__(self, ledger: Ledger, recorder: Recorder) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = process_name()
         self.alone = True  # as far as the last look showed
         self._ledger = ledger
         self._recorder = recorder
@@ -51,12 +49,8 @@ class Fleet:
         sent_at = time.monotonic()
         acknowledged = dict(self._acknowledged)
 
-        def work(connection: Connection) -> int:
-            fleet.beat(connection, self.id, acknowledged)
-            fleet.bury_dead(connection)
-            return len(fleet.live_explorers(connection))
-
-        self.alone = await self._recorder.write(work) < 2
+        living = await self._recorder.write(lambda connection: fleet.beat(connection, self.id, acknowledged))
+        self.alone = living < 2
         for url in self._kept_until:
             self._kept_until[url] = sent_at + fleet.LEASE_S
 

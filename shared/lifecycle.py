@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import os
 import select
 import signal
 import socket
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 from shared.errors import StartupError
@@ -65,6 +69,40 @@ def require_free_port(host: str, port: int, setting: str) -> None:
             raise StartupError(
                 f"cannot listen on {host}:{port} ({exc.strerror}); end what holds the port, or change {setting}"
             ) from exc
+
+
+def process_name() -> str:
+    """A name for this process that no other one has had: of its machine, its id and its start."""
+    pid = os.getpid()
+    return f"{_machine()}-{pid}-{_start_of(pid)}-{uuid.uuid4().hex[:8]}"
+
+
+def is_gone(name: str) -> bool:
+    """Whether the process of that name ran on this machine and does so no more; False where that cannot be known."""
+    machine, _, rest = name.partition("-")
+    if not machine or machine != _machine():
+        return False
+    pid, start, _ = rest.split("-")
+    return _start_of(int(pid)) != int(start)
+
+
+@functools.cache
+def _machine() -> str:
+    """This boot of this machine, and the container's process ids if it is one; empty where the kernel is not Linux."""
+    try:
+        about = Path("/proc/sys/kernel/random/boot_id").read_text() + str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+    return hashlib.blake2b(about.encode(), digest_size=6).hexdigest()
+
+
+def _start_of(pid: int) -> int:
+    """When a process began, in the kernel's ticks; 0 when it has ended, or where the kernel is not Linux."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if state == "Z" else int(rest[18])  # proc(5): starttime
 
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> Callable[[], None]:

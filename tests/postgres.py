@@ -26,29 +26,32 @@ class Postgres:
     def __init__(self, parent: Path | None = None, durable: bool = False) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="flywheel-postgres-", dir=parent))
         self._durable = durable
+        self.environ: dict[str, str] = {}  # more, for the server
         self._folder.chmod(0o755)
         self._user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
         self._binaries = self._find_binaries()
         self.port = free_port()
         self._count = 0
-        data = self._folder / "data"
-        data.mkdir()
+        self.data = self._folder / "data"
+        self.data.mkdir()
         if self._user:
-            os.chown(data, NOBODY, NOBODY)
+            os.chown(self.data, NOBODY, NOBODY)
             os.chown(self._folder, NOBODY, NOBODY)
-        self._run("initdb", "-D", str(data), "-U", "postgres", "-A", "trust", "--no-sync")
+        megabytes = "--wal-segsize=1"  # small files, so that a played power cut has little to compare
+        self._run("initdb", "-D", str(self.data), "-U", "postgres", "-A", "trust", "--no-sync", megabytes)
         self.start()
 
     def start(self) -> None:
         """Start the server on its data; again after `kill`."""
-        data = self._folder / "data"
-        options = ["-D", str(data), "-p", str(self.port), "-k", str(self._folder), "-c", "listen_addresses=127.0.0.1"]
+        where = ["-D", str(self.data), "-p", str(self.port), "-k", str(self._folder)]
+        options = [*where, "-c", "listen_addresses=127.0.0.1"]
         if not self._durable:
             options += ["-c", "fsync=off"]  # the machine itself does not fail in these tests
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [self._binaries / "postgres", *options],
                 cwd=self._folder,
+                env={**os.environ, **self.environ},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 **self._user,  # type: ignore[call-overload]

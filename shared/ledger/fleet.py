@@ -2,7 +2,8 @@
 
 One explorer keeps an engine (a lease) and moves it from version to version; the others follow its row. A move has a
 generation; each explorer acknowledges it once it gives the engine no more chats: none crosses a reload unseen.
-Leases and heartbeats compare clocks of different hosts: keep them within a second or two (NTP).
+Leases and heartbeats compare clocks of different hosts: keep them within a second or two (NTP). An explorer that was
+killed on this machine is known to be dead at once, by its name: who starts in its place need not wait for its leases.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from sqlalchemy import Connection, delete, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.ledger.tables import engines, explorers, open_streams
+from shared.lifecycle import is_gone
 
 LEASE_S = 6.0  # how long an engine stays with a keeper that is not heard of
 LIVE_S = 5.0  # an explorer that was not heard of for so long is not waited for
+SILENT_S = 60.0  # and after so long it is taken for dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +36,22 @@ class EngineRow:
     generation: int
 
 
-def beat(connection: Connection, explorer: str, acknowledged: dict[str, int]) -> None:
-    """The explorer lives, keeps its engines, and has acknowledged these generations, by engine url."""
+def beat(connection: Connection, explorer: str, acknowledged: dict[str, int]) -> int:
+    """The explorer lives, keeps its engines, and has acknowledged these generations, by engine url.
+
+    Does for explorers that died what they could not do themselves. Returns how many live, this one included.
+    """
     now = time.time()
     values = {"acknowledged": msgspec.json.encode(acknowledged), "heartbeat_at": now}
     make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     statement = make(explorers).values(id=explorer, **values)
     connection.execute(statement.on_conflict_do_update(index_elements=[explorers.c.id], set_=values))
     connection.execute(update(engines).where(engines.c.keeper == explorer).values(keeper_until=now + LEASE_S))
+    heard = {row.id: row.heartbeat_at for row in connection.execute(select(explorers.c.id, explorers.c.heartbeat_at))}
+    dead = [name for name, heard_at in heard.items() if heard_at < now - SILENT_S or is_gone(name)]
+    for name in dead:
+        leave(connection, name)
+    return sum(heard_at > now - LIVE_S for name, heard_at in heard.items() if name not in dead)
 
 
 def leave(connection: Connection, explorer: str) -> None:
@@ -48,13 +59,6 @@ def leave(connection: Connection, explorer: str) -> None:
     connection.execute(update(engines).where(engines.c.keeper == explorer).values(keeper=None, keeper_until=0.0))
     connection.execute(delete(open_streams).where(open_streams.c.explorer == explorer))
     connection.execute(delete(explorers).where(explorers.c.id == explorer))
-
-
-def bury_dead(connection: Connection, silent_s: float = 60.0) -> None:
-    """Do for explorers that were killed what they could not do themselves."""
-    dead = select(explorers.c.id).where(explorers.c.heartbeat_at < time.time() - silent_s)
-    for explorer in connection.execute(dead).scalars().all():
-        leave(connection, explorer)
 
 
 def live_explorers(connection: Connection) -> dict[str, dict[str, int]]:

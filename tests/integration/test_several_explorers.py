@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,6 +12,7 @@ import psutil
 import pytest
 from sqlalchemy import select, update
 
+from shared.ledger import fleet
 from shared.ledger.tables import engines, experiences
 from tests.integration.test_reload import publish, served
 from tests.processes import Process, descendants, wait_for, write_config
@@ -112,6 +115,26 @@ def test_an_engine_whose_keeper_died_within_a_reload_is_taken_over_when_its_leas
     wait_until(lambda: explorer.http.get("/ready").status_code == 503)
     wait_until(lambda: explorer.http.get("/ready").status_code == 200)
     assert not scripted_engine.script.paused
+
+
+def test_an_engine_whose_keeper_was_killed_on_this_machine_is_free_with_the_next_heartbeat(explorer):
+    command = [
+        sys.executable,
+        "-c",
+        "import shared.lifecycle as l, time; print(l.process_name(), flush=True); time.sleep(99)",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        name = other.stdout.readline().strip()
+        with explorer.ledger.write() as connection:
+            fleet.beat(connection, name, {})
+            assert fleet.keep_engine(connection, "http://e1", name)
+            assert fleet.beat(connection, "me", {}) == 3
+            assert not fleet.keep_engine(connection, "http://e1", "me")
+        other.kill()
+    with explorer.ledger.write() as connection:
+        assert fleet.beat(connection, "me", {}) == 2
+        assert fleet.keep_engine(connection, "http://e1", "me")
 
 
 def test_workers_share_a_port_and_answer_as_one(scripted_engine, tmp_path, database_url):

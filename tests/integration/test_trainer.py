@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from shared.ledger.queries import count_by_state, find_trainer, list_versions
 from shared.ledger.tables import batches, experiences
 from shared.versions import verify_version
 from tests.experiences import make_experiences, record_ready, trainer_config
+from tests.lives import Life, Lives
 from tests.models import make_tiny_model
 from tests.processes import Process, wait_for, write_config
 
@@ -34,27 +36,39 @@ def rows(model):
 
 
 @pytest.fixture(scope="module")
+def lives(tmp_path_factory) -> Iterator[Lives]:
+    lives = Lives(tmp_path_factory.mktemp("lives") / "log")
+    yield lives
+    lives.stop()
+
+
+@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, model, rows) -> Path:
     """The root of a trainer that nobody killed."""
     root = tmp_path_factory.mktemp("undisturbed")
-    with start(root, model, rows) as trainer:
+    prepare(root, model, rows)
+    with start(root) as trainer:
         wait_for(lambda: newest(root) == LAST, "the last version", 60)
         assert trainer.stop() == 0
     return root
 
 
-def start(
-    root: Path, model: Path, rows=None, module: str = "services.cli", database_url: str | None = None, **environ: str
-) -> Process:
-    file = root / "flywheel.yaml"
-    if not file.exists():
-        config = trainer_config(root, model, batch_size=BATCH)
-        write_config(config.model_copy(update={"database_url": database_url}), file)
-    if rows is not None:
-        ledger = open_ledger(root)
-        record_ready(ledger, rows)
-        ledger.close()
-    return Process(["trainer", "-c", str(file)], root / "trainer.log", module, **environ)
+def prepare(root: Path, model: Path, rows=(), database_url: str | None = None) -> None:
+    """A root with rows that are ready."""
+    config = trainer_config(root, model, batch_size=BATCH)
+    write_config(config.model_copy(update={"database_url": database_url}), root / "flywheel.yaml")
+    ledger = open_ledger(root)
+    record_ready(ledger, rows)
+    ledger.close()
+
+
+def start(root: Path) -> Process:
+    return Process(["trainer", "-c", str(root / "flywheel.yaml")], root / "trainer.log")
+
+
+def begin(lives: Lives, root: Path, **environ: str) -> Life:
+    """As `start`, without the seconds it takes to import everything, and with faults."""
+    return lives.begin(["trainer", "-c", str(root / "flywheel.yaml")], root / "trainer.log", **environ)
 
 
 def newest(root: Path) -> int:
@@ -128,43 +142,52 @@ def check_same_line(root: Path, undisturbed: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_killed_between_two_steps_of_publishing_it_goes_on_to_the_same_bits(fault, tmp_path, model, rows, undisturbed):
-    with start(tmp_path, model, rows, "tests.faulty_trainer", FAULT=fault, FAULT_CALL="2") as trainer:
+def test_killed_between_two_steps_of_publishing_it_goes_on_to_the_same_bits(
+    fault, tmp_path, lives, model, rows, undisturbed
+):
+    prepare(tmp_path, model, rows)
+    with begin(lives, tmp_path, FAULT=fault, FAULT_CALL="2") as trainer:
         assert trainer.wait(60) == -9
-    with start(tmp_path, model) as trainer:
-        wait_for(lambda: newest(tmp_path) == LAST, "the last version", 60)
-        assert trainer.stop() == 0
+    finish(lives, tmp_path)
     check_same_line(tmp_path, undisturbed)
 
 
-def test_killed_at_random_moments_it_goes_on_to_the_same_bits(tmp_path, model, rows, undisturbed, database_url):
+def test_killed_at_random_moments_it_goes_on_to_the_same_bits(tmp_path, lives, model, rows, undisturbed, database_url):
+    prepare(tmp_path, model, rows, database_url)
     draw = random.Random(7)
-    trainer = start(tmp_path, model, rows, database_url=database_url)
-    for _ in range(3):
-        at = newest(tmp_path)
-        wait_for(lambda at=at: newest(tmp_path) > at or newest(tmp_path) == LAST, "progress", 60, 0.005)
-        time.sleep(draw.random() * 0.1)  # a random moment is what is wanted
-        trainer.kill()
-        trainer = start(tmp_path, model)
-    with trainer:
-        wait_for(lambda: newest(tmp_path) == LAST, "the last version", 60)
-        assert trainer.stop() == 0
+    for _ in range(5):
+        with begin(lives, tmp_path):
+            at = newest(tmp_path)
+            wait_for(lambda at=at: newest(tmp_path) > at or newest(tmp_path) == LAST, "progress", 60, 0.005)
+            time.sleep(draw.random() * 0.1)  # a random moment is what is wanted
+    finish(lives, tmp_path)
     check_same_line(tmp_path, undisturbed)
 
 
-def test_a_harness_that_marks_rows_consumed_before_the_state_is_saved_is_found_out(tmp_path, model, rows, undisturbed):
+def finish(lives: Lives, root: Path) -> None:
+    """A life that nobody disturbs, up to the last version."""
+    with begin(lives, root) as trainer:
+        wait_for(lambda: newest(root) == LAST or not trainer.alive, "the last version", 60)
+        assert trainer.stop() == 0
+
+
+def test_a_harness_that_marks_rows_consumed_before_the_state_is_saved_is_found_out(
+    tmp_path, lives, model, rows, undisturbed
+):
     """The check itself, checked: with the order turned round on purpose, it must fail."""
+    prepare(tmp_path, model, rows)
     environ = {"SABOTAGE": "consumed_before_saved", "FAULT": "before StateStore.save", "FAULT_CALL": "2"}
-    with start(tmp_path, model, rows, "tests.faulty_trainer", **environ) as trainer:
+    with begin(lives, tmp_path, **environ) as trainer:
         assert trainer.wait(60) == -9
-    with start(tmp_path, model) as trainer:
+    with begin(lives, tmp_path) as trainer:
         wait_for(lambda: newest(tmp_path) == LAST or not trainer.alive, "an end", 60)
     with pytest.raises(AssertionError):
         check_same_line(tmp_path, undisturbed)
 
 
 def test_two_trainers_of_one_name_do_not_run_on_one_root(tmp_path, model):
-    with start(tmp_path, model) as first:
+    prepare(tmp_path, model)
+    with start(tmp_path) as first:
         wait_for(lambda: "at work" in first.output(), "the first trainer", 60)
         second = Process(["trainer", "-c", str(tmp_path / "flywheel.yaml")], tmp_path / "second.log")
         assert second.wait(60) == 1
@@ -176,8 +199,8 @@ def test_two_trainers_of_one_name_do_not_run_on_one_root(tmp_path, model):
 def test_another_model_in_the_same_root_is_refused(undisturbed, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(undisturbed, root)
-    (root / "flywheel.yaml").unlink()
     other = make_tiny_model(tmp_path / "other", seed=5)
-    with start(root, other) as trainer:
+    prepare(root, other)
+    with start(root) as trainer:
         assert trainer.wait(60) == 1
         assert "give the new model a root_dir of its own" in trainer.output().splitlines()[-1]

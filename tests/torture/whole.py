@@ -1,0 +1,141 @@
+"""All of Flywheel on one machine, to be killed: explorer, trainer, the database, or the power of the machine itself."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from shared.config import Config
+from tests.lives import Life, Lives
+from tests.postgres import Postgres
+from tests.processes import write_config
+from tests.servers import free_port
+from tests.torture.power_cut import PowerCut
+
+BATCH = 8  # rows
+PARTS = ("explorer", "trainer")
+
+
+class Whole:
+    """Explorer and trainer over one scripted engine, on SQLite or a PostgreSQL of their own.
+
+    cuts: power cuts will be played. careless: the database answers a COMMIT before it is durable.
+    """
+
+    def __init__(
+        self, folder: Path, model: Path, engine_url: str, database: str, *, cuts: bool = False, careless: bool = False
+    ) -> None:
+        self._folder = folder
+        root = folder / "data"
+        root.mkdir()
+        self.postgres = Postgres(durable=not careless) if database == "postgresql" else None
+        self.config = Config.model_validate(
+            {
+                "root_dir": str(root),
+                "database_url": self.postgres.new_database() if self.postgres else None,
+                "model": {"path": str(model)},
+                "explorer": {
+                    "port": free_port(),
+                    "engines": [{"name": "e0", "url": engine_url}],
+                    "reload": {"poll_interval_s": 0.02},
+                },
+                "trainer": {"batch_size": BATCH, "learning_rate": 1e-3, "poll_interval_s": 0.02, "cpu_threads": 1},
+            }
+        )
+        self._file = write_config(self.config, folder / "flywheel.yaml")
+        self._cuts: list[PowerCut] = []
+        environ: dict[str, str] = {}
+        if cuts:
+            self._cuts.append(PowerCut(root))
+            environ = self._cuts[0].environ
+            if self.postgres:
+                self.postgres.kill()
+                self._cuts.append(PowerCut(self.postgres.data))
+                self.postgres.environ = self._cuts[1].environ
+            for cut in self._cuts:
+                cut.begin()
+            if self.postgres:
+                self.postgres.start()
+        self._sabotage = {"SABOTAGE": "commit_without_fsync"} if careless and not self.postgres else {}
+        self.forks = Lives(folder / "lives.log", **environ)
+        self.lives: dict[str, Life] = {}
+        self.kills: Counter[str] = Counter()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.config.explorer.port}"
+
+    def log(self, part: str) -> str:
+        file = self._folder / f"{part}.log"
+        return file.read_text() if file.exists() else ""
+
+    def points_file(self, part: str) -> Path:
+        return self._folder / f"{part}.points"
+
+    def begin(self, part: str, fault: str = "") -> None:
+        """Start the explorer or the trainer; it will kill itself at the fault's point."""
+        environ = {"FAULT": fault, "POINTS": str(self.points_file(part)), **self._sabotage}
+        self.lives[part] = self.forks.begin([part, "-c", str(self._file)], self._folder / f"{part}.log", **environ)
+
+    def kill(self, part: str) -> None:
+        self.lives[part].kill()
+        self.kills[part] += 1
+
+    def kill_database(self) -> None:
+        assert self.postgres is not None
+        self.postgres.kill()
+        self.kills["database"] += 1
+        self.postgres.start()
+
+    def black_out(self) -> None:
+        """The machine's power goes, and comes back; explorer and trainer are down."""
+        for life in self.lives.values():
+            life.kill()
+        if self.postgres:
+            self.postgres.kill()
+        for cut in self._cuts:
+            cut.cut()
+        self.kills["power"] += 1
+        if self.postgres:
+            self.postgres.start()
+
+    def finish(self, **trainer: Any) -> None:
+        """Both start again, unharmed; `trainer` changes the trainer's settings."""
+        for life in self.lives.values():
+            life.kill()
+        settings = self.config.trainer.model_copy(update=trainer)
+        write_config(self.config.model_copy(update={"trainer": settings}), self._file)
+        for part in PARTS:
+            self.begin(part)
+
+    def close(self) -> None:
+        for life in self.lives.values():
+            life.kill()
+        self.forks.stop()
+        if self.postgres:
+            self.postgres.stop()
+
+
+class NamedPoints:
+    """Which named points a part has come by, and which of them it is to die at next: each in its turn."""
+
+    def __init__(self, file: Path, draw: random.Random) -> None:
+        self._file, self._draw = file, draw
+        self._tried: Counter[str] = Counter()
+
+    def read(self) -> tuple[set[str], Counter[str]]:
+        """(points passed by, how often it died at each)."""
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        died = Counter(line.removeprefix("died ") for line in lines if line.startswith("died "))
+        return {line for line in lines if not line.startswith("died ")}, died
+
+    def next(self) -> str:
+        """A point, or nothing: then the part is killed at a random moment."""
+        known, _ = self.read()
+        if not known or self._draw.random() < 0.4:
+            return ""
+        point = min(sorted(known), key=lambda one: (self._tried[one], self._draw.random()))
+        self._tried[point] += 1
+        return point
