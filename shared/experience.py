@@ -22,9 +22,17 @@ TokenArray = npt.NDArray[np.int32]
 LogprobArray = npt.NDArray[np.float32]
 
 
+_last_stamp = 0  # microseconds
+
+
 def new_message_id(prefix: str) -> str:
-    """A unique id: its millisecond, so that the ledger's indexes grow at one end, and 80 random bits nobody guesses."""
-    return f"{prefix}{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"
+    """A unique id: its microsecond, so that the ledger's indexes grow at one end, and 72 random bits nobody guesses.
+
+    Each of a process is greater than the one before.
+    """
+    global _last_stamp  # noqa: PLW0603 — threads that race for it get equal stamps, and random bits all the same
+    _last_stamp = max(time.time_ns() // 1000, _last_stamp + 1)
+    return f"{prefix}{_last_stamp:014x}{os.urandom(9).hex()}"
 
 
 class State(StrEnum):

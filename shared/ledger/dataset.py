@@ -18,6 +18,7 @@ from sqlalchemy import ColumnElement, Connection, select
 from shared.errors import StartupError
 from shared.experience import Tokens
 from shared.ledger.tables import experiences, payloads
+from shared.ledger.transitions import choice_name
 from shared.versions import fsync
 
 _CHUNK = 1000  # rows
@@ -52,8 +53,7 @@ def conversations(
     for row in result:
         said = _conversation(row)
         if with_tokens and row.tokens is not None:
-            about = {name: getattr(row, name) for name in (*_ABOUT, "created_at")}
-            yield {**(said or {"messages": None, "tools": None, **about}), **_tokens(row)}
+            yield {**(said or {"messages": None, "tools": None, **_about(row)}), **_tokens(row)}
         else:
             yield said
 
@@ -71,8 +71,13 @@ def _conversation(row: Any) -> dict[str, Any] | None:
     if not isinstance(request.get("messages"), list) or not isinstance(reply, dict):
         return None
     said = {name: value for name, value in reply.items() if value not in (None, [], "") or name == "content"}
+    messages = [*request["messages"], {**said, "role": "assistant"}]
+    return {"messages": messages, "tools": request.get("tools"), **_about(row)}
+
+
+def _about(row: Any) -> dict[str, Any]:
     about = {name: getattr(row, name) for name in (*_ABOUT, "created_at")}
-    return {"messages": [*request["messages"], {**said, "role": "assistant"}], "tools": request.get("tools"), **about}
+    return {**about, "conversation_id": row.conversation_id or choice_name(row.msg_id, row.choice)}
 
 
 def write_jsonl(rows: Iterable[dict[str, Any]], file: Path) -> None:

@@ -33,7 +33,7 @@ experiences = Table(
     Column("msg_id", String(200), nullable=False),
     Column("choice", Integer, nullable=False),
     Column("parent_id", String(220)),  # the exchange that this one extends: ID, or ID#CHOICE when it was not the first
-    Column("conversation_id", String(220), nullable=False),  # the first exchange of its conversation, named alike
+    Column("conversation_id", String(220)),  # the first exchange of its conversation; null while that has no other
     Column("exchange", LargeBinary),  # digest of all messages up to and with the reply: what a later turn extends
     Column("task_id", String(400)),
     Column("run_id", String(400)),
@@ -71,7 +71,7 @@ _partial_index("rewarded", "state = 'RECORDED' AND reward IS NOT NULL", experien
 _partial_index("task", "task_id IS NOT NULL", experiences.c.task_id, experiences.c.run_id)
 _partial_index("batch", "batch_id IS NOT NULL", experiences.c.batch_id)
 _partial_index("parent", "parent_id IS NOT NULL", experiences.c.parent_id)
-Index("ix_experiences_conversation", experiences.c.conversation_id)
+_partial_index("conversation", "conversation_id IS NOT NULL", experiences.c.conversation_id)
 Index("ix_experiences_exchange", experiences.c.exchange)
 
 payloads = Table(

@@ -60,11 +60,13 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
     """
     if not samples:
         return
-    rows = [_experience_row(s, _find_parent(connection, s.extends) if s.extends else None) for s in samples]
+    parents = [_find_parent(connection, sample.extends) if sample.extends else None for sample in samples]
+    rows = [_experience_row(*of) for of in zip(samples, parents, strict=True)]
     texts = [(s.tokens.encode(), s.request, s.reply, s.msg_id, s.choice) for s in samples]
     insert_row, insert_payload = _INSERTS[connection.dialect.paramstyle == "qmark"]
     connection.exec_driver_sql(insert_row, rows)
     connection.exec_driver_sql(insert_payload, texts)
+    _name_conversations(connection, [parent for parent in parents if parent is not None])
 
 
 def _insert_statements(mark: str) -> tuple[str, str]:
@@ -83,9 +85,17 @@ def choice_name(msg_id: str, choice: int) -> str:
     return f"{msg_id}#{choice}" if choice else msg_id
 
 
+def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> None:
+    """What stood alone has another turn now, and begins a conversation of its own name."""
+    alone = {row.id: choice_name(row.msg_id, row.choice) for row in parents if row.conversation_id is None}
+    for row_id, name in sorted(alone.items()):  # in the order in which feedback locks rows
+        mine = and_(experiences.c.id == row_id, experiences.c.conversation_id.is_(None))
+        connection.execute(update(experiences).where(mine).values(conversation_id=name))
+
+
 def _find_parent(connection: Connection, extends: Sequence[bytes]) -> AnyRow | None:
     """The exchange that a request continues: the longest; of several alike, one that nobody has continued yet."""
-    columns = (experiences.c.msg_id, experiences.c.choice, experiences.c.conversation_id)
+    columns = (experiences.c.id, experiences.c.msg_id, experiences.c.choice, experiences.c.conversation_id)
     for exchange in extends:
         alike = select(*columns).where(experiences.c.exchange == exchange).order_by(experiences.c.id.desc())
         rows = connection.execute(alike.limit(_MAX_ALIKE)).all()
@@ -109,12 +119,12 @@ _ROW = (
 
 def _experience_row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:
     """The values of _ROW."""
-    name = choice_name(sample.msg_id, sample.choice)
+    parent_name = None if parent is None else choice_name(parent.msg_id, parent.choice)
     return (
         sample.msg_id,
         sample.choice,
-        None if parent is None else choice_name(parent.msg_id, parent.choice),
-        name if parent is None else parent.conversation_id,
+        parent_name,
+        None if parent is None else parent.conversation_id or parent_name,
         sample.exchange,
         sample.task_id,
         sample.run_id,
@@ -181,7 +191,7 @@ def apply_feedback(
             found.setdefault(row.msg_id, []).append(row)
     if conversations:
         reached = {row.id for rows in found.values() for row in rows}
-        names = {row.conversation_id for rows in found.values() for row in rows}
+        names = {row.conversation_id for rows in found.values() for row in rows if row.conversation_id is not None}
         for row in _rows_of(connection, and_(experiences.c.conversation_id.in_(names), mine)):
             if row.id not in reached:
                 found.setdefault(choice_name(row.msg_id, row.choice), []).append(row)
@@ -495,16 +505,17 @@ def _oldest(eligible: list[ColumnElement[bool]], at_most: int, after_id: int) ->
 def _mates(oldest: Select[Any], eligible: list[ColumnElement[bool]]) -> CTE:
     """All rows of the trajectories of the oldest, each with its trajectory's first."""
     rows = oldest.cte("oldest")
+    conversation = rows.c.conversation_id
     firsts = (
-        select(rows.c.conversation_id, func.min(rows.c.id).label("first_id")).group_by(rows.c.conversation_id)
-    ).cte("firsts")
-    together = experiences.c.conversation_id == firsts.c.conversation_id
-    return (
-        select(experiences.c.id, firsts.c.first_id)
-        .join_from(firsts, experiences, together)
-        .where(*eligible)
-        .cte("mates")
+        select(conversation, func.min(rows.c.id).label("first_id"))
+        .where(conversation.is_not(None))
+        .group_by(conversation)
+        .cte("firsts")
     )
+    together = experiences.c.conversation_id == firsts.c.conversation_id
+    turns = select(experiences.c.id, firsts.c.first_id).join_from(firsts, experiences, together).where(*eligible)
+    alone = select(rows.c.id, rows.c.id.label("first_id")).where(conversation.is_(None))
+    return turns.union_all(alone).cte("mates")
 
 
 def _whole_trajectories(mates: CTE, at_most: int, *where: ColumnElement[bool]) -> Select[Any]:
@@ -593,7 +604,7 @@ def load_lease(connection: Connection, batch_id: int) -> Lease:
                 parent_id=row.parent_id,
                 task_id=row.task_id,
                 run_id=row.run_id,
-                conversation_id=row.conversation_id,
+                conversation_id=row.conversation_id or choice_name(row.msg_id, row.choice),
                 version=row.version,
                 reward=row.reward,
                 created_at=row.created_at,

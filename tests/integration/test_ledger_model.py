@@ -199,7 +199,7 @@ class LedgerMachine(RuleBasedStateMachine):
         c = experiences.c
         columns = (c.msg_id, c.conversation_id, c.state, c.reward, c.batch_id, c.consumed_version)
         with self.ledger.read() as connection:
-            stands = {row[0]: tuple(row[1:]) for row in connection.execute(select(*columns))}
+            stands = {row[0]: (row[1] or row[0], *row[2:]) for row in connection.execute(select(*columns))}
         assert stands == {
             name: (row.conversation, row.state, row.reward, row.batch, row.consumed) for name, row in self.rows.items()
         }
