@@ -104,11 +104,7 @@ class Recorder:
         """Run the jobs in one transaction, or those that cannot be run together one by one in another; then answer."""
         started = time.perf_counter()
         try:
-            try:
-                outcomes = self._commit(group, _store_together) if all(job.samples for job in group) else []
-            except _Apart:
-                outcomes = []
-            outcomes = outcomes or self._commit(group, _attempt_each)
+            outcomes = self._try(group)
         except LedgerError as error:
             if not self._away:  # said once, until it is back
                 log.error("the ledger does not store; callers get 503", reason=str(error))
@@ -126,6 +122,15 @@ class Recorder:
         self._metrics.record_commit.observe(time.perf_counter() - started)
         self._loop.call_soon_threadsafe(_answer, outcomes)  # once for all: each call wakes the loop
 
+    def _try(self, group: list[_Job]) -> list[_Outcome]:
+        if all(job.samples for job in group):
+            with contextlib.suppress(_Apart):
+                return self._commit(group, _store_together)
+        try:
+            return self._commit(group, _attempt_each)
+        except _Undone as undone:
+            return [undone.outcome]
+
     def _commit(self, group: list[_Job], run: Callable[[list[_Job], Connection], list[_Outcome]]) -> list[_Outcome]:
         with self._ledger.write() as connection:
             return run(group, connection)
@@ -133,6 +138,13 @@ class Recorder:
 
 class _Apart(Exception):
     """The jobs of a group cannot be done together."""
+
+
+class _Undone(Exception):
+    """A job that was alone in its transaction failed, and the transaction with it."""
+
+    def __init__(self, outcome: _Outcome) -> None:
+        self.outcome = outcome
 
 
 def _store_together(group: list[_Job], connection: Connection) -> list[_Outcome]:
@@ -148,12 +160,23 @@ def _store_together(group: list[_Job], connection: Connection) -> list[_Outcome]
 
 def _attempt_each(group: list[_Job], connection: Connection) -> list[_Outcome]:
     """Chats in one savepoint if they can be, every other job in its own: one that fails undoes itself alone."""
+    if len(group) == 1:
+        return [_attempt_alone(group[0], connection)]
     chats = [job for job in group if job.samples]
     done: list[_Outcome] = []
     if len(chats) > 1:
         with contextlib.suppress(_Apart), connection.begin_nested():
             done = _store_together(chats, connection)
     return done + [_attempt(job, connection) for job in group if not (done and job.samples)]
+
+
+def _attempt_alone(job: _Job, connection: Connection) -> _Outcome:
+    try:
+        return job, job.work(connection), None
+    except OperationalError:  # the database itself: as LedgerError
+        raise
+    except Exception as error:
+        raise _Undone((job, None, _told(error))) from error
 
 
 def _attempt(job: _Job, connection: Connection) -> _Outcome:
@@ -166,11 +189,16 @@ def _attempt(job: _Job, connection: Connection) -> _Outcome:
     except Exception as error:  # noqa: BLE001 — the caller's: it goes back to whoever awaits the job
         if savepoint.is_active:
             savepoint.rollback()
-        if isinstance(error, DBAPIError):
-            cause = str(error.orig).strip().split("\n")[0]
-            return job, None, LedgerError(f"the database refuses this ({cause})")
-        return job, None, error
+        return job, None, _told(error)
     return job, result, None
+
+
+def _told(error: Exception) -> Exception:
+    """What whoever awaits the job hears of its failure."""
+    if isinstance(error, DBAPIError):
+        cause = str(error.orig).strip().split("\n")[0]
+        return LedgerError(f"the database refuses this ({cause})")
+    return error
 
 
 def _answer(outcomes: list[_Outcome]) -> None:

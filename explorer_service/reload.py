@@ -90,7 +90,8 @@ class EngineKeeper:
 
     async def _look(self) -> None:
         engine = self._engine
-        if engine.state is not EngineState.SERVING or time.monotonic() - self._last_health > HEALTH_INTERVAL_S:
+        heard_at = max(self._last_health, engine.answered_at)  # a chat answered says as much as /health
+        if engine.state is not EngineState.SERVING or time.monotonic() - heard_at > HEALTH_INTERVAL_S:
             await self._client.check_health()
             self._last_health = time.monotonic()
         if not await self._fleet.keeps(engine.url):

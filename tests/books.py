@@ -19,6 +19,7 @@ class Books:
     """What the service has promised."""
 
     url: str
+    pause_s: float = 0.002  # between a customer's visits
     chats: set[str] = field(default_factory=set)  # answered, or streamed up to [DONE]
     rewards: dict[str, float] = field(default_factory=dict)  # receipts of feedback
     committed: set[str] = field(default_factory=set)  # rewarded before a commit that was answered
@@ -43,7 +44,7 @@ class Books:
         while not self._stop.is_set():
             try:
                 with httpx.Client(base_url=self.url, timeout=30) as http:
-                    while not self._stop.wait(0.002):
+                    while not self._stop.wait(self.pause_s):
                         self._visit(http, draw)
             except httpx.HTTPError:  # refused or cut off: nothing was acknowledged, so nothing is promised
                 self.refused += 1

@@ -166,6 +166,11 @@ class Reply:
         """Without its parameters."""
         return self._line.content_type.partition(";")[0].strip().lower()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether its end has come."""
+        return self._line.complete
+
     async def read(self) -> bytes:
         """The rest of the body. Raises ConnectionLost, TimeoutError."""
         line = self._line

@@ -6,6 +6,7 @@ Owns each engine's state and its count of requests in flight. Knows nothing of H
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Engine:
     seeded_in_flight: int = 0  # with `seed`: a CPU engine dies when paused under one
     sampling_defaults: Sampling = field(default_factory=Sampling)  # what it applies where a request says nothing
     reason: str = "not seen yet"
+    answered_at: float = -math.inf  # time.monotonic(): a chat
 
 
 @dataclass(slots=True)

@@ -64,6 +64,8 @@ async def engage(ask: Ask, deps: Deps, avoid: list[Engine]) -> AsyncIterator[tup
             try:
                 yield seat, reply
             finally:
+                if reply.is_whole and reply.status == 200:
+                    seat.engine.answered_at = time.monotonic()
                 reply.close()  # when it is not whole, the engine aborts what it was sampling
         finally:
             seat.engine_s = time.perf_counter() - started

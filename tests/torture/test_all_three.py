@@ -36,6 +36,7 @@ FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 KILLS = 500 if FULL else 12
 CUTS = 100 if FULL else 3
 DATABASES = pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+PAUSE_S = 0.03  # between a customer's visits: the trainer keeps up
 PATIENCE_S = 4.0  # for a part to come by the point it is to die at
 
 
@@ -48,7 +49,7 @@ def model(tmp_path_factory) -> Path:
 @DATABASES
 def test_killed_one_by_one_all_is_counted(tmp_path, model, scripted_engine, database):
     whole = Whole(tmp_path, model, scripted_engine.url, database)
-    books = Books(whole.url)
+    books = Books(whole.url, PAUSE_S)
     draw = random.Random(3)
     points = {part: NamedPoints(whole.points_file(part), draw) for part in PARTS}
     until = dict.fromkeys(PARTS, 0.0)
@@ -81,7 +82,7 @@ def test_killed_one_by_one_all_is_counted(tmp_path, model, scripted_engine, data
 @DATABASES
 def test_the_power_goes_and_all_is_counted(tmp_path, model, scripted_engine, database):
     whole = Whole(tmp_path, model, scripted_engine.url, database, cuts=True)
-    books = Books(whole.url)
+    books = Books(whole.url, PAUSE_S)
     try:
         cut_power(whole, books, CUTS)
         finish_and_count(tmp_path, whole, books, model)
@@ -95,7 +96,7 @@ def test_the_power_goes_and_all_is_counted(tmp_path, model, scripted_engine, dat
 def test_a_commit_without_fsync_is_found_out(tmp_path, model, scripted_engine, database):
     """The check itself, checked: the database answers before the disk has it, and the books must miss something."""
     whole = Whole(tmp_path, model, scripted_engine.url, database, cuts=True, careless=True)
-    books = Books(whole.url)
+    books = Books(whole.url, PAUSE_S)
     try:
         cut_power(whole, books, 2)
         books.close()

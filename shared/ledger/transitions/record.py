@@ -1,0 +1,106 @@
+"""2, record: samples become rows, RECORDED or, with a reason, DISCARDED; turns are linked to their conversations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, and_, select, update
+
+from shared.experience import Sample
+from shared.ledger.tables import experiences, payloads
+from shared.ledger.transitions.rows import AnyRow, choice_name
+
+_MAX_ALIKE = 32  # exchanges that say the same, newest first, among which a parent is chosen
+
+
+def record(connection: Connection, samples: Sequence[Sample]) -> None:
+    """Store samples. One that must not be trained on is stored as DISCARDED with its reason.
+
+    Raises sqlalchemy.exc.IntegrityError when a message id with that choice exists already.
+    """
+    if not samples:
+        return
+    parents = [_find_parent(connection, sample.extends) if sample.extends else None for sample in samples]
+    rows = [_experience_row(*of) for of in zip(samples, parents, strict=True)]
+    texts = [(s.tokens.encode(), s.request, s.reply, s.msg_id, s.choice) for s in samples]
+    insert_row, insert_payload = _INSERTS[connection.dialect.paramstyle == "qmark"]
+    connection.exec_driver_sql(insert_row, rows)
+    connection.exec_driver_sql(insert_payload, texts)
+    _name_conversations(connection, [parent for parent in parents if parent is not None])
+
+
+def _insert_statements(mark: str) -> tuple[str, str]:
+    """A sample's two inserts as the driver takes them: on chat's hot path building them costs more than storing."""
+    names = ", ".join(_ROW)
+    marks = ", ".join([mark] * len(_ROW))
+    return (
+        f"INSERT INTO {experiences.name} ({names}) VALUES ({marks})",
+        f"INSERT INTO {payloads.name} (experience_id, tokens, request, reply)"
+        f" SELECT id, {mark}, {mark}, {mark} FROM {experiences.name} WHERE msg_id = {mark} AND choice = {mark}",
+    )
+
+
+def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> None:
+    """What stood alone has another turn now, and begins a conversation of its own name."""
+    alone = {row.id: choice_name(row.msg_id, row.choice) for row in parents if row.conversation_id is None}
+    for row_id, name in sorted(alone.items()):  # in the order in which feedback locks rows
+        mine = and_(experiences.c.id == row_id, experiences.c.conversation_id.is_(None))
+        connection.execute(update(experiences).where(mine).values(conversation_id=name))
+
+
+def _find_parent(connection: Connection, extends: Sequence[bytes]) -> AnyRow | None:
+    """The exchange that a request continues: the longest; of several alike, one that nobody has continued yet."""
+    columns = (experiences.c.id, experiences.c.msg_id, experiences.c.choice, experiences.c.conversation_id)
+    for exchange in extends:
+        alike = select(*columns).where(experiences.c.exchange == exchange).order_by(experiences.c.id.desc())
+        rows = connection.execute(alike.limit(_MAX_ALIKE)).all()
+        if len(rows) == 1:
+            return rows[0]
+        if rows:
+            names = [choice_name(row.msg_id, row.choice) for row in rows]
+            continued = select(experiences.c.parent_id).where(experiences.c.parent_id.in_(names))
+            counts = Counter(connection.execute(continued).scalars())
+            chosen: AnyRow = min(reversed(rows), key=lambda row: counts[choice_name(row.msg_id, row.choice)])
+            return chosen
+    return None
+
+
+_ROW = (
+    "msg_id", "choice", "parent_id", "conversation_id", "exchange", "task_id", "run_id", "key_name", "key_group",
+    "version", "version_end", "state", "reason", "n_prompt", "n_reply", "temperature", "top_p", "top_k", "min_p",
+    "finish_reason", "latency_s", "created_at",
+)  # fmt: skip
+
+
+def _experience_row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:
+    """The values of _ROW."""
+    parent_name = None if parent is None else choice_name(parent.msg_id, parent.choice)
+    return (
+        sample.msg_id,
+        sample.choice,
+        parent_name,
+        None if parent is None else parent.conversation_id or parent_name,
+        sample.exchange,
+        sample.task_id,
+        sample.run_id,
+        sample.key_name,
+        sample.key_group,
+        sample.version,
+        sample.version_end,
+        "DISCARDED" if sample.quarantine else "RECORDED",
+        f"quarantined: {sample.quarantine}" if sample.quarantine else None,
+        len(sample.tokens.prompt_ids),
+        len(sample.tokens.reply_ids),
+        sample.sampling.temperature,
+        sample.sampling.top_p,
+        sample.sampling.top_k,
+        sample.sampling.min_p,
+        sample.finish_reason,
+        sample.latency_s,
+        sample.created_at,
+    )
+
+
+_INSERTS = {is_qmark: _insert_statements("?" if is_qmark else "%s") for is_qmark in (True, False)}
