@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any
 
@@ -49,10 +50,17 @@ class CallerStays:
 
 
 class StreamAnswer(Response):
-    """Server-sent events, each sent as it comes; the generator is closed when they end or the caller goes away."""
+    """Server-sent events, each sent as it comes; what they hold is freed when they end or the caller goes away.
 
-    def __init__(self, events: AsyncGenerator[bytes], status: int, headers: Mapping[str, str]) -> None:
+    held: the seat, the engine's reply and whatever else the events need. Freed here, not by the generator: one that
+    has not begun when its caller leaves never would.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes], held: AsyncExitStack, status: int, headers: Mapping[str, str]
+    ) -> None:
         self.events = events
+        self.held = held
         self.status_code = status
         self.media_type = "text/event-stream"
         self.background = None
@@ -72,3 +80,4 @@ class StreamAnswer(Response):
             return
         finally:
             await self.events.aclose()
+            await self.held.aclose()

@@ -55,8 +55,7 @@ async def _answer(ask: Ask, stack: AsyncExitStack, deps: Deps) -> Response:
         return Response(content, reply.status, headers, media_type=reply.content_type)
 
     async def chunks() -> AsyncGenerator[bytes]:
-        async with stack:
-            while chunk := await reply.read_some():
-                yield chunk
+        while chunk := await reply.read_some():
+            yield chunk
 
-    return StreamAnswer(chunks(), reply.status, headers)
+    return StreamAnswer(chunks(), stack, reply.status, headers)

@@ -47,16 +47,9 @@ async def stream_chat(chat: Chat, deps: Deps) -> Response:
         await stack.aclose()
         raise
     deps.in_flight.begin(chat.msg_id)
-
-    async def events() -> AsyncGenerator[bytes]:
-        try:
-            async with stack:
-                async for event in _relay(reply, chat, seat, deps):
-                    yield event
-        finally:
-            deps.in_flight.end(chat.msg_id)
-
-    return StreamAnswer(events(), 200, {VERSION_HEADER: str(seat.version), "Cache-Control": "no-cache"})
+    stack.callback(deps.in_flight.end, chat.msg_id)
+    headers = {VERSION_HEADER: str(seat.version), "Cache-Control": "no-cache"}
+    return StreamAnswer(_relay(reply, chat, seat, deps), stack, 200, headers)
 
 
 async def _relay(reply: Reply, chat: Chat, seat: Seat, deps: Deps) -> AsyncGenerator[bytes]:
