@@ -17,6 +17,7 @@ from sqlalchemy import ColumnElement, Connection, select
 
 from shared.errors import StartupError
 from shared.experience import Tokens
+from shared.ledger.prefix import load_tokens
 from shared.ledger.tables import experiences, payloads
 from shared.ledger.transitions import choice_name
 from shared.versions import fsync
@@ -47,19 +48,20 @@ def conversations(
     with_tokens: also {prompt_ids, reply_ids, logprobs, sampling}; then a row without text has null messages.
     """
     columns = [experiences.c[name] for name in (*_ABOUT, "created_at", *_SAMPLING)]
-    query = select(*columns, payloads.c.request, payloads.c.reply, payloads.c.tokens)
+    query = select(*columns, experiences.c.id, payloads.c.request, payloads.c.reply)
     query = query.outerjoin(payloads, payloads.c.experience_id == experiences.c.id).where(*where)
     result = connection.execute(query.order_by(experiences.c.id), execution_options={"yield_per": _CHUNK})
-    for row in result:
-        said = _conversation(row)
-        if with_tokens and row.tokens is not None:
-            yield {**(said or {"messages": None, "tools": None, **_about(row)}), **_tokens(row)}
-        else:
-            yield said
+    for rows in result.partitions():
+        loaded = load_tokens(connection, [row.id for row in rows]) if with_tokens else {}
+        for row in rows:
+            said, tokens = _conversation(row), loaded.get(row.id)
+            if isinstance(tokens, Tokens):
+                yield {**(said or {"messages": None, "tools": None, **_about(row)}), **_tokens(row, tokens)}
+            else:
+                yield said
 
 
-def _tokens(row: Any) -> dict[str, Any]:
-    tokens = Tokens.decode(row.tokens)
+def _tokens(row: Any, tokens: Tokens) -> dict[str, Any]:
     arrays = {name: getattr(tokens, name).tolist() for name in _ARRAYS}
     return {**arrays, "sampling": {name: getattr(row, name) for name in _SAMPLING}}
 

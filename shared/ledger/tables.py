@@ -83,7 +83,10 @@ payloads = Table(
     Column("tokens", LargeBinary, nullable=False),  # shared.experience.Tokens.encode
     Column("request", LargeBinary),  # JSON
     Column("reply", LargeBinary),  # JSON
+    Column("prefix_of", Id),  # the experience whose tokens, left out here, its prompt begins with: see prefix.py
 )
+_named = text("prefix_of IS NOT NULL")
+Index("ix_payloads_prefix", payloads.c.prefix_of, sqlite_where=_named, postgresql_where=_named)
 
 signals = Table(
     "signals",

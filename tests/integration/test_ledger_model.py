@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sqlalchemy import delete, select
 
 from shared.config import RewardConfig
+from shared.experience import Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences, metadata
@@ -31,6 +33,7 @@ class Row:
     conversation: str
     task: str | None
     version: int
+    tokens: Tokens
     state: str = "RECORDED"
     reward: float | None = None
     batch: int | None = None
@@ -56,7 +59,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 connection.execute(delete(table))
         self.rows: dict[str, Row] = {}
         self.batches: dict[int, Batch] = {}
-        self.version = 0
+        self.version = self.recorded = 0
 
     def _do(self, work: Any) -> Any:
         with self.ledger.write() as connection:
@@ -66,17 +69,26 @@ class LedgerMachine(RuleBasedStateMachine):
         return [name for name, row in self.rows.items() if row.state in states]
 
     def _record(self, task: str | None, before: str | None, count: int, reason: str | None = None) -> list[str]:
-        """So many chats that continue one, or begin each for itself."""
+        """So many chats that continue one, or begin each for itself; one of seven has other tokens than that."""
         samples = []
         for _ in range(count):
-            name = f"m{len(self.rows):04}"
+            self.recorded += 1
+            name = f"m{self.recorded:04}"
             extends = () if before is None else (before.encode(),)
-            about = {"task_id": task, "quarantine": reason, "version": self.version}
+            tokens = self._tokens(None if before is None else self.rows[before].tokens)
+            about = {"task_id": task, "quarantine": reason, "version": self.version, "tokens": tokens}
             samples.append(sample(name, **about, exchange=name.encode(), extends=extends))
             conversation = name if before is None else self.rows[before].conversation
-            self.rows[name] = Row(conversation, task, self.version, "DISCARDED" if reason else "RECORDED")
+            self.rows[name] = Row(conversation, task, self.version, tokens, "DISCARDED" if reason else "RECORDED")
         self._do(lambda c: transitions.record(c, samples))
         return [one.msg_id for one in samples]
+
+    def _tokens(self, before: Tokens | None) -> Tokens:
+        new = np.arange(20, dtype=np.int32) + self.recorded
+        prompt = new if before is None else np.concatenate((before.prompt_ids, before.reply_ids, new))
+        if self.recorded % 7 == 0:
+            prompt[0] += 1
+        return Tokens(prompt, new[:9], np.full(9, -0.25, np.float32))
 
     @rule(task=TASKS, count=st.integers(1, 3), data=st.data(), quarantine=st.booleans())
     def record(self, task: str | None, count: int, data: Any, quarantine: bool) -> None:
@@ -149,7 +161,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert batch is None
             return
         with self.ledger.read() as connection:
-            assert [row.msg_id for row in transitions.load_lease(connection, batch).rows] == sorted(expected)
+            rows = transitions.load_lease(connection, batch).rows
+        assert [row.msg_id for row in rows] == sorted(expected)
+        for row in rows:
+            assert row.tokens.encode() == self.rows[row.msg_id].tokens.encode()
         self.batches[batch] = Batch(owner, expected, is_late)
         for name in expected:
             self.rows[name].state, self.rows[name].batch = "LEASED", batch
@@ -191,6 +206,15 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self._do(lambda c: transitions.expire(c, before=1e12)) == len(old)
         for name in old:
             self.rows[name].state = "DISCARDED"
+
+    @rule(data=st.data())
+    def remove(self, data: Any) -> None:
+        done = self._states("CONSUMED", "DISCARDED")
+        chosen = data.draw(st.lists(st.sampled_from(done), unique=True)) if done else []
+        named = select(experiences.c.id).where(experiences.c.msg_id.in_(chosen))
+        assert self._do(lambda c: transitions.remove(c, c.execute(named).scalars().all())) == len(chosen)
+        for name in chosen:
+            del self.rows[name]
 
     @invariant()
     def the_ledger_is_as_the_model_says(self) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from sqlalchemy import CTE, ColumnElement, Connection, Select, Update, func, insert, literal, select, update
 
 from shared.experience import CorruptTokens, Experience, Lease, Sampling, State, Tokens
-from shared.ledger.tables import batches, experiences, payloads, trainers, versions
+from shared.ledger.prefix import load_tokens
+from shared.ledger.tables import batches, experiences, trainers, versions
 from shared.ledger.transitions.rows import MAX_PARAMETERS, choice_name, ready_after
 
 _LARGEST_REWARD = 1e6  # in float32 a critic's loss of its square still is a number
@@ -133,20 +134,13 @@ def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int 
 
 def load_lease(connection: Connection, batch_id: int) -> Lease:
     """The rows of a batch, oldest first. Rows whose tokens cannot be read are listed apart, with the reason."""
-    query = (
-        select(experiences, payloads.c.tokens)
-        .outerjoin(payloads, payloads.c.experience_id == experiences.c.id)
-        .where(experiences.c.batch_id == batch_id, experiences.c.state == State.LEASED)
-        .order_by(experiences.c.id)
-    )
+    held = select(experiences).where(experiences.c.batch_id == batch_id, experiences.c.state == State.LEASED)
+    rows = connection.execute(held.order_by(experiences.c.id)).all()
+    loaded = load_tokens(connection, [row.id for row in rows])
     lease = Lease(batch_id, [])
-    for row in connection.execute(query):
-        if row.tokens is None:
-            lease.corrupt[row.id] = "its tokens were erased"
-            continue
+    for row in rows:
         try:
-            tokens = Tokens.decode(row.tokens)
-            tokens.check()
+            tokens = _whole(loaded.get(row.id))
         except CorruptTokens as exc:
             lease.corrupt[row.id] = str(exc)
             continue
@@ -170,6 +164,16 @@ def load_lease(connection: Connection, batch_id: int) -> Lease:
             )
         )
     return lease
+
+
+def _whole(tokens: Tokens | CorruptTokens | None) -> Tokens:
+    """Tokens that can be trained on. Raises CorruptTokens."""
+    if tokens is None:
+        raise CorruptTokens("its tokens were erased")
+    if isinstance(tokens, CorruptTokens):
+        raise tokens
+    tokens.check()
+    return tokens
 
 
 def quarantine(connection: Connection, reasons: dict[int, str]) -> None:

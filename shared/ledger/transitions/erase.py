@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, and_, delete, select, update
 
 from shared.experience import State
+from shared.ledger.prefix import make_whole
 from shared.ledger.queries import is_done
 from shared.ledger.tables import experiences, payloads, signals
 from shared.ledger.transitions.rows import MAX_PARAMETERS
@@ -54,7 +55,8 @@ def remove(connection: Connection, ids: Sequence[int]) -> int:
         its_choice = and_(experiences.c.msg_id == signals.c.msg_id, experiences.c.choice == signals.c.choice)
         theirs = select(experiences.c.id).where(its_choice, mine, done).exists()
         connection.execute(delete(signals).where(signals.c.msg_id.in_(names), theirs))
-        gone = select(experiences.c.id).where(mine, done)
+        gone = connection.execute(select(experiences.c.id).where(mine, done)).scalars().all()
+        make_whole(connection, gone)
         connection.execute(delete(payloads).where(payloads.c.experience_id.in_(gone)))
         removed += connection.execute(delete(experiences).where(mine, done)).rowcount
     return removed

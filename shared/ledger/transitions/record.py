@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, and_, select, update
 
 from shared.experience import Sample
+from shared.ledger.prefix import split_off
 from shared.ledger.tables import experiences, payloads
 from shared.ledger.transitions.rows import AnyRow, choice_name
 
@@ -24,7 +25,12 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
         return
     parents = [_find_parent(connection, sample.extends) if sample.extends else None for sample in samples]
     rows = [_experience_row(*of) for of in zip(samples, parents, strict=True)]
-    texts = [(s.tokens.encode(), s.request, s.reply, s.msg_id, s.choice) for s in samples]
+    continued = [None if parent is None else parent.id for parent in parents]
+    kept = split_off(connection, list(zip((s.tokens for s in samples), continued, strict=True)))
+    texts = [
+        (tokens.encode(), s.request, s.reply, prefix_of, s.msg_id, s.choice)
+        for s, (tokens, prefix_of) in zip(samples, kept, strict=True)
+    ]
     insert_row, insert_payload = _INSERTS[connection.dialect.paramstyle == "qmark"]
     connection.exec_driver_sql(insert_row, rows)
     connection.exec_driver_sql(insert_payload, texts)
@@ -37,8 +43,8 @@ def _insert_statements(mark: str) -> tuple[str, str]:
     marks = ", ".join([mark] * len(_ROW))
     return (
         f"INSERT INTO {experiences.name} ({names}) VALUES ({marks})",
-        f"INSERT INTO {payloads.name} (experience_id, tokens, request, reply)"
-        f" SELECT id, {mark}, {mark}, {mark} FROM {experiences.name} WHERE msg_id = {mark} AND choice = {mark}",
+        f"INSERT INTO {payloads.name} (experience_id, tokens, request, reply, prefix_of)"
+        f" SELECT id, {mark}, {mark}, {mark}, {mark} FROM {experiences.name} WHERE msg_id = {mark} AND choice = {mark}",
     )
 
 
