@@ -1,11 +1,12 @@
 """What the ledger costs: empty and full, alone and beside its peer, on SQLite and PostgreSQL. Prints one JSON line.
 
-    .venv/bin/python -m benchmarks.ledger [--peers PYTHON] [--only record flat snapshot bytes] [--rows 1000000]
+    .venv/bin/python -m benchmarks.ledger [--peers PYTHON] [--only PART ...] [--rows 1000000]
 
 record: durable records a second, 64 writers of single chats; beside it all rows in one transaction, and Trinity-RFT's
 recorder on the same disk (--peers: see front_door.py, and asyncpg). flat: the slowest hundredth of record, feedback,
 claim and publish with so many rows over that with 10,000, measured in turns. snapshot: claims a second while someone
-holds a snapshot open on PostgreSQL. bytes: of an experience, indexes included. All databases are durable (fsync on).
+holds a snapshot open on PostgreSQL. bytes: of an experience, indexes included. conversations: of ten turns, with what
+their prompts share stored once, and whole. All databases are durable (fsync on).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,15 +24,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-from sqlalchemy import text, update
+from sqlalchemy import select, text, update
 
+from explorer_service.conversation import DIGEST_BYTES
 from explorer_service.record import Recorder
 from shared.config import RewardConfig, TrainerConfig
 from shared.experience import Sample, Sampling, Tokens, new_message_id
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.prefix import load_tokens, split_off
 from shared.ledger.tables import experiences
 from shared.lifecycle import StopRequest
 from shared.metrics import ExplorerMetrics
@@ -53,7 +58,8 @@ def make_sample(n_prompt: int = N_PROMPT, n_reply: int = N_REPLY, **more: Any) -
         -_draw.random(n_reply, dtype=np.float32),
     )
     name = new_message_id("chatcmpl-")
-    return Sample(name, 0, 0, 0, tokens, Sampling(), "stop", time.time(), 0.1, exchange=uuid.uuid4().bytes, **more)
+    more = {"exchange": os.urandom(DIGEST_BYTES), **more}
+    return Sample(name, 0, 0, 0, tokens, Sampling(), "stop", time.time(), 0.1, **more)
 
 
 class Databases:
@@ -179,7 +185,7 @@ class Paces:
         self._step("publish", lambda c: transitions.publish(c, **about, batch_ids=[batch]))
 
 
-def measure_flat(databases: Databases, kind: str, rows: int, rounds: int = 400) -> dict[str, Any]:
+def measure_flat(databases: Databases, kind: str, rows: int, rounds: int = 800) -> dict[str, Any]:
     paces = []
     for count in (SMALL, rows):
         ledger = databases.open(kind)
@@ -282,12 +288,7 @@ def measure_bytes(databases: Databases, kind: str, rows: int = 20_000) -> dict[s
             with ledger.write() as connection:
                 transitions.record(connection, [make_sample(**more) for _ in range(500)])
         tidy(ledger)
-        with ledger.read() as connection:
-            if kind == "sqlite":
-                size = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
-            else:
-                size = "SELECT pg_total_relation_size('experiences') + pg_total_relation_size('payloads')"
-            sizes.append(connection.execute(text(size)).scalar_one() / rows)
+        sizes.append(_size(ledger) / rows)
         ledger.close()
     return {
         "raw_arrays": raw,
@@ -297,10 +298,75 @@ def measure_bytes(databases: Databases, kind: str, rows: int = 20_000) -> dict[s
     }
 
 
+def _size(ledger: Ledger) -> int:
+    """Bytes of rows and payloads, with their indexes."""
+    size = "SELECT pg_total_relation_size('experiences') + pg_total_relation_size('payloads')"
+    if ledger.shown_url.startswith("sqlite"):
+        size = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+    with ledger.read() as connection:
+        return int(connection.execute(text(size)).scalar_one())
+
+
+# ----------------------------------------------------------------------------------------------- conversations
+
+TURNS, FIRST_PROMPT, TOLD = 10, 300, 100  # tokens of a conversation's first prompt, and told before each next turn
+
+
+def measure_conversations(databases: Databases, kind: str, agents: int = 400) -> dict[str, float]:
+    """Ten turns each, linked: with the tokens that their prompts share stored once, and whole."""
+    result: dict[str, float] = {}
+    for name, keeps in (
+        ("shared", split_off),
+        ("whole", lambda _connection, turns: [(turn, None) for turn, _ in turns]),
+    ):
+        with patch("shared.ledger.transitions.record.split_off", keeps):
+            result |= {f"{figure}_{name}": value for figure, value in _talk(databases, kind, agents).items()}
+    return result
+
+
+def _talk(databases: Databases, kind: str, agents: int) -> dict[str, float]:
+    ledger = databases.open(kind)
+    last: list[Sample | None] = [None] * agents
+    took = 0.0
+    for _ in range(TURNS):
+        turns = [_next_turn(before) for before in last]
+        for start in range(0, agents, WRITERS):  # as a busy explorer commits them
+            started = time.perf_counter()
+            with ledger.write() as connection:
+                transitions.record(connection, turns[start : start + WRITERS])
+            took += time.perf_counter() - started
+        last = [*turns]
+    tidy(ledger)
+    rows = agents * TURNS
+    result = {"bytes_a_turn": _size(ledger) / rows, "turns_per_s": rows / took, "read_ms_of_64": _read_ms(ledger)}
+    ledger.close()
+    return result
+
+
+def _next_turn(before: Sample | None) -> Sample:
+    if before is None:
+        return make_sample(FIRST_PROMPT)
+    new = make_sample(TOLD)
+    prompt = np.concatenate((before.tokens.prompt_ids, before.tokens.reply_ids, new.tokens.prompt_ids))
+    assert before.exchange is not None
+    return replace(new, tokens=replace(new.tokens, prompt_ids=prompt), extends=(before.exchange,))
+
+
+def _read_ms(ledger: Ledger) -> float:
+    """The tokens of the last turns of 64 conversations, whose other turns are not in the lease."""
+    with ledger.read() as connection:
+        newest = select(experiences.c.id).order_by(experiences.c.id.desc()).limit(64)
+        ids = connection.execute(newest).scalars().all()
+        started = time.perf_counter()
+        for _ in range(10):
+            load_tokens(connection, ids)
+        return 100 * (time.perf_counter() - started)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default=None)
-    parser.add_argument("--only", nargs="+", default=["record", "flat", "snapshot", "bytes"])
+    parser.add_argument("--only", nargs="+", default=["record", "flat", "snapshot", "bytes", "conversations"])
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--hold-s", type=float, default=180.0)
     args = parser.parse_args()
@@ -324,7 +390,9 @@ def _measure(part: str, databases: Databases, kind: str, args: argparse.Namespac
     print(f"{part} on {kind}", file=sys.stderr)
     if part == "record":
         return measure_record(databases, kind, args.peers)
-    return measure_flat(databases, kind, args.rows) if part == "flat" else measure_bytes(databases, kind)
+    if part == "flat":
+        return measure_flat(databases, kind, args.rows)
+    return measure_bytes(databases, kind) if part == "bytes" else measure_conversations(databases, kind)
 
 
 if __name__ == "__main__":

@@ -226,9 +226,14 @@ def _newest(ledger: Ledger) -> int:
 
 
 def check_points(points: dict[str, NamedPoints]) -> None:
-    """Each part has died at every point that it came by under load."""
+    """Each part has died at every point that it comes by in each of its rounds."""
     for part, own in points.items():
         known, died = own.read()
-        missed = known - died.keys()
-        print(f"{part}: died at {len(died)} named points, {died.total()} times; never at {sorted(missed)}")
-        assert not [point for point in missed if not point.startswith("dismiss_trainer")]
+        print(f"{part}: died at {len(died)} named points, {died.total()} times; never at {sorted(known - died.keys())}")
+        assert not [point for point in known - died.keys() if not _is_seldom(point)]
+
+
+def _is_seldom(point: str) -> bool:
+    """Passed by in an orderly stop, by a heartbeat, or where many jobs share a transaction."""
+    name, _, place = point.partition(" ")
+    return name in ("dismiss_trainer", "extend_lease") or (place.isdigit() and int(place) > 4)
