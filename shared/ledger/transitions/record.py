@@ -58,10 +58,9 @@ def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> No
 
 def _find_parent(connection: Connection, extends: Sequence[bytes]) -> AnyRow | None:
     """The exchange that a request continues: the longest; of several alike, one that nobody has continued yet."""
-    columns = (experiences.c.id, experiences.c.msg_id, experiences.c.choice, experiences.c.conversation_id)
+    alike = _ALIKE[connection.dialect.paramstyle == "qmark"]
     for exchange in extends:
-        alike = select(*columns).where(experiences.c.exchange == exchange).order_by(experiences.c.id.desc())
-        rows = connection.execute(alike.limit(_MAX_ALIKE)).all()
+        rows = connection.exec_driver_sql(alike, (exchange,)).all()
         if len(rows) == 1:
             return rows[0]
         if rows:
@@ -109,4 +108,9 @@ def _experience_row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:
     )
 
 
+_ALIKE = {
+    is_qmark: f"SELECT id, msg_id, choice, conversation_id FROM {experiences.name} WHERE exchange = {mark}"
+    f" ORDER BY id DESC LIMIT {_MAX_ALIKE}"
+    for is_qmark, mark in ((True, "?"), (False, "%s"))
+}
 _INSERTS = {is_qmark: _insert_statements("?" if is_qmark else "%s") for is_qmark in (True, False)}
