@@ -36,6 +36,7 @@ class _Line(asyncio.Protocol):
         self.alive = False
         self._transport: Any = None
         self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
         self.begin()
 
     def begin(self) -> None:
@@ -114,15 +115,12 @@ class _Line(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def more(self) -> None:
-        """Wait until something has come of the answer, its end or its error. Raises an error that was there before."""
+    def more(self) -> asyncio.Future[None]:
+        """Done when something has come of the answer, its end or its error. Raises an error that was there before."""
         if self.error is not None:
             raise self.error
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     async def wait_head(self) -> None:
         """Until the answer's status and headers are there. Raises its error."""
@@ -143,8 +141,9 @@ class _Line(asyncio.Protocol):
         return data
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 class Reply:
