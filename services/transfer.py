@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from sqlalchemy import Connection
 
+from explorer_service.conversation import read_prompt
 from explorer_service.engines.client import EngineClient, open_session
 from shared.config import Config
 from shared.errors import ConfigError, EngineError, StartupError
@@ -23,7 +24,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.dataset import conversations, read_rows, replace_whole
 from shared.ledger.queries import count_rows, is_done, known_choices, list_versions, oldest_done, size_bytes
 from shared.ledger.tables import experiences
-from shared.reward import Signal
+from shared.reward import Kind, Signal
 
 _CHUNK = 500  # rows in one transaction
 _ARCHIVE_ROWS = 10_000  # rows in one file of an archive
@@ -106,29 +107,36 @@ def import_rows(config: Config, file: Path, *, reward: float | None, commit: boo
     return 0 if counted["imported"] or counted["known"] else 1
 
 
-def _store(
-    connection: Connection, samples: list[tuple[Sample, float | None]], config: Config, reward: float | None
-) -> int:
+def _store(connection: Connection, samples: list[_Row], config: Config, reward: float | None) -> int:
     known = known_choices(connection, [sample.msg_id for sample, _ in samples])
     new = []
     for sample, said in samples:
         if (sample.msg_id, sample.choice) not in known:
             known.add((sample.msg_id, sample.choice))  # a file may hold a row twice
             new.append((sample, said))
-    transitions.record(connection, [sample for sample, _ in new])
+    of_all = [(None, [Signal("reward", value=reward)])] if reward is not None else []
     for sample, said in new:
-        value = reward if said is None else said
-        if value is not None:
-            target = f"{sample.msg_id}#{sample.choice}"
+        transitions.record(connection, [sample])  # one by one: a turn finds the one before it
+        for key_name, signals in said or of_all:
+            target, rule = f"{sample.msg_id}#{sample.choice}", config.reward
             transitions.apply_feedback(
-                connection,
-                msg_ids=[target],
-                task_id=None,
-                run_id=None,
-                said=[Signal("reward", value=value)],
-                rule=config.reward,
+                connection, msg_ids=[target], task_id=None, run_id=None, said=signals, rule=rule, key_name=key_name
             )
     return len(new)
+
+
+_Heard = list[tuple[str | None, list[Signal]]]  # what was said about a row, oldest first, by the key that said it
+_Row = tuple[Sample, _Heard]
+
+
+class _Said(msgspec.Struct):
+    """A signal as `export --tokens` writes it."""
+
+    kind: Kind
+    value: float | None = None
+    name: str | None = None
+    text: str | None = None
+    key_name: str | None = None
 
 
 class _Reader:
@@ -140,15 +148,18 @@ class _Reader:
         self._versions = versions
         self.reasons: set[str] = set()  # why rows were left out
 
-    async def samples(self, rows: list[dict[str, Any]]) -> list[tuple[Sample, float | None]]:
-        """A sample and its reward for each usable row. Raises StartupError when no engine answers and one is needed."""
+    async def samples(self, rows: list[dict[str, Any]]) -> list[_Row]:
+        """A sample and what was said about it, for each usable row.
+
+        Raises StartupError when no engine answers and one is needed.
+        """
         found = []
         async with open_session() as session:
             engine = EngineClient(session, self._config.explorer.engines[0].url, self._config.model.name, 120.0)
             for row in rows:
                 try:
-                    found.append((await self._sample(row, engine), _reward(row)))
-                except (CorruptTokens, _Unusable, KeyError, TypeError, ValueError) as exc:
+                    found.append((await self._sample(row, engine), _heard(row)))
+                except (CorruptTokens, _Unusable, KeyError, TypeError, ValueError, msgspec.ValidationError) as exc:
                     self.reasons.add(str(exc) or type(exc).__name__)
                 except EngineError as exc:
                     raise StartupError(f"rows without tokens need an engine that answers: {exc}") from exc
@@ -172,6 +183,7 @@ class _Reader:
         request = (
             {"messages": messages[:-1], **({"tools": row["tools"]} if row.get("tools") else {})} if messages else None
         )
+        digest, extends = read_prompt((messages or [])[:-1], None, row.get("task_id"), row.get("run_id"))
         return Sample(
             msg_id=str(row.get("msg_id") or new_message_id("import-")),
             choice=int(row.get("choice") or 0),
@@ -186,6 +198,8 @@ class _Reader:
             run_id=row.get("run_id"),
             request=None if request is None else msgspec.json.encode(request),
             reply=None if not messages else msgspec.json.encode(messages[-1]),
+            exchange=digest.add_reply(messages[-1]) if messages else None,
+            extends=extends,
         )
 
 
@@ -193,9 +207,14 @@ class _Unusable(Exception):
     """A row that nothing can be learned from."""
 
 
-def _reward(row: dict[str, Any]) -> float | None:
+def _heard(row: dict[str, Any]) -> _Heard:
+    """The row's signals; of a file without them, its reward. Raises ValueError for what is none."""
+    signals = msgspec.convert(row.get("signals") or [], list[_Said])
+    if signals:
+        by_key = groupby(signals, key=lambda said: said.key_name)
+        return [(key, [Signal(one.kind, one.value, one.name, one.text) for one in said]) for key, said in by_key]
     value = row.get("reward")
-    return None if value is None else float(value)
+    return [] if value is None else [(None, [Signal("reward", value=float(value))])]
 
 
 async def _ask_for_tokens(engine: EngineClient, messages: list[Any], tools: Any) -> Tokens:

@@ -7,7 +7,7 @@ false, plain completions, erased rows) have no conversation to export and are co
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from sqlalchemy import ColumnElement, Connection, select
 from shared.errors import StartupError
 from shared.experience import Tokens
 from shared.ledger.prefix import load_tokens
-from shared.ledger.tables import experiences, payloads
+from shared.ledger.tables import experiences, payloads, signals
 from shared.ledger.transitions import choice_name
 from shared.versions import fsync
 
@@ -37,6 +37,8 @@ _ABOUT = (
 )
 _ARRAYS = ("prompt_ids", "reply_ids", "logprobs")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_PACKED = ("tools", "signals")  # JSON in Parquet
+_SAID = ("kind", "name", "value", "text", "key_name", "created_at")
 _ENCODE = msgspec.json.encode
 
 
@@ -45,7 +47,7 @@ def conversations(
 ) -> Iterator[dict[str, Any] | None]:
     """Each row as {messages, tools, and what is known about it}, oldest first; None for one without text.
 
-    with_tokens: also {prompt_ids, reply_ids, logprobs, sampling}; then a row without text has null messages.
+    with_tokens: also {prompt_ids, reply_ids, logprobs, sampling, signals}; then a row without text has null messages.
     """
     columns = [experiences.c[name] for name in (*_ABOUT, "created_at", *_SAMPLING)]
     query = select(*columns, experiences.c.id, payloads.c.request, payloads.c.reply)
@@ -53,12 +55,24 @@ def conversations(
     result = connection.execute(query.order_by(experiences.c.id), execution_options={"yield_per": _CHUNK})
     for rows in result.partitions():
         loaded = load_tokens(connection, [row.id for row in rows]) if with_tokens else {}
+        heard = _signals(connection, rows) if with_tokens else {}
         for row in rows:
             said, tokens = _conversation(row), loaded.get(row.id)
             if isinstance(tokens, Tokens):
-                yield {**(said or {"messages": None, "tools": None, **_about(row)}), **_tokens(row, tokens)}
+                about = {**_tokens(row, tokens), "signals": heard.get((row.msg_id, row.choice), [])}
+                yield {**(said or {"messages": None, "tools": None, **_about(row)}), **about}
             else:
                 yield said
+
+
+def _signals(connection: Connection, rows: Sequence[Any]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Everything said about each row, oldest first."""
+    heard: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    query = select(signals).where(signals.c.msg_id.in_({row.msg_id for row in rows})).order_by(signals.c.id)
+    for said in connection.execute(query):
+        one = {name: getattr(said, name) for name in _SAID if getattr(said, name) is not None}
+        heard.setdefault((said.msg_id, said.choice), []).append(one)
+    return heard
 
 
 def _tokens(row: Any, tokens: Tokens) -> dict[str, Any]:
@@ -115,11 +129,11 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
         for batch in parquet.iter_batches(_CHUNK):
             for row in batch.to_pylist():
                 messages = row.get("messages")
-                tools = row.get("tools")
+                packed = {name: row[name] for name in _PACKED if isinstance(row.get(name), str)}
                 yield {
                     **row,
                     "messages": messages if messages is None else [_unflat(message) for message in messages],
-                    "tools": msgspec.json.decode(tools) if isinstance(tools, str) else tools,
+                    **{name: msgspec.json.decode(text) for name, text in packed.items()},
                 }
 
 
@@ -150,7 +164,7 @@ def write_parquet(rows: Iterable[dict[str, Any]], file: Path) -> None:
         "created_at": pa.float64(),
     }
     schema = pa.schema(
-        [("messages", pa.list_(message)), ("tools", text)]
+        [("messages", pa.list_(message)), *((name, text) for name in _PACKED)]
         + [(n, kinds.get(n, text)) for n in (*_ABOUT, "created_at")]
         + [("prompt_ids", pa.list_(pa.int32())), ("reply_ids", pa.list_(pa.int32()))]
         + [("logprobs", pa.list_(pa.float32())), ("sampling", pa.struct([(n, pa.float64()) for n in _SAMPLING]))]
@@ -159,7 +173,7 @@ def write_parquet(rows: Iterable[dict[str, Any]], file: Path) -> None:
         part: list[dict[str, Any]] = []
         for row in rows:
             messages = None if row["messages"] is None else [_flat(m) for m in row["messages"]]
-            part.append({**row, "messages": messages, "tools": _as_text(row["tools"])})
+            part.append({**row, "messages": messages, **{name: _as_text(row.get(name)) for name in _PACKED}})
             if len(part) == _CHUNK:
                 writer.write_table(pa.Table.from_pylist(part, schema))
                 part.clear()

@@ -6,16 +6,25 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 from sqlalchemy import select, update
 
+from explorer_service.conversation import read_prompt
 from services.transfer import archive, export, import_rows
+from shared.config import RewardConfig
 from shared.errors import ConfigError, StartupError
+from shared.experience import Tokens
+from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.prefix import load_tokens
 from shared.ledger.queries import count_by_state, count_rows
 from shared.ledger.tables import experiences, payloads, signals
+from shared.reward import Signal
 from tests.experiences import record_ready
 from tests.integration.test_claim import rows
+from tests.samples import sample
 from tests.servers import make_config
 
 EVERYTHING = {"state": None, "min_reward": None, "task_id": None, "with_tokens": True}
@@ -54,6 +63,49 @@ def test_rows_with_tokens_come_back_as_they_left(ledger, config, tmp_path: Path,
         assert count_by_state(connection)["READY"] == 30
     assert import_rows(config, tmp_path / name, reward=None, commit=True) == 0, "again: all are known"
     assert content(ledger) == before
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet"])
+def test_what_was_said_and_how_turns_follow_each_other_comes_back_too(ledger, config, tmp_path: Path, name):
+    messages = [{"role": "user", "content": "hello"}]
+    prompt = np.arange(50, dtype=np.int32)
+    for turn in range(3):
+        reply = {"role": "assistant", "content": f"answer {turn}"}
+        tokens = Tokens(prompt, np.array([7, 8], np.int32), np.array([-0.5, -0.25], np.float32))
+        digest, extends = read_prompt(messages, None, None, None)
+        texts = {"request": msgspec.json.encode({"messages": messages}), "reply": msgspec.json.encode(reply)}
+        one = sample(f"m{turn}", tokens=tokens, exchange=digest.add_reply(reply), extends=extends, **texts)
+        with ledger.write() as connection:
+            transitions.record(connection, [one])
+        messages = [*messages, reply, {"role": "user", "content": "go on"}]
+        prompt = np.concatenate((tokens.prompt_ids, tokens.reply_ids, prompt[:9]))
+    said = {
+        "alice": [Signal("rating", text="up"), Signal("metric", value=0.25, name="speed")],
+        "bob": [Signal("comment", text="why?"), Signal("correction", text="because")],
+    }
+    with ledger.write() as connection:
+        for key_name, signals_of_key in said.items():
+            about = {"task_id": None, "run_id": None, "said": signals_of_key, "key_name": key_name}
+            transitions.apply_feedback(connection, msg_ids=["m1"], rule=RewardConfig(), **about)
+    before = story(ledger)
+    assert len({row[1] for row in before[0]}) == 1
+    export(config, tmp_path / name, **EVERYTHING)
+    with ledger.write() as connection:
+        for table in (signals, payloads, experiences):
+            connection.execute(table.delete())
+    assert import_rows(config, tmp_path / name, reward=None, commit=False) == 0
+    assert story(ledger) == before
+
+
+def story(ledger: Ledger) -> tuple[list[tuple], list[tuple], list[list[int]]]:
+    """How rows follow each other, what was said of them, and their whole prompts."""
+    c, s = experiences.c, signals.c
+    with ledger.read() as connection:
+        linked = connection.execute(select(c.msg_id, c.conversation_id, c.parent_id, c.reward).order_by(c.id))
+        said = connection.execute(select(s.msg_id, s.kind, s.name, s.value, s.text, s.key_name).order_by(s.id))
+        ids = connection.execute(select(c.id).order_by(c.id)).scalars().all()
+        prompts = [tokens.prompt_ids.tolist() for tokens in load_tokens(connection, ids).values()]
+        return [tuple(row) for row in linked], [tuple(row) for row in said], prompts
 
 
 def test_rows_that_cannot_be_learned_from_are_counted_and_the_others_taken(ledger, config, tmp_path: Path, capsys):
