@@ -76,15 +76,18 @@ class Faults:
 
     def _named(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def named(*args: Any, **kwargs: Any) -> Any:
-            self._here.name, self._here.statements = name, 0
-            return function(*args, **kwargs)
+            self._here.name, self._here.statements, self._here.inside = name, 0, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._here.inside = False
 
         return named
 
     def _after_statement(self, *_: object) -> None:
-        if name := getattr(self._here, "name", None):
+        if getattr(self._here, "inside", False):
             self._here.statements += 1
-            self.pass_by(f"{name} {self._here.statements}")
+            self.pass_by(f"{self._here.name} {self._here.statements}")
 
     def _forget(self) -> str | None:
         name = getattr(self._here, "name", None)
