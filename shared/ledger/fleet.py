@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.ledger.tables import engines, explorers, open_streams
@@ -23,6 +23,20 @@ from shared.lifecycle import is_gone
 LEASE_S = 6.0  # how long an engine stays with a keeper that is not heard of
 LIVE_S = 5.0  # an explorer that was not heard of for so long is not waited for
 SILENT_S = 60.0  # and after so long it is taken for dead
+
+
+# Built once: every explorer says them every second, and building a statement costs more than running it.
+_HEARD = select(explorers.c.id, explorers.c.heartbeat_at)
+_KEEP_ON = update(engines).where(engines.c.keeper == bindparam("explorer")).values(keeper_until=bindparam("until"))
+
+
+def _beat(make: Any) -> Any:
+    values: dict[str, Any] = {"acknowledged": bindparam("acknowledged_now"), "heartbeat_at": bindparam("now")}
+    statement = make(explorers).values(id=bindparam("explorer"), **values)
+    return statement.on_conflict_do_update(index_elements=[explorers.c.id], set_=values)
+
+
+_BEATS = {"sqlite": _beat(sqlite.insert), "postgresql": _beat(postgresql.insert)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +56,10 @@ def beat(connection: Connection, explorer: str, acknowledged: dict[str, int]) ->
     Does for explorers that died what they could not do themselves. Returns how many live, this one included.
     """
     now = time.time()
-    values = {"acknowledged": msgspec.json.encode(acknowledged), "heartbeat_at": now}
-    make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    statement = make(explorers).values(id=explorer, **values)
-    connection.execute(statement.on_conflict_do_update(index_elements=[explorers.c.id], set_=values))
-    connection.execute(update(engines).where(engines.c.keeper == explorer).values(keeper_until=now + LEASE_S))
-    heard = {row.id: row.heartbeat_at for row in connection.execute(select(explorers.c.id, explorers.c.heartbeat_at))}
+    mine = {"explorer": explorer, "acknowledged_now": msgspec.json.encode(acknowledged), "now": now}
+    connection.execute(_BEATS[connection.dialect.name], mine)
+    connection.execute(_KEEP_ON, {"explorer": explorer, "until": now + LEASE_S})
+    heard = {row.id: row.heartbeat_at for row in connection.execute(_HEARD)}
     dead = [name for name, heard_at in heard.items() if heard_at < now - SILENT_S or is_gone(name)]
     for name in dead:
         leave(connection, name)

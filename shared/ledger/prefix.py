@@ -7,8 +7,8 @@ takes room by its length, and not by its square (benchmarks/ledger.py, decision 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from shared.ledger.tables import payloads
 
 MAX_PARAMETERS = 1000  # values in one IN list
 _SHORTEST = 32  # tokens: for fewer, looking the other turn up costs more than they take
+_MOST_TURNS = 16  # that one is put together from; then a turn stands for itself again
 
 
 def load_tokens(connection: Connection, ids: Sequence[int], *, keep: bool = False) -> dict[int, Tokens | CorruptTokens]:
@@ -26,59 +27,73 @@ def load_tokens(connection: Connection, ids: Sequence[int], *, keep: bool = Fals
 
     keep: nobody deletes what was read before this transaction ends (PostgreSQL; SQLite has one writer).
     """
-    loaded: dict[int, Tokens | CorruptTokens] = {}
-    for start in range(0, len(ids), MAX_PARAMETERS):
-        wanted = ids[start : start + MAX_PARAMETERS]
-        found = _with_prefixes(connection, wanted, keep)
-        loaded.update({row_id: found[row_id] for row_id in wanted if row_id in found})
-    return loaded
+    found = _with_prefixes(connection, ids, keep)
+    return {row_id: found[row_id].tokens for row_id in ids if row_id in found}
 
 
-def _with_prefixes(connection: Connection, ids: Collection[int], keep: bool) -> dict[int, Tokens | CorruptTokens]:
-    columns = (payloads.c.experience_id, payloads.c.prefix_of)
-    chain = select(*columns).where(payloads.c.experience_id.in_(ids)).cte("chain", recursive=True)
-    chain = chain.union(select(*columns).join(chain, payloads.c.experience_id == chain.c.prefix_of))
-    query = (
-        select(*columns, payloads.c.tokens)
-        .where(payloads.c.experience_id.in_(select(chain.c.experience_id)))
-        .order_by(payloads.c.experience_id)
-    )
-    if keep and connection.dialect.name == "postgresql":
-        query = query.with_for_update(read=True)
-    whole: dict[int, Tokens | CorruptTokens] = {}
-    for row in connection.execute(query):  # a turn comes after the one that it continues
-        whole[row.experience_id] = _resolve(row, whole)
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    tokens: Tokens | CorruptTokens
+    turns: int  # that it was put together from
+
+
+def _with_prefixes(connection: Connection, ids: Sequence[int], keep: bool) -> dict[int, _Whole]:
+    """Step by step back to turns that stand for themselves: one query for each step, of at most _MOST_TURNS.
+
+    (One recursive query would do, and PostgreSQL plans it with a look at the whole table.)
+    """
+    stored: dict[int, Any] = {}
+    wanted = set(ids)
+    while wanted:
+        for row in _fetch(connection, sorted(wanted), keep):
+            stored[row.experience_id] = row
+        named = {row.prefix_of for row in stored.values() if row.prefix_of is not None}
+        wanted = {row_id for row_id in named - stored.keys() if row_id not in wanted}  # what was not found is not there
+    whole: dict[int, _Whole] = {}
+    for row_id in sorted(stored):  # a turn comes after the one that it continues
+        whole[row_id] = _resolve(stored[row_id], whole)
     return whole
 
 
-def _resolve(row: Any, whole: dict[int, Tokens | CorruptTokens]) -> Tokens | CorruptTokens:
+def _fetch(connection: Connection, ids: list[int], keep: bool) -> Iterator[Any]:
+    columns = (payloads.c.experience_id, payloads.c.prefix_of, payloads.c.tokens)
+    for start in range(0, len(ids), MAX_PARAMETERS):
+        mine = payloads.c.experience_id.in_(ids[start : start + MAX_PARAMETERS])
+        query = select(*columns).where(mine).order_by(payloads.c.experience_id)
+        if keep and connection.dialect.name == "postgresql":
+            query = query.with_for_update(read=True)
+        yield from connection.execute(query)
+
+
+def _resolve(row: Any, whole: dict[int, _Whole]) -> _Whole:
     try:
         own = Tokens.decode(row.tokens)
     except CorruptTokens as corrupt:
-        return corrupt
+        return _Whole(corrupt, 1)
     if row.prefix_of is None:
-        return own
+        return _Whole(own, 1)
     before = whole.get(row.prefix_of)
     if before is None:
-        return CorruptTokens("the tokens that its prompt begins with were erased")
-    if isinstance(before, CorruptTokens):
-        return CorruptTokens(f"the turn that its prompt begins with: {before}")
-    return replace(own, prompt_ids=np.concatenate((before.prompt_ids, before.reply_ids, own.prompt_ids)))
+        return _Whole(CorruptTokens("the tokens that its prompt begins with were erased"), 1)
+    earlier = before.tokens
+    if isinstance(earlier, CorruptTokens):
+        return _Whole(CorruptTokens(f"the turn that its prompt begins with: {earlier}"), 1)
+    prompt = np.concatenate((earlier.prompt_ids, earlier.reply_ids, own.prompt_ids))
+    return _Whole(replace(own, prompt_ids=prompt), before.turns + 1)
 
 
 def split_off(connection: Connection, turns: Sequence[tuple[Tokens, int | None]]) -> list[tuple[Tokens, int | None]]:
     """What to store of each (tokens, id of the experience it continues): the tokens left, and that id if any went."""
     parents = sorted({parent for _, parent in turns if parent is not None})
-    before = load_tokens(connection, parents, keep=True) if parents else {}
+    before = _with_prefixes(connection, parents, True) if parents else {}
     return [_without_prefix(tokens, parent, before) for tokens, parent in turns]
 
 
-def _without_prefix(
-    tokens: Tokens, parent: int | None, before: dict[int, Tokens | CorruptTokens]
-) -> tuple[Tokens, int | None]:
-    earlier = before.get(parent) if parent is not None else None
-    if not isinstance(earlier, Tokens):
+def _without_prefix(tokens: Tokens, parent: int | None, before: dict[int, _Whole]) -> tuple[Tokens, int | None]:
+    found = before.get(parent) if parent is not None else None
+    if found is None or found.turns >= _MOST_TURNS or isinstance(found.tokens, CorruptTokens):
         return tokens, None
+    earlier = found.tokens
     n_prompt, n_shared = len(earlier.prompt_ids), len(earlier.prompt_ids) + len(earlier.reply_ids)
     prompt = tokens.prompt_ids
     if (

@@ -45,7 +45,7 @@ experiences = Table(
     Column("state", String(12), nullable=False),
     Column("reason", Text),  # why DISCARDED
     Column("reward", Float),  # what the signals say now
-    Column("batch_id", Id, ForeignKey("batches.id")),  # the batch that holds or held it
+    Column("batch_id", Id),  # the batch that holds or held it; no foreign key: see migrations, 0005
     Column("consumed_version", Integer),
     Column("n_prompt", Integer, nullable=False),  # tokens
     Column("n_reply", Integer, nullable=False),  # tokens
@@ -141,6 +141,8 @@ Index(
     sqlite_where=text("state = 'LEASED'"),
     postgresql_where=text("state = 'LEASED'"),
 )
+
+experiences.add_is_dependent_on(batches)  # copied after them: SQLite's foreign key stands
 
 trainers = Table(
     "trainers",

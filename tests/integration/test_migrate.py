@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
@@ -30,8 +32,14 @@ def test_the_steps_lead_to_the_tables_that_the_code_knows(url):
     ledger = Ledger.open(url)
     with ledger.read() as connection:
         assert schema_version(connection) == HEAD
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        context = MigrationContext.configure(connection, opts={"include_object": _can_change})
+        assert compare_metadata(context, metadata) == []
     ledger.close()
+
+
+def _can_change(thing: Any, name: str | None, kind: str, _reflected: bool, _other: object) -> bool:
+    """All but the foreign key that SQLite cannot drop (migration 0005)."""
+    return not (kind == "foreign_key_constraint" and name is None and thing.column_keys == ["batch_id"])
 
 
 def test_opening_again_changes_nothing_and_keeps_the_rows(url):

@@ -155,10 +155,13 @@ def test_branches_of_one_turn_each_share_it(ledger):
         assert connection.execute(select(func.count(payloads.c.prefix_of))).scalar() == 2
 
 
-def test_a_long_conversation_is_read_in_one_query(ledger):
-    said = talk(ledger, 60)
+def test_of_a_long_conversation_every_sixteenth_turn_stands_for_itself(ledger):
+    said = talk(ledger, 40)
     with ledger.read() as connection:
-        last = connection.execute(select(func.max(experiences.c.id))).scalar_one()
-        tokens = load_tokens(connection, [last])[last]
-    assert isinstance(tokens, Tokens)
-    assert same(tokens, said[-1])
+        alone = select(experiences.c.msg_id).join(payloads).where(payloads.c.prefix_of.is_(None))
+        assert connection.execute(alone.order_by(experiences.c.id)).scalars().all() == ["m0", "m16", "m32"]
+        ids_ = connection.execute(select(experiences.c.id).order_by(experiences.c.id)).scalars().all()
+        for row_id, tokens in zip(ids_, said, strict=True):
+            loaded = load_tokens(connection, [row_id])[row_id]
+            assert isinstance(loaded, Tokens)
+            assert same(loaded, tokens)

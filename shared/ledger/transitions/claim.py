@@ -13,6 +13,9 @@ from shared.ledger.tables import batches, experiences, trainers, versions
 from shared.ledger.transitions.rows import MAX_PARAMETERS, choice_name, ready_after
 
 _LARGEST_REWARD = 1e6  # in float32 a critic's loss of its square still is a number
+# Said so that no index of ready rows serves it: rows that are known already are looked up by id or conversation. That
+# index holds, while someone's snapshot is open on PostgreSQL, every row that was ready since.
+_IS_READY = func.coalesce(experiences.c.state, "") == State.READY
 
 
 def claim(
@@ -32,7 +35,7 @@ def claim(
     after_id: look from here on; a trajectory's older rows come along all the same.
     Returns the batch's id, or None, with nothing changed, when fewer than `at_least` rows can be had.
     """
-    eligible: list[ColumnElement[bool]] = [experiences.c.state == State.READY]
+    eligible: list[ColumnElement[bool]] = [_IS_READY]
     if share_per_key < 1:
         eligible.append(experiences.c.id.in_(_first_of_each_key(max(1, int(share_per_key * at_most)))))
     now = time.time()
@@ -56,7 +59,7 @@ def claim(
 def _oldest(eligible: list[ColumnElement[bool]], at_most: int, after_id: int) -> Select[Any]:
     """The rows in whose order trajectories are claimed."""
     columns = (experiences.c.id, experiences.c.conversation_id)
-    here = [*eligible, experiences.c.id > after_id] if after_id else eligible
+    here = [*eligible, *ready_after(after_id)]
     return select(*columns).where(*here).order_by(experiences.c.id).limit(at_most)
 
 
@@ -92,7 +95,7 @@ def _claim_in_one_statement(
     mates = _mates(oldest, eligible)
     locked = (
         select(experiences.c.id)
-        .where(experiences.c.id.in_(select(mates.c.id)), experiences.c.state == State.READY)
+        .where(experiences.c.id.in_(select(mates.c.id)), _IS_READY)
         .with_for_update(skip_locked=True)
     ).cte("locked")
     all_of_it = func.count(mates.c.id) == func.count(locked.c.id)
