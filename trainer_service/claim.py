@@ -8,6 +8,8 @@ from __future__ import annotations
 import threading
 import time
 
+from sqlalchemy import Connection
+
 from shared.config import TrainerConfig
 from shared.errors import LedgerError
 from shared.experience import Lease
@@ -18,6 +20,8 @@ from shared.log import StageLogger
 
 log = StageLogger("claim")
 LOOK_BACK_S = 5.0  # how often rows older than the last claimed ones are looked for
+LOOK_BACK_SHARE = 50  # and no more often than this many times what it takes
+EXPIRED_EVERY_S = 1.0  # how often leases of others that ran out are looked for
 
 
 class Claimer:
@@ -30,7 +34,7 @@ class Claimer:
         self._said: str | None = None
         self._first_ready_at: float | None = None  # time.monotonic()
         self._after_id = 0
-        self._look_back_at = 0.0  # time.monotonic()
+        self._look_back_at = self._expired_at = 0.0  # time.monotonic(): when next
 
     def next(self) -> Lease | None:
         """The next batch, or None when asked to stop."""
@@ -49,8 +53,9 @@ class Claimer:
     def _try(self) -> Lease | None:
         config = self._config
         with self._ledger.read() as connection:
-            ready = transitions.count_ready(connection, at_most=config.batch_size, after_id=self._floor())
-            expired = transitions.any_lease_expired(connection)
+            floor = self._floor(connection)
+            ready = transitions.count_ready(connection, at_most=config.batch_size, after_id=floor)
+            expired = self._any_expired(connection)
         if expired:
             with self._ledger.write() as connection:
                 returned = transitions.give_back(connection)
@@ -94,17 +99,27 @@ class Claimer:
             self._after_id = lease.rows[0].id
             return lease
 
-    def _floor(self) -> int:
+    def _floor(self, connection: Connection) -> int:
         """Where to look from: nothing older is ready, but for what was rewarded or given back late.
 
         While a report holds an old snapshot open PostgreSQL keeps every index entry of rows that are ready no more, and
-        a look from the beginning goes through all of them: so that is done every LOOK_BACK_S only.
+        a look from the beginning goes through all of them: so that is done now and then only.
         """
-        now = time.monotonic()
-        if now >= self._look_back_at:
-            self._look_back_at = now + LOOK_BACK_S
-            self._after_id = 0
+        began = time.monotonic()
+        if began >= self._look_back_at:
+            oldest = transitions.oldest_ready(connection)
+            if oldest is not None:
+                self._after_id = oldest - 1
+            ended = time.monotonic()
+            self._look_back_at = ended + max(LOOK_BACK_S, LOOK_BACK_SHARE * (ended - began))
         return self._after_id
+
+    def _any_expired(self, connection: Connection) -> bool:
+        now = time.monotonic()
+        if now < self._expired_at:
+            return False
+        self._expired_at = now + EXPIRED_EVERY_S
+        return transitions.any_lease_expired(connection)
 
     def _is_overdue(self) -> bool:
         """Whether ready rows have waited for batch_timeout_s."""

@@ -30,7 +30,7 @@ from shared.ledger.transitions.feedback import (
 )
 from shared.ledger.transitions.publish import LeaseLost, announce_trainer, dismiss_trainer, publish
 from shared.ledger.transitions.record import record
-from shared.ledger.transitions.rows import choice_name, count_ready
+from shared.ledger.transitions.rows import choice_name, count_ready, oldest_ready
 from shared.ledger.transitions.serve import reject_version, serve_version
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "forget_answers",
     "give_back",
     "load_lease",
+    "oldest_ready",
     "publish",
     "quarantine",
     "recompute_rewards",

@@ -42,6 +42,12 @@ def count_ready(connection: Connection, *, at_most: int | None = None, after_id:
     return int(connection.execute(select(func.count()).select_from(ready)).scalar_one())
 
 
+def oldest_ready(connection: Connection) -> int | None:
+    """The id of the oldest row that waits for a trainer."""
+    oldest: int | None = connection.execute(select(func.min(experiences.c.id)).where(*ready_after(0))).scalar()
+    return oldest
+
+
 def ready_after(after_id: int) -> list[ColumnElement[bool]]:
     """Rows that wait for a trainer, recorded after this one."""
     ready: list[ColumnElement[bool]] = [experiences.c.state == State.READY]
