@@ -20,7 +20,7 @@ from shared.log import StageLogger
 
 log = StageLogger("claim")
 LOOK_BACK_S = 5.0  # how often rows older than the last claimed ones are looked for
-LOOK_BACK_SHARE = 50  # and no more often than this many times what it takes
+LOOK_BACK_SHARE = 200  # and no more often than this many times what it takes
 EXPIRED_EVERY_S = 1.0  # how often leases of others that ran out are looked for
 
 
