@@ -21,6 +21,7 @@ from services.transfer import import_rows
 from shared.config import Config
 from shared.experience import Tokens
 from shared.ledger.connect import Ledger
+from shared.ledger.prefix import load_tokens
 from shared.ledger.tables import experiences, payloads
 from tests.e2e.conftest import Live, running_flywheel
 from tests.processes import REPOSITORY
@@ -77,10 +78,19 @@ def client(base_url: str) -> Iterator[openai.OpenAI]:
 def recorded(live: Live, after: int = 0) -> list[Any]:
     ledger = Ledger.open(live.config.ledger_url)
     with ledger.read() as connection:
-        query = select(experiences, payloads.c.tokens).join(payloads).where(experiences.c.id > after)
+        query = select(experiences, payloads.c.prefix_of).join(payloads).where(experiences.c.id > after)
         found = list(connection.execute(query.order_by(experiences.c.id)))
     ledger.close()
     return found
+
+
+def tokens_of(live: Live, row: Any) -> Tokens:
+    ledger = Ledger.open(live.config.ledger_url)
+    with ledger.read() as connection:
+        tokens = load_tokens(connection, [row.id])[row.id]
+    ledger.close()
+    assert isinstance(tokens, Tokens)
+    return tokens
 
 
 def run_client(program: str, base_url: str) -> list[str]:
@@ -124,8 +134,9 @@ def test_runs_side_by_side_are_one_linked_trajectory_each(tools_live, base_url, 
         first = firsts[row.parent_id]
         assert row.conversation_id == first.conversation_id
         assert (row.version, row.state, row.reason) == (0, "RECORDED", None)
-        before, after = (Tokens.decode(one.tokens).prompt_ids.tolist() for one in (first, row))
+        before, after = (tokens_of(tools_live, one).prompt_ids.tolist() for one in (first, row))
         assert rewrites or after[: len(before)] == before, "a turn's prompt extends the last one's"
+        assert rewrites or row.prefix_of == first.id, "what both share is stored once"
     receipts = tools_live.http.post(
         "/feedback", json={"msg_ids": [seconds[0].msg_id], "reward": 1.0, "scope": "conversation"}
     ).json()["receipts"]
@@ -167,7 +178,7 @@ def test_an_imported_demonstration_has_the_tokens_of_the_same_chat(tools_live, c
     file.write_text(json.dumps({"messages": [QUESTION, said]}))
     assert import_rows(tools_live.config, file, reward=1.0, commit=False) == 0
     imported = recorded(tools_live, last.id)[-1]
-    sampled, brought = Tokens.decode(last.tokens), Tokens.decode(imported.tokens)
+    sampled, brought = tokens_of(tools_live, last), tokens_of(tools_live, imported)
     assert brought.prompt_ids.tolist() == sampled.prompt_ids.tolist()
     assert brought.reply_ids.tolist() == sampled.reply_ids.tolist()
     assert (imported.reward, imported.state, last.version) == (1.0, "RECORDED", imported.version)
