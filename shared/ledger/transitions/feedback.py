@@ -11,8 +11,9 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, insert, select, 
 
 from shared.config import RewardConfig
 from shared.experience import State
+from shared.ledger.queries import MAX_PARAMETERS
 from shared.ledger.tables import experiences, idempotency, signals
-from shared.ledger.transitions.rows import MAX_PARAMETERS, AnyRow, choice_name, in_scope, is_message
+from shared.ledger.transitions.rows import AnyRow, choice_name, in_scope, is_message
 from shared.reward import Signal, reward_of
 
 ReceiptState = Literal["applied", "updated", "duplicate", "unknown", "already_trained", "expired"]

@@ -9,7 +9,6 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, func, select
 from shared.experience import State
 from shared.ledger.tables import experiences
 
-MAX_PARAMETERS = 1000  # values in one IN list
 AnyRow = Row[*tuple[Any, ...]]
 
 
