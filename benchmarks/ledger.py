@@ -2,11 +2,12 @@
 
     .venv/bin/python -m benchmarks.ledger [--peers PYTHON] [--only PART ...] [--rows 1000000]
 
-record: durable records a second, 64 writers of single chats; beside it all rows in one transaction, and Trinity-RFT's
-recorder on the same disk (--peers: see front_door.py, and asyncpg). flat: the slowest hundredth of record, feedback,
-claim and publish with so many rows over that with 10,000, measured in turns. snapshot: claims a second while someone
-holds a snapshot open on PostgreSQL. bytes: of an experience, indexes included. conversations: of ten turns, with what
-their prompts share stored once, and whole. All databases are durable (fsync on).
+record: durable records a second, 64 writers of single chats; beside it all rows by executemany in one transaction, and
+Trinity-RFT's recorder on the same disk (--peers: see front_door.py, and asyncpg). flat: the slowest hundredth of
+record, feedback, claim and publish with so many rows over that with 10,000, measured in turns. snapshot: claims a
+second while someone holds a snapshot open on PostgreSQL, over those on a database beside it of which nobody does, in
+turns. bytes: of an experience, indexes included. conversations: of ten turns, with what their prompts share stored
+once, and whole. All databases are durable (fsync on).
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +51,7 @@ REPOSITORY = Path(__file__).parents[1]
 N_PROMPT, N_REPLY = 100, 64
 WRITERS = 64
 SMALL = 10_000
+Figures = dict[str, float]
 _draw = np.random.default_rng(0)
 
 
@@ -84,27 +89,35 @@ class Databases:
 # ------------------------------------------------------------------------------------------------------ record
 
 
-def measure_record(databases: Databases, kind: str, peers: str | None, seconds: int = 10) -> dict[str, float]:
-    ledger = databases.open(kind)
-    result = {"records_per_s": asyncio.run(_write_with_64(ledger, seconds))}
-    ledger.close()
-    ledger = databases.open(kind)
-    samples = [replace(make_sample(), msg_id=new_message_id("chatcmpl-")) for _ in range(20_000)]
-    started = time.perf_counter()
-    with ledger.write() as connection:
-        transitions.record(connection, samples)
-    result["one_transaction_per_s"] = len(samples) / (time.perf_counter() - started)
-    ledger.close()
+def measure_record(databases: Databases, kind: str, peers: str | None, seconds: int = 5, turns: int = 3) -> Figures:
+    """In turns: what the disk and the machine do meets both. The peer comes last."""
+    records, rows_at_once = [], []
+    for _ in range(turns):
+        os.sync()  # nothing of making the database is still on its way to the disk
+        with closing(databases.open(kind)) as ledger:
+            records.append(asyncio.run(_write_with_64(ledger, seconds)))
+        with closing(databases.open(kind)) as ledger:
+            rows_at_once.append(_write_at_once(ledger, 20_000))
+    result = {"records_per_s": statistics.mean(records), "one_transaction_per_s": statistics.mean(rows_at_once)}
     result["of_one_transaction"] = result["records_per_s"] / result["one_transaction_per_s"]
     if peers:
         module = [peers, "-m", "benchmarks.peers.trinity_recorder", databases.url(kind)]
-        numbers = [str(number) for number in (WRITERS, seconds, N_PROMPT, N_REPLY)]
+        numbers = [str(number) for number in (WRITERS, 2 * seconds, N_PROMPT, N_REPLY)]
         ended = subprocess.run([*module, *numbers], cwd=REPOSITORY, capture_output=True, text=True, check=False)
         if ended.returncode:
             raise SystemExit(f"the peer's recorder failed: {ended.stderr[-2000:]}")
         result["trinity_per_s"] = float(ended.stdout.split()[-1])
         result["times_trinity"] = result["records_per_s"] / result["trinity_per_s"]
     return result
+
+
+def _write_at_once(ledger: Ledger, rows: int) -> float:
+    """Rows a second, all by executemany in one transaction."""
+    samples = [make_sample() for _ in range(rows)]
+    started = time.perf_counter()
+    with patch("shared.ledger.transitions.record._MANY", math.inf), ledger.write() as connection:
+        transitions.record(connection, samples)
+    return rows / (time.perf_counter() - started)
 
 
 async def _write_with_64(ledger: Ledger, seconds: int) -> float:
@@ -206,7 +219,7 @@ def measure_flat(databases: Databases, kind: str, rows: int, rounds: int = 800) 
     return {name: _compare(small[name], large[name]) for name in small}
 
 
-def _compare(small: list[float], large: list[float]) -> dict[str, float]:
+def _compare(small: list[float], large: list[float]) -> Figures:
     p50, p99 = ((_percentile(small, part), _percentile(large, part)) for part in (0.5, 0.99))
     return {
         "p50_ms_small": 1000 * p50[0],
@@ -225,60 +238,79 @@ def _percentile(values: list[float], part: float) -> float:
 # ---------------------------------------------------------------------------------------------------- snapshot
 
 
-def measure_snapshot(databases: Databases, hold_s: float) -> dict[str, float]:
-    ledger = databases.open("postgresql")
-    fill(ledger, SMALL)
-    config = TrainerConfig.model_validate({"batch_size": 64, "poll_interval_s": 0.01})
-    claimer = Claimer(ledger, config, StopRequest())
-    version = 0
+class Learner:
+    """A trainer that claims and publishes, and trains nothing, on a PostgreSQL database of its own."""
 
-    def claims_per_s(seconds: float) -> float:
-        """While rows come as fast as they are claimed. Only claims are timed, with loading their rows."""
-        nonlocal version
-        until, spent, claims = time.perf_counter() + seconds, 0.0, 0
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        fill(ledger, SMALL)
+        self._config = TrainerConfig.model_validate({"batch_size": 64, "poll_interval_s": 0.01})
+        self._claimer = Claimer(ledger, self._config, StopRequest())
+        self._version = 0
+        self.spent = 0.0  # seconds, in claims with loading their rows
+        self.claims = 0
+
+    def learn(self, batches: int = 20) -> None:
+        """Rows come as fast as they are claimed."""
+        with self.ledger.write() as connection:
+            transitions.record(connection, [make_sample(32, 16) for _ in range(64 * batches)])
+            fresh = update(experiences).where(experiences.c.state == "RECORDED")
+            connection.execute(fresh.values(state="READY", reward=1.0))
+        for _ in range(batches):
+            started = time.perf_counter()
+            lease = self._claimer.next()
+            self.spent += time.perf_counter() - started
+            self.claims += 1
+            assert lease is not None
+            self._version += 1
+            with self.ledger.write() as connection:
+                transitions.publish(
+                    connection,
+                    version=self._version,
+                    parent=None,
+                    kind="full",
+                    step=self._version,
+                    trainer=self._config.name,
+                    batch_ids=[lease.batch_id],
+                )
+
+
+def measure_snapshot(databases: Databases, hold_s: float) -> Figures:
+    """Claims a second on two databases in turns; a snapshot of the first is held open, for so long of its own time."""
+    held, free = (Learner(databases.open("postgresql")) for _ in range(2))
+
+    def claims_per_s(seconds: float) -> list[float]:
+        for learner in (held, free):
+            learner.spent, learner.claims = 0.0, 0
+        until = time.perf_counter() + seconds
         while time.perf_counter() < until:
-            with ledger.write() as connection:
-                transitions.record(connection, [make_sample(32, 16) for _ in range(64 * 20)])
-                fresh = update(experiences).where(experiences.c.state == "RECORDED")
-                connection.execute(fresh.values(state="READY", reward=1.0))
-            for _ in range(20):
-                started = time.perf_counter()
-                lease = claimer.next()
-                spent += time.perf_counter() - started
-                claims += 1
-                assert lease is not None
-                version += 1
-                with ledger.write() as connection:
-                    transitions.publish(
-                        connection,
-                        version=version,
-                        parent=None,
-                        kind="full",
-                        step=version,
-                        trainer=config.name,
-                        batch_ids=[lease.batch_id],
-                    )
-        return claims / spent
+            held.learn()
+            free.learn()
+        return [learner.claims / learner.spent for learner in (held, free)]
 
     before = claims_per_s(min(30.0, hold_s))
-    with ledger._engine.connect() as report:
+    with held.ledger._engine.connect() as report:
         report.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
         report.execute(text("SELECT count(*) FROM experiences"))
-        parts = [claims_per_s(hold_s / 6) for _ in range(6)]
-    ledger.close()
+        parts = [claims_per_s(2 * hold_s / 6) for _ in range(6)]
+    held.ledger.close()
+    free.ledger.close()
     return {
         "hold_s": hold_s,
-        "claims_per_s_before": before,
-        "claims_per_s_first_sixth": parts[0],
-        "claims_per_s_last_sixth": parts[-1],
-        "rate_kept": parts[-1] / before,
+        "claims_per_s_before": before[0],
+        "claims_per_s_first_sixth": parts[0][0],
+        "claims_per_s_last_sixth": parts[-1][0],
+        "claims_per_s_before_free": before[1],
+        "claims_per_s_last_sixth_free": parts[-1][1],
+        "rate_kept": parts[-1][0] / parts[-1][1],
+        "rate_kept_of_before": parts[-1][0] / before[0],
     }
 
 
 # ------------------------------------------------------------------------------------------------------- bytes
 
 
-def measure_bytes(databases: Databases, kind: str, rows: int = 20_000) -> dict[str, float]:
+def measure_bytes(databases: Databases, kind: str, rows: int = 20_000) -> Figures:
     raw = 4 * (N_PROMPT + 2 * N_REPLY)
     texts = {"request": b"x" * 900, "reply": b"y" * 300}
     sizes = []
@@ -312,9 +344,9 @@ def _size(ledger: Ledger) -> int:
 TURNS, FIRST_PROMPT, TOLD = 10, 300, 100  # tokens of a conversation's first prompt, and told before each next turn
 
 
-def measure_conversations(databases: Databases, kind: str, agents: int = 400) -> dict[str, float]:
+def measure_conversations(databases: Databases, kind: str, agents: int = 400) -> Figures:
     """Ten turns each, linked: with the tokens that their prompts share stored once, and whole."""
-    result: dict[str, float] = {}
+    result: Figures = {}
     for name, keeps in (
         ("shared", split_off),
         ("whole", lambda _connection, turns: [(turn, None) for turn, _ in turns]),
@@ -324,7 +356,7 @@ def measure_conversations(databases: Databases, kind: str, agents: int = 400) ->
     return result
 
 
-def _talk(databases: Databases, kind: str, agents: int) -> dict[str, float]:
+def _talk(databases: Databases, kind: str, agents: int) -> Figures:
     ledger = databases.open(kind)
     last: list[Sample | None] = [None] * agents
     took = 0.0

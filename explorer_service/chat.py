@@ -7,7 +7,6 @@ sample is recorded (stage 2).
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from starlette.requests import Request
@@ -73,6 +72,6 @@ async def record_or_fail(samples: list[Sample], deps: Deps) -> None:
     if not samples:  # the engine's stream held an error and no choice
         return
     try:
-        await asyncio.shield(deps.recorder.record(samples))
+        await deps.recorder.record(samples)
     except LedgerError as exc:
         raise unavailable(f"the reply could not be recorded: {exc}", "not_recorded") from exc

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
@@ -46,7 +47,7 @@ class Recorder:
     """The process's one writer. `await write(work)` returns once `work`'s changes are durable."""
 
     def __init__(self, ledger: Ledger, metrics: ExplorerMetrics) -> None:
-        self._ledger = ledger
+        self._connection = ledger.keep_writer()
         self._metrics = metrics
         self._away = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -65,7 +66,8 @@ class Recorder:
     async def write(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in a transaction on the writer's thread.
 
-        Returns its result once it is durable. Raises what `work` raised, or LedgerError, with nothing changed.
+        Returns its result once it is durable. Raises what `work` raised, or LedgerError, with nothing changed. Who is
+        cancelled while waiting does not undo it.
         """
         result: T = await self._hand_in(work, [])
         return result
@@ -76,12 +78,16 @@ class Recorder:
         return future
 
     async def record(self, samples: list[Sample]) -> None:
-        """Store samples durably. Raises LedgerError."""
+        """Store samples durably. Raises LedgerError. Who is cancelled while waiting does not undo it."""
         await self._hand_in(lambda connection: transitions.record(connection, samples), samples)
-        quarantined = sum(sample.quarantine is not None for sample in samples)
-        self._metrics.count_recorded(len(samples), quarantined)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._connection.close()
+
+    def _serve(self) -> None:
         while True:
             first = self._jobs.get()
             if first is None:
@@ -120,6 +126,8 @@ class Recorder:
                 log.info("the ledger stores again")
             self._away = False
         self._metrics.record_commit.observe(time.perf_counter() - started)
+        stored = [sample for job, _, failure in outcomes if failure is None for sample in job.samples]
+        self._metrics.count_recorded(len(stored), sum(sample.quarantine is not None for sample in stored))
         self._loop.call_soon_threadsafe(_answer, outcomes)  # once for all: each call wakes the loop
 
     def _try(self, group: list[_Job]) -> list[_Outcome]:
@@ -132,8 +140,7 @@ class Recorder:
             return [undone.outcome]
 
     def _commit(self, group: list[_Job], run: Callable[[list[_Job], Connection], list[_Outcome]]) -> list[_Outcome]:
-        with self._ledger.write() as connection:
-            return run(group, connection)
+        return self._connection.run(partial(run, group))
 
 
 class _Apart(Exception):

@@ -21,9 +21,13 @@ NOBODY = 65534
 
 
 class Postgres:
-    """One server; `new_database()` gives an empty database on it."""
+    """One server; `new_database()` gives an empty database on it.
 
-    def __init__(self, parent: Path | None = None, durable: bool = False) -> None:
+    wal_segment_mb: PostgreSQL's own 16, and with it a checkpoint each GiB of log. With 1 a played power cut has little
+    to compare, and a busy server is slowed by checkpoints.
+    """
+
+    def __init__(self, parent: Path | None = None, durable: bool = False, wal_segment_mb: int = 16) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="flywheel-postgres-", dir=parent))
         self._durable = durable
         self.environ: dict[str, str] = {}  # more, for the server
@@ -37,8 +41,8 @@ class Postgres:
         if self._user:
             os.chown(self.data, NOBODY, NOBODY)
             os.chown(self._folder, NOBODY, NOBODY)
-        megabytes = "--wal-segsize=1"  # small files, so that a played power cut has little to compare
-        self._run("initdb", "-D", str(self.data), "-U", "postgres", "-A", "trust", "--no-sync", megabytes)
+        segments = f"--wal-segsize={wal_segment_mb}"
+        self._run("initdb", "-D", str(self.data), "-U", "postgres", "-A", "trust", "--no-sync", segments)
         self.start()
 
     def start(self) -> None:

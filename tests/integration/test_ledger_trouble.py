@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import Connection, event
 
 from shared.ledger.queries import count_by_state
 from tests.integration.test_reload import publish, served
@@ -23,6 +23,12 @@ def rows(explorer) -> int:
         return sum(count_by_state(connection).values())
 
 
+def driver_of(connection: Connection) -> sqlite3.Connection:
+    driver = connection.connection.dbapi_connection
+    assert isinstance(driver, sqlite3.Connection)
+    return driver
+
+
 def assert_refused(reply, code: str) -> None:
     assert reply.status_code == 503, reply.text
     assert "Retry-After" in reply.headers
@@ -32,15 +38,13 @@ def assert_refused(reply, code: str) -> None:
 def test_a_full_disk_is_a_clear_503_and_nothing_half_written(explorer):
     known = explorer.chat().json()["id"]
     engine = explorer.ledger._engine
-    full = [True]
+    with engine.connect() as connection:
+        pages = [connection.exec_driver_sql("PRAGMA page_count").scalar_one()]
 
-    def limit_pages(connection: sqlite3.Connection, _record: object) -> None:
-        if full[0]:
-            pages = connection.execute("PRAGMA page_count").fetchone()[0]
-            connection.execute(f"PRAGMA max_page_count={pages}")
+    @event.listens_for(engine, "begin")
+    def limit_pages(connection: Connection) -> None:
+        driver_of(connection).execute(f"PRAGMA max_page_count={pages[0]}")
 
-    event.listen(engine, "connect", limit_pages)
-    engine.dispose()
     answers = [explorer.chat() for _ in range(60)]
     refused = [answer for answer in answers if answer.status_code != 200]
     assert refused
@@ -48,19 +52,16 @@ def test_a_full_disk_is_a_clear_503_and_nothing_half_written(explorer):
         assert_refused(answer, "not_recorded")
     stored = 1 + sum(answer.status_code == 200 for answer in answers)
     assert rows(explorer) == stored
-    full[0] = False
-    engine.dispose()
+    pages[0] = 1 << 30
     assert explorer.chat().status_code == 200
     assert explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 1}).json()["applied"] == 1
 
 
 def test_a_full_disk_ends_a_stream_with_an_error_and_without_done(explorer):
-    explorer.ledger._engine.dispose()
+    @event.listens_for(explorer.ledger._engine, "begin")
+    def forbid(connection: Connection) -> None:
+        driver_of(connection).execute("PRAGMA query_only=ON")
 
-    def forbid(connection: sqlite3.Connection, _record: object) -> None:
-        connection.execute("PRAGMA query_only=ON")
-
-    event.listen(explorer.ledger._engine, "connect", forbid)
     with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
         lines = [line for line in reply.iter_lines() if line]
     assert "[DONE]" not in lines[-1]

@@ -30,7 +30,8 @@ class Whole:
         self._folder = folder
         root = folder / "data"
         root.mkdir()
-        self.postgres = Postgres(durable=not careless) if database == "postgresql" else None
+        segments_mb = 1 if cuts else 16
+        self.postgres = Postgres(durable=not careless, wal_segment_mb=segments_mb) if database == "postgresql" else None
         self.config = Config.model_validate(
             {
                 "root_dir": str(root),

@@ -11,12 +11,11 @@ from shared.experience import CorruptTokens, Experience, Lease, Sampling, State,
 from shared.ledger.prefix import load_tokens
 from shared.ledger.queries import MAX_PARAMETERS
 from shared.ledger.tables import batches, experiences, trainers, versions
-from shared.ledger.transitions.rows import choice_name, ready_after
+from shared.ledger.transitions.rows import choice_name, is_in, ready_after
 
 _LARGEST_REWARD = 1e6  # in float32 a critic's loss of its square still is a number
-# Said so that no index of ready rows serves it: rows that are known already are looked up by id or conversation. That
-# index holds, while someone's snapshot is open on PostgreSQL, every row that was ready since.
-_IS_READY = func.coalesce(experiences.c.state, "") == State.READY
+_IS_READY = is_in(experiences.c.state, State.READY)
+_IS_LEASED = is_in(experiences.c.state, State.LEASED)
 
 
 def claim(
@@ -138,7 +137,7 @@ def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int 
 
 def load_lease(connection: Connection, batch_id: int) -> Lease:
     """The rows of a batch, oldest first. Rows whose tokens cannot be read are listed apart, with the reason."""
-    held = select(experiences).where(experiences.c.batch_id == batch_id, experiences.c.state == State.LEASED)
+    held = select(experiences).where(experiences.c.batch_id == batch_id, _IS_LEASED)
     rows = connection.execute(held.order_by(experiences.c.id)).all()
     loaded = load_tokens(connection, [row.id for row in rows])
     lease = Lease(batch_id, [])
@@ -185,7 +184,7 @@ def quarantine(connection: Connection, reasons: dict[int, str]) -> None:
     for row_id, reason in reasons.items():
         connection.execute(
             update(experiences)
-            .where(experiences.c.id == row_id, experiences.c.state == State.LEASED)
+            .where(experiences.c.id == row_id, _IS_LEASED)
             .values(state=State.DISCARDED, reason=f"quarantined: {reason}")
         )
 
@@ -193,7 +192,7 @@ def quarantine(connection: Connection, reasons: dict[int, str]) -> None:
 def close_empty_batch(connection: Connection, batch_id: int) -> None:
     """LEASED → RETURNED for a batch whose rows were all quarantined."""
     connection.execute(
-        update(batches).where(batches.c.id == batch_id, batches.c.state == "LEASED").values(state="RETURNED")
+        update(batches).where(batches.c.id == batch_id, is_in(batches.c.state, "LEASED")).values(state="RETURNED")
     )
 
 
@@ -222,10 +221,8 @@ def give_back(connection: Connection, *, owner: str | None = None) -> int:
     if not ids:
         return 0
     connection.execute(
-        update(batches).where(batches.c.id.in_(ids), batches.c.state == "LEASED").values(state="RETURNED")
+        update(batches).where(batches.c.id.in_(ids), is_in(batches.c.state, "LEASED")).values(state="RETURNED")
     )
     return connection.execute(
-        update(experiences)
-        .where(experiences.c.batch_id.in_(ids), experiences.c.state == State.LEASED)
-        .values(state=State.READY, batch_id=None)
+        update(experiences).where(experiences.c.batch_id.in_(ids), _IS_LEASED).values(state=State.READY, batch_id=None)
     ).rowcount

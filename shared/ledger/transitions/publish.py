@@ -12,6 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.experience import State
 from shared.ledger.tables import batches, experiences, trainers, versions
+from shared.ledger.transitions.rows import is_in
 from shared.versions import version_path
 
 
@@ -49,13 +50,13 @@ def publish(
     )
     if trainer is None:
         return
-    mine = and_(batches.c.id.in_(batch_ids), batches.c.owner == trainer, batches.c.state == "LEASED")
+    mine = and_(batches.c.id.in_(batch_ids), batches.c.owner == trainer, is_in(batches.c.state, "LEASED"))
     held = connection.execute(update(batches).where(mine).values(state="CONSUMED", consumed_version=version)).rowcount
     if held != len(batch_ids):
         raise LeaseLost(f"{len(batch_ids) - held} of {len(batch_ids)} batches are no longer leased to {trainer!r}")
     connection.execute(
         update(experiences)
-        .where(experiences.c.batch_id.in_(batch_ids), experiences.c.state == State.LEASED)
+        .where(experiences.c.batch_id.in_(batch_ids), is_in(experiences.c.state, State.LEASED))
         .values(state=State.CONSUMED, consumed_version=version)
     )
     _save_trainer(

@@ -9,10 +9,12 @@ from typing import Any
 from sqlalchemy import Connection, and_, select, update
 
 from shared.experience import Sample
+from shared.ledger.connect import driver_cursor
 from shared.ledger.prefix import split_off
 from shared.ledger.tables import experiences, payloads
 from shared.ledger.transitions.rows import AnyRow, choice_name
 
+_MANY = 16  # rows, from which on PostgreSQL's COPY is the quicker way
 _MAX_ALIKE = 32  # exchanges that say the same, newest first, among which a parent is chosen
 
 
@@ -31,9 +33,12 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
         (tokens.encode(), s.request, s.reply, prefix_of, s.msg_id, s.choice)
         for s, (tokens, prefix_of) in zip(samples, kept, strict=True)
     ]
-    insert_row, insert_payload = _INSERTS[connection.dialect.paramstyle == "qmark"]
-    connection.exec_driver_sql(insert_row, rows)
-    connection.exec_driver_sql(insert_payload, texts)
+    if connection.dialect.name == "postgresql" and len(samples) >= _MANY:
+        _copy(connection, rows, texts)
+    else:
+        insert_row, insert_payload = _INSERTS[connection.dialect.paramstyle == "qmark"]
+        connection.exec_driver_sql(insert_row, rows)
+        connection.exec_driver_sql(insert_payload, texts)
     _name_conversations(connection, [parent for parent in parents if parent is not None])
 
 
@@ -43,9 +48,22 @@ def _insert_statements(mark: str) -> tuple[str, str]:
     marks = ", ".join([mark] * len(_ROW))
     return (
         f"INSERT INTO {experiences.name} ({names}) VALUES ({marks})",
-        f"INSERT INTO {payloads.name} (experience_id, tokens, request, reply, prefix_of)"
+        f"INSERT INTO {payloads.name} (experience_id, {', '.join(_PAYLOAD)})"
         f" SELECT id, {mark}, {mark}, {mark}, {mark} FROM {experiences.name} WHERE msg_id = {mark} AND choice = {mark}",
     )
+
+
+def _copy(connection: Connection, rows: Sequence[tuple[Any, ...]], texts: Sequence[tuple[Any, ...]]) -> None:
+    """What the two inserts do, by COPY: half the work for many rows, and more than theirs for few."""
+    fresh = "SELECT nextval(pg_get_serial_sequence(%s, 'id')) FROM generate_series(1, %s)"
+    ids = sorted(connection.exec_driver_sql(fresh, (experiences.name, len(rows))).scalars())
+    with driver_cursor(connection) as cursor:
+        with cursor.copy(f"COPY {experiences.name} (id, {', '.join(_ROW)}) FROM STDIN") as copy:
+            for row_id, row in zip(ids, rows, strict=True):
+                copy.write_row((row_id, *row))
+        with cursor.copy(f"COPY {payloads.name} (experience_id, {', '.join(_PAYLOAD)}) FROM STDIN") as copy:
+            for row_id, row in zip(ids, texts, strict=True):
+                copy.write_row((row_id, *row[: len(_PAYLOAD)]))
 
 
 def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> None:
@@ -77,6 +95,7 @@ _ROW = (
     "version", "version_end", "state", "reason", "n_prompt", "n_reply", "temperature", "top_p", "top_k", "min_p",
     "finish_reason", "latency_s", "created_at",
 )  # fmt: skip
+_PAYLOAD = ("tokens", "request", "reply", "prefix_of")
 
 
 def _experience_row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, func, select
+from sqlalchemy import Column, ColumnElement, Connection, Row, and_, func, select
 
 from shared.experience import State
 from shared.ledger.tables import experiences
@@ -33,6 +33,15 @@ def in_scope(task_id: str | None, run_id: str | None) -> ColumnElement[bool]:
     if run_id is not None:
         conditions.append(experiences.c.run_id == run_id)
     return and_(*conditions)
+
+
+def is_in(state: Column[str], name: str) -> ColumnElement[bool]:
+    """Whether a row is in a state; of rows that are looked up by their id, batch or conversation.
+
+    Said so that no index of rows in that state serves it: while someone's snapshot is open on PostgreSQL, such an index
+    holds every row that was ever in it since.
+    """
+    return func.coalesce(state, "") == name
 
 
 def count_ready(connection: Connection, *, at_most: int | None = None, after_id: int = 0) -> int:
