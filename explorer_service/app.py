@@ -174,6 +174,7 @@ def _keepers(deps: Deps) -> list[tuple[str, EngineKeeper]]:
                 deps.recorder,
                 deps.metrics,
                 deps.fleet,
+                deps.versions,
                 lock,
             ),
         )

@@ -14,6 +14,7 @@ from explorer_service.engines.pool import EnginePool
 from explorer_service.fleet import Fleet
 from explorer_service.record import Recorder
 from explorer_service.router import Router
+from explorer_service.watch import VersionWatch
 from shared.config import Config
 from shared.ledger.connect import Ledger
 from shared.metrics import ExplorerMetrics
@@ -54,5 +55,6 @@ class Deps:
     connections: Connections  # chats to engines
     session: aiohttp.ClientSession  # engines' administration
     fleet: Fleet
+    versions: VersionWatch
     started_at: float = field(default_factory=time.time)  # Unix seconds
     in_flight: InFlight = field(default_factory=InFlight)

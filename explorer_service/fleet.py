@@ -15,7 +15,7 @@ from shared.errors import LedgerError
 from shared.ledger import fleet
 from shared.ledger.connect import Ledger
 from shared.ledger.fleet import EngineRow
-from shared.lifecycle import process_name
+from shared.lifecycle import process_name, until_next
 from shared.log import StageLogger
 
 log = StageLogger("fleet")
@@ -42,7 +42,7 @@ class Fleet:
                 await self.beat()
             except LedgerError as error:
                 log.debug("no heartbeat: the ledger is away", reason=str(error))
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(until_next(BEAT_S))
 
     async def beat(self) -> None:
         """Say that this explorer lives, and see who else does."""

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from explorer_service.answer import CallerStays, StreamAnswer
+from explorer_service.answer import CallerStays, Lane, StreamAnswer
 from explorer_service.chat import VERSION_HEADER
 from explorer_service.deps import Deps
 from explorer_service.engines.connection import Reply
@@ -54,8 +54,8 @@ async def _answer(ask: Ask, stack: AsyncExitStack, deps: Deps) -> Response:
         await stack.aclose()
         return Response(content, reply.status, headers, media_type=reply.content_type)
 
-    async def chunks() -> AsyncGenerator[bytes]:
+    async def chunks(_lane: Lane) -> AsyncGenerator[bytes]:
         while chunk := await reply.read_some():
             yield chunk
 
-    return StreamAnswer(chunks(), stack, reply.status, headers)
+    return StreamAnswer(chunks, stack, reply.status, headers)

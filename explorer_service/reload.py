@@ -19,12 +19,14 @@ from explorer_service.engines.client import EngineAway, EngineClient
 from explorer_service.engines.pool import Engine, EnginePool, EngineState
 from explorer_service.fleet import Fleet
 from explorer_service.record import Recorder
+from explorer_service.watch import VersionWatch
 from shared.config import Config
 from shared.errors import EngineError, LedgerError, VersionError
 from shared.experience import Sampling
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import VersionRow, list_versions, newest_version
+from shared.ledger.queries import VersionRow, list_versions
+from shared.lifecycle import until_next
 from shared.log import StageLogger
 from shared.metrics import ExplorerMetrics
 from shared.versions import Manifest, Probe, read_manifest, verify_version, version_path
@@ -54,6 +56,7 @@ class EngineKeeper:
         recorder: Recorder,
         metrics: ExplorerMetrics,
         fleet: Fleet,
+        versions: VersionWatch,
         one_at_a_time: asyncio.Lock,
     ) -> None:
         self._engine = engine
@@ -64,6 +67,7 @@ class EngineKeeper:
         self._recorder = recorder
         self._metrics = metrics
         self._fleet = fleet
+        self._versions = versions
         self._keeping = False
         self._unknown = True  # whether it is paused, and what it serves
         self._one_at_a_time = one_at_a_time
@@ -73,6 +77,7 @@ class EngineKeeper:
     async def run(self) -> None:
         """Look after the engine for ever."""
         while True:
+            turn = self._versions.turn
             try:
                 await self._look()
                 self._ledger_away = False
@@ -86,6 +91,13 @@ class EngineKeeper:
                 log.error("engine refuses", engine=self._engine.name, reason=str(error))
                 await self._pool.set_state(self._engine, EngineState.CHECKING, str(error))
                 await asyncio.sleep(HEALTH_INTERVAL_S)
+            await self._rest(turn)
+
+    async def _rest(self, turn: int) -> None:
+        """Until there may be something to do."""
+        if self._keeping and self._engine.state is EngineState.SERVING:
+            await self._versions.turned(turn, until_next(HEALTH_INTERVAL_S))
+        else:
             await asyncio.sleep(self._config.explorer.reload.poll_interval_s)
 
     async def _look(self) -> None:
@@ -104,7 +116,7 @@ class EngineKeeper:
             self._unknown = False
             await self._pool.set_state(engine, EngineState.CHECKING, "its version is not proven yet")
             log.info("engine answers", engine=engine.name, url=engine.url)
-        target = await asyncio.to_thread(self._newest)
+        target = self._versions.newest()
         if target is None:  # nobody has published yet: it serves what it was started with
             engine.version = 0
             if engine.state is not EngineState.SERVING:
@@ -142,10 +154,6 @@ class EngineKeeper:
         elif engine.state is EngineState.AWAY:
             await self._pool.set_state(engine, EngineState.CHECKING, "another explorer proves it")
         await self._fleet.acknowledge(engine.url, said.generation)
-
-    def _newest(self) -> VersionRow | None:
-        with self._ledger.read() as connection:
-            return newest_version(connection)
 
     async def _away(self, reason: str) -> None:
         if self._engine.state is not EngineState.AWAY:
@@ -249,6 +257,7 @@ class EngineKeeper:
         log.error("version rejected", version=target.version, reason=reason)
         self._metrics.reloads.labels("rejected").inc()
         await self._recorder.write(lambda connection: transitions.reject_version(connection, target.version, reason))
+        await self._versions.look()  # so that it is not the newest any more
 
     def _folder(self, row: VersionRow) -> Path:
         return self._config.root / row.path

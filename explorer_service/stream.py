@@ -9,13 +9,14 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 from starlette.responses import Response
 
-from explorer_service.answer import DONE, StreamAnswer
+from explorer_service.answer import DONE, Lane, StreamAnswer
 from explorer_service.chat import VERSION_HEADER, record_or_fail
 from explorer_service.deps import Deps
 from explorer_service.engines.connection import ConnectionLost, Reply
@@ -49,28 +50,24 @@ async def stream_chat(chat: Chat, deps: Deps) -> Response:
     deps.in_flight.begin(chat.msg_id)
     stack.callback(deps.in_flight.end, chat.msg_id)
     headers = {VERSION_HEADER: str(seat.version), "Cache-Control": "no-cache"}
-    return StreamAnswer(_relay(reply, chat, seat, deps), stack, 200, headers)
+    return StreamAnswer(partial(_relay, reply, chat, seat, deps), stack, 200, headers)
 
 
-async def _relay(reply: Reply, chat: Chat, seat: Seat, deps: Deps) -> AsyncGenerator[bytes]:
-    """The caller's events: each of the engine's as it comes, and `[DONE]` once the rows stand."""
-    heard = Heard(chat)
-    rest = b""
-    first = True
+async def _relay(reply: Reply, chat: Chat, seat: Seat, deps: Deps, lane: Lane) -> AsyncGenerator[bytes]:
+    """The caller's events: each of the engine's goes by the lane as it comes, and `[DONE]` once the rows stand."""
+    relay = _Relay(chat, seat, deps, lane)
     try:
-        while chunk := await reply.read_some():
-            rest += chunk
-            while (end := rest.find(b"\n\n") + 2) > 1:
-                event, rest = rest[:end], rest[end:]
-                if event == DONE:
+        ended = False
+        while not ended:
+            ended = await reply.flow(relay.pass_on)
+            await lane.clear()
+            for event in relay.take_left():
+                if event is DONE:
                     if chat.store:
-                        await record_or_fail(heard.samples(seat), deps)
+                        await record_or_fail(relay.heard.samples(seat), deps)
                     yield DONE
                     return
-                if first:
-                    deps.metrics.chat_first_token.observe(time.perf_counter() - chat.started)
-                    first = False
-                yield heard.take(event) if chat.store else event
+                yield event
     except (ConnectionLost, TimeoutError) as exc:
         lost = unavailable(
             f"engine {seat.engine.name} broke off ({exc or type(exc).__name__}); try again", "engine_lost"
@@ -78,6 +75,50 @@ async def _relay(reply: Reply, chat: Chat, seat: Seat, deps: Deps) -> AsyncGener
         yield b"data: " + lost.body() + b"\n\n"
     except ApiError as error:  # the head is out already: say it in the stream, and leave [DONE] out
         yield b"data: " + error.body() + b"\n\n"
+
+
+class _Relay:
+    """Events on their way from the engine to the caller."""
+
+    def __init__(self, chat: Chat, seat: Seat, deps: Deps, lane: Lane) -> None:
+        self.heard = Heard(chat)
+        self._chat = chat
+        self._engine = seat.engine
+        self._lane = lane
+        self._first_token = deps.metrics.chat_first_token
+        self._is_first = True
+        self._rest = b""  # of an event whose end has not come
+        self._left: list[bytes] = []  # events that the lane cannot take: after one that waits, and [DONE]
+
+    def pass_on(self, data: bytes) -> bool:
+        """Send the events that are whole now. False: some are left, or wait."""
+        self._engine.answered_at = time.monotonic()
+        data = self._rest + data
+        start = 0
+        while (end := data.find(b"\n\n", start)) >= 0:
+            self._send(data[start : end + 2])
+            start = end + 2
+        self._rest = data[start:]
+        return self._lane.is_free and not self._left
+
+    def _send(self, event: bytes) -> None:
+        if event == DONE:
+            self._left.append(DONE)
+            return
+        if self._is_first:
+            self._first_token.observe(time.perf_counter() - self._chat.started)
+            self._is_first = False
+        if self._chat.store:
+            event = self.heard.take(event)
+        if self._lane.is_free and not self._left:
+            self._lane.offer(event)
+        else:
+            self._left.append(event)
+
+    def take_left(self) -> list[bytes]:
+        """What is left to be sent after those that went."""
+        left, self._left = self._left, []
+        return left
 
 
 _LOGPROBS, _AFTER_LOGPROBS = b'"logprobs":{', b'},"finish_reason":'

@@ -24,10 +24,11 @@ from explorer_service.engines.pool import EnginePool
 from explorer_service.fleet import Fleet
 from explorer_service.record import Recorder
 from explorer_service.router import Router
+from explorer_service.watch import VersionWatch
 from shared.config import Config, ExplorerConfig
 from shared.errors import StartupError
 from shared.ledger.connect import Ledger
-from shared.lifecycle import StopRequest, require_free_port
+from shared.lifecycle import StopRequest, require_free_port, until_next
 from shared.log import StageLogger, configure_logging
 from shared.metrics import ExplorerMetrics
 
@@ -112,7 +113,7 @@ class _Server(uvicorn.Server):
         self._wake = partial(loop.call_soon_threadsafe, told.set)
         while not await self.on_tick(0):  # renews the Date header
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(told.wait(), self.TICK_S)
+                await asyncio.wait_for(told.wait(), until_next(self.TICK_S))
         self._wake = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -148,6 +149,8 @@ def make_deps_factory(
         metrics = ExplorerMetrics()
         recorder = Recorder(ledger, metrics)
         recorder.start()
+        versions = VersionWatch(ledger, explorer.reload.poll_interval_s)
+        await versions.start()
         pool = EnginePool(
             explorer.engines,
             explorer.engine_wait_s,
@@ -165,11 +168,13 @@ def make_deps_factory(
             connections=Connections(explorer.request_timeout_s),
             session=open_session(),
             fleet=Fleet(ledger, recorder),
+            versions=versions,
         )
 
     async def close_deps(deps: Deps) -> None:
         deps.connections.close()
         await deps.session.close()
+        await deps.versions.stop()
         await deps.recorder.stop()
 
     return make_deps, close_deps

@@ -6,15 +6,25 @@ import ctypes
 import functools
 import hashlib
 import os
+import random
 import select
 import signal
 import socket
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from shared.errors import StartupError
+
+_PHASE = random.random()  # so that processes do not beat in step
+
+
+def until_next(period_s: float) -> float:
+    """Seconds until this process's next beat of that period: what waits for the same beat wakes the process once."""
+    left = period_s - (time.monotonic() + _PHASE * period_s) % period_s
+    return left if left > period_s / 20 else left + period_s  # it may be awake a little early
 
 
 class StopRequest:

@@ -8,6 +8,7 @@ aiohttp (client.py). Owns the sockets. Knows nothing of chats.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,6 +46,8 @@ class _Line(asyncio.Protocol):
         self.status = 0
         self.content_type = ""
         self.head = self.complete = self.reusable = self._sized = self._paused = False
+        self.taker: Callable[[bytes], bool] | None = None  # called with what comes
+        self.held_up = False  # the taker takes no more for now
         self.chunks: list[bytes] = []
         self.buffered = 0
         self.error: Exception | None = None
@@ -66,7 +69,18 @@ class _Line(asyncio.Protocol):
         if self.buffered > _MOST_BUFFERED and not self._paused:
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        if self.taker is None or self.held_up or not self._hand_over(self.taker):
+            self._wake()
+
+    def _hand_over(self, taker: Callable[[bytes], bool]) -> bool:
+        """Give what has come to the taker. False: whoever waits for the answer has something to do."""
+        try:
+            goes_on = not self.chunks or taker(self.take())
+        except Exception as exc:  # noqa: BLE001 — of whoever waits: it is raised there
+            self.fail(exc)
+            return True
+        self.held_up = not goes_on
+        return goes_on and not self.complete and self.error is None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False
@@ -183,6 +197,25 @@ class Reply:
         while not line.chunks and not line.complete:
             await line.more()
         return line.take()
+
+    async def flow(self, take: Callable[[bytes], bool]) -> bool:
+        """Give the body to `take`, each part as it comes, until that returns False: it has to wait for something.
+
+        Returns whether the body has ended. Raises ConnectionLost, TimeoutError, and what `take` raises.
+        """
+        line = self._line
+        while True:
+            if line.chunks and not take(line.take()):
+                return False
+            if line.complete:
+                return True
+            line.taker, line.held_up = take, False
+            try:
+                await line.more()
+            finally:
+                line.taker = None
+            if line.held_up:
+                return False
 
     def close(self) -> None:
         """Keep the connection for the next request; one whose answer is not whole is cut, and the engine aborts."""

@@ -39,7 +39,7 @@ class Engine:
     seeded_in_flight: int = 0  # with `seed`: a CPU engine dies when paused under one
     sampling_defaults: Sampling = field(default_factory=Sampling)  # what it applies where a request says nothing
     reason: str = "not seen yet"
-    answered_at: float = -math.inf  # time.monotonic(): a chat
+    answered_at: float = -math.inf  # time.monotonic(): a chat, or a part of one
 
 
 @dataclass(slots=True)

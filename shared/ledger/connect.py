@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,6 +142,21 @@ class KeptConnection:
                 raise
         self._used_at = time.monotonic()
         return result
+
+    def ask(self, statement: str) -> Sequence[Any] | None:
+        """The first row of a query, by the driver alone: for a question that is asked all the time."""
+        with self._ledger._errors():
+            connection = self._take()
+            try:
+                with driver_cursor(connection) as cursor:
+                    row: Sequence[Any] | None = cursor.execute(statement).fetchone()
+                if not self._is_sqlite:
+                    connection.connection.rollback()  # it began a transaction by itself
+            except BaseException:
+                self.close()
+                raise
+        self._used_at = time.monotonic()
+        return row
 
     def _take(self) -> Connection:
         if not self._is_sqlite and time.monotonic() - self._used_at > _FRESH_S:

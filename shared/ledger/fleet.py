@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
+from sqlalchemy import Connection, delete, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from shared.ledger.connect import driver_cursor
 from shared.ledger.tables import engines, explorers, open_streams
 from shared.lifecycle import is_gone
 
@@ -25,18 +26,16 @@ LIVE_S = 5.0  # an explorer that was not heard of for so long is not waited for
 SILENT_S = 60.0  # and after so long it is taken for dead
 
 
-# Built once: every explorer says them every second, and building a statement costs more than running it.
-_HEARD = select(explorers.c.id, explorers.c.heartbeat_at)
-_KEEP_ON = update(engines).where(engines.c.keeper == bindparam("explorer")).values(keeper_until=bindparam("until"))
-
-
-def _beat(make: Any) -> Any:
-    values: dict[str, Any] = {"acknowledged": bindparam("acknowledged_now"), "heartbeat_at": bindparam("now")}
-    statement = make(explorers).values(id=bindparam("explorer"), **values)
-    return statement.on_conflict_do_update(index_elements=[explorers.c.id], set_=values)
-
-
-_BEATS = {"sqlite": _beat(sqlite.insert), "postgresql": _beat(postgresql.insert)}
+# As drivers take them, by their mark for a parameter: every explorer says them every second.
+_BEATS = {
+    mark: (
+        f"INSERT INTO {explorers.name} (id, acknowledged, heartbeat_at) VALUES ({mark}, {mark}, {mark})"
+        " ON CONFLICT (id) DO UPDATE SET acknowledged = excluded.acknowledged, heartbeat_at = excluded.heartbeat_at",
+        f"UPDATE {engines.name} SET keeper_until = {mark} WHERE keeper = {mark}",
+        f"SELECT id, heartbeat_at FROM {explorers.name}",
+    )
+    for mark in ("?", "%s")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,11 @@ def beat(connection: Connection, explorer: str, acknowledged: dict[str, int]) ->
     Does for explorers that died what they could not do themselves. Returns how many live, this one included.
     """
     now = time.time()
-    mine = {"explorer": explorer, "acknowledged_now": msgspec.json.encode(acknowledged), "now": now}
-    connection.execute(_BEATS[connection.dialect.name], mine)
-    connection.execute(_KEEP_ON, {"explorer": explorer, "until": now + LEASE_S})
-    heard = {row.id: row.heartbeat_at for row in connection.execute(_HEARD)}
+    say, keep_on, who_else = _BEATS["?" if connection.dialect.name == "sqlite" else "%s"]
+    with driver_cursor(connection) as cursor:
+        cursor.execute(say, (explorer, msgspec.json.encode(acknowledged), now))
+        cursor.execute(keep_on, (now + LEASE_S, explorer))
+        heard: dict[str, float] = dict(cursor.execute(who_else).fetchall())
     dead = [name for name, heard_at in heard.items() if heard_at < now - SILENT_S or is_gone(name)]
     for name in dead:
         leave(connection, name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, func, select
 
 from shared.experience import State
+from shared.ledger.connect import KeptConnection
 from shared.ledger.tables import batches, experiences, trainers, versions
 
 _END_ROWS = 10_000
@@ -36,14 +37,17 @@ def list_versions(connection: Connection) -> list[VersionRow]:
     return [VersionRow(**row._mapping) for row in connection.execute(select(versions).order_by(versions.c.version))]
 
 
-# Built once: an explorer asks this twice a second for each engine.
-_NEWEST = select(versions).where(versions.c.state != "REJECTED").order_by(versions.c.version.desc()).limit(1)
+# As the driver takes it: an explorer asks this twice a second.
+_NEWEST = (
+    f"SELECT {', '.join(field.name for field in fields(VersionRow))} FROM {versions.name}"
+    " WHERE state <> 'REJECTED' ORDER BY version DESC LIMIT 1"
+)
 
 
-def newest_version(connection: Connection) -> VersionRow | None:
+def newest_version(connection: KeptConnection) -> VersionRow | None:
     """The version that should serve: the newest that was not rejected."""
-    row = connection.execute(_NEWEST).one_or_none()
-    return None if row is None else VersionRow(**row._mapping)
+    row = connection.ask(_NEWEST)
+    return None if row is None else VersionRow(*row)
 
 
 def highest_version_number(connection: Connection) -> int:

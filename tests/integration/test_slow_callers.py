@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import socket
+import time
 
 HEAD = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
@@ -51,3 +53,24 @@ def test_a_stream_that_nobody_reads_holds_up_nobody(explorer, scripted_engine):
         deaf.recv(1)
         scripted_engine.script.reply_ids, scripted_engine.script.logprobs = [11], [-0.5]
         assert all(explorer.chat().status_code == 200 for _ in range(20))
+
+
+def test_a_stream_that_is_read_late_comes_whole_and_in_order(explorer, scripted_engine):
+    count = 20_000
+    scripted_engine.script.reply_ids = list(range(11, 11 + count))
+    scripted_engine.script.logprobs = [-0.5] * count
+    body = b'{"messages": [], "stream": true, "return_token_ids": true}'
+    late = socket.socket()
+    late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the explorer soon has to wait
+    late.connect((explorer.http.base_url.host, explorer.http.base_url.port))
+    with late:
+        late.settimeout(60)
+        late.sendall(HEAD.replace(b"1000", str(len(body)).encode()) + body)
+        time.sleep(1)
+        said = b""
+        while b"data: [DONE]" not in said[-100:]:
+            part = late.recv(1 << 16)
+            assert part, said[-500:]
+            said += part
+    ids = [int(number) for number in re.findall(rb'"token_ids":\[(\d+)\]', said)]
+    assert ids == scripted_engine.script.reply_ids

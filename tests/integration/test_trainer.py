@@ -165,9 +165,12 @@ def test_killed_at_random_moments_it_goes_on_to_the_same_bits(tmp_path, lives, m
 
 
 def finish(lives: Lives, root: Path) -> None:
-    """A life that nobody disturbs, up to the last version."""
+    """A life that nobody disturbs, up to the last version, and on until it has nothing to do."""
+    log = root / "trainer.log"
+    before = log.stat().st_size
     with begin(lives, root) as trainer:
-        wait_for(lambda: newest(root) == LAST or not trainer.alive, "the last version", 60)
+        wait_for(lambda: b"no ready rows" in log.read_bytes()[before:] or not trainer.alive, "the last version", 60)
+        assert newest(root) == LAST
         assert trainer.stop() == 0
 
 
