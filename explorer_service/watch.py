@@ -13,6 +13,7 @@ import threading
 from shared.errors import LedgerError
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, newest_version
+from shared.lifecycle import until_next
 from shared.log import StageLogger
 
 log = StageLogger("watch")
@@ -71,7 +72,7 @@ class VersionWatch:
             found = self._look()
             if waiters or not _is_same(found, self._found):
                 self._loop.call_soon_threadsafe(self._tell, found, waiters)
-            self._wake.wait(self._interval_s)
+            self._wake.wait(until_next(self._interval_s))
         self._connection.close()
 
     def _look(self) -> _Found:

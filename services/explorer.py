@@ -113,7 +113,8 @@ class _Server(uvicorn.Server):
         self._wake = partial(loop.call_soon_threadsafe, told.set)
         while not await self.on_tick(0):  # renews the Date header
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(told.wait(), until_next(self.TICK_S))
+                async with asyncio.timeout(until_next(self.TICK_S)):
+                    await told.wait()
         self._wake = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -22,8 +22,11 @@ _PHASE = random.random()  # so that processes do not beat in step
 
 
 def until_next(period_s: float) -> float:
-    """Seconds until this process's next beat of that period: what waits for the same beat wakes the process once."""
-    left = period_s - (time.monotonic() + _PHASE * period_s) % period_s
+    """Seconds until this process's next beat of that period: what waits for the same beat wakes the process once.
+
+    Of two periods, the beats of one that is a multiple of the other fall on beats of that.
+    """
+    left = period_s - (time.monotonic() + _PHASE) % period_s
     return left if left > period_s / 20 else left + period_s  # it may be awake a little early
 
 
