@@ -3,9 +3,9 @@
 One pinned core for the gateway, the other for a fake engine with pre-encoded replies and for the clients. CPU time is
 the gateway's own, of all its threads and processes, from /proc. Added latency is over the same chats sent to the
 engine directly. Ours records durably (SQLite, WAL, synchronous=FULL); Trinity-RFT's proxy records with its own SQLite
-recorder; LiteLLM's proxy records nothing.
+recorder; LiteLLM's proxy records nothing. The gateways are measured in turns; a figure is the median of its turns.
 
-    .venv/bin/python -m benchmarks.front_door [--peers PYTHON] [--requests 2000] [--only flywheel]
+    .venv/bin/python -m benchmarks.front_door [--peers PYTHON] [--requests 2000] [--turns 3] [--only flywheel]
     .venv/bin/python -m benchmarks.front_door --soak 200000     # memory over so many recorded chats, instead
 
 --peers: the Python of a virtual environment with trinity-rft==0.6.0 (--no-deps) and litellm[proxy], torch, ray,
@@ -239,7 +239,7 @@ async def measure(port: int, gateway: psutil.Process | None, requests: int, stre
         await measure_chats(port, gateway, in_flight, max(64, requests // 10))  # warm
         result[f"chats_{in_flight}"] = await measure_chats(port, gateway, in_flight, requests)
     for in_flight in (1, 16, 64) if streams else ():
-        result[f"streams_{in_flight}"] = await measure_streams(port, gateway, in_flight, max(2, 32 // in_flight))
+        result[f"streams_{in_flight}"] = await measure_streams(port, gateway, in_flight, max(2, 16 // in_flight))
     if streams:  # as many, but begun over a stream's whole length, as in a steady state
         result["streams_64_steady"] = await measure_streams(port, gateway, 64, 2, within_s=1.28)
     return result
@@ -273,6 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default=None)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", default=None)
     parser.add_argument("--no-streams", action="store_true")
     parser.add_argument("--soak", type=int, default=None, metavar="CHATS")
@@ -290,34 +291,60 @@ def main() -> None:
 
 
 def run_size(args: argparse.Namespace, n_prompt: int, n_reply: int, streams: bool) -> dict[str, Any]:
+    """Every gateway in turns, freshly started each time: the machine's drift meets all. Medians of the turns."""
+    turns: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="flywheel-front-door-", dir=REPOSITORY) as name:
         folder = Path(name)
         upstream = free_port()
         command = [sys.executable, "-m", "benchmarks.upstream", str(upstream), str(n_prompt), str(n_reply)]
-        gateways: dict[str, Any] = {"flywheel": lambda port: flywheel_command(upstream, port, folder)}
-        if args.peers:
-            gateways["trinity"] = lambda port: trinity_command(args.peers, upstream, port, folder)
-            gateways["litellm"] = lambda port: litellm_command(args.peers, upstream, port, folder)
-        results: dict[str, Any] = {}
         with running(command, OTHER_CORE, folder / "upstream.log"):
             uvloop.run(wait_answering(upstream))
-            results["direct"] = uvloop.run(measure(upstream, None, args.requests, streams))
-            for gateway, make_command in gateways.items():
-                if args.only in (None, gateway):
-                    port, log = free_port(), folder / f"{gateway}.log"
-                    with running(make_command(port), GATEWAY_CORE, log, LITELLM_LOCAL_MODEL_COST_MAP="True") as process:
-                        uvloop.run(wait_answering(port))
-                        results[gateway] = uvloop.run(measure(port, process, args.requests, streams))
-        if "flywheel" in results:
-            ours = results["flywheel"]
-            for peer in ("trinity", "litellm"):
-                if peer in results:
-                    results[f"flywheel / {peer}"] = compare(ours, results["direct"], results[peer])
-            for load in ours:
-                for figure in ("p50_ms", "p99_ms", "first_event_p50_ms", "gap_p50_ms"):
-                    if figure in ours[load]:
-                        ours[load][f"added_{figure}"] = ours[load][figure] - results["direct"][load][figure]
-        return results
+            for turn in range(args.turns):
+                direct = uvloop.run(measure(upstream, None, args.requests, streams))
+                turns.setdefault("direct", []).append(direct)
+                own = folder / str(turn)
+                own.mkdir()
+                for gateway, measured in run_gateways(args, upstream, own, streams):
+                    print(f"turn {turn + 1} of {args.turns}: {gateway}", file=sys.stderr)
+                    turns.setdefault(gateway, []).append(measured)
+    results = {gateway: _medians(measured) for gateway, measured in turns.items()}
+    if "flywheel" in results:
+        ours = results["flywheel"]
+        for peer in ("trinity", "litellm"):
+            if peer in results:
+                results[f"flywheel / {peer}"] = compare(ours, results["direct"], results[peer])
+        for load in ours:
+            for figure in ("p50_ms", "p99_ms", "first_event_p50_ms", "gap_p50_ms"):
+                if figure in ours[load]:
+                    ours[load][f"added_{figure}"] = ours[load][figure] - results["direct"][load][figure]
+    return results
+
+
+def run_gateways(
+    args: argparse.Namespace, upstream: int, folder: Path, streams: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each gateway's figures of one turn."""
+    gateways: dict[str, Any] = {"flywheel": lambda port: flywheel_command(upstream, port, folder)}
+    if args.peers:
+        gateways["trinity"] = lambda port: trinity_command(args.peers, upstream, port, folder)
+        gateways["litellm"] = lambda port: litellm_command(args.peers, upstream, port, folder)
+    for gateway, make_command in gateways.items():
+        if args.only in (None, gateway):
+            port, log = free_port(), folder / f"{gateway}.log"
+            with running(make_command(port), GATEWAY_CORE, log, LITELLM_LOCAL_MODEL_COST_MAP="True") as process:
+                uvloop.run(wait_answering(port))
+                yield gateway, uvloop.run(measure(port, process, args.requests, streams))
+
+
+def _medians(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure; of the number of events the least and the most."""
+    pick = {"events_min": min, "events_max": max}
+    return {
+        load: {
+            figure: pick.get(figure, statistics.median)([turn[load][figure] for turn in turns]) for figure in figures
+        }
+        for load, figures in turns[0].items()
+    }
 
 
 def run_soak(chats: int) -> dict[str, Any]:
