@@ -180,6 +180,8 @@ def driver_cursor(connection: Connection) -> Iterator[Any]:
         with closing(connection.connection.cursor()) as cursor:
             yield cursor
     except driver_error as error:
+        if connection.dialect.is_disconnect(error, connection.connection.dbapi_connection, None):
+            connection.invalidate(error)  # SQLAlchemy has not seen it, and would try to roll it back
         raise exc.DBAPIError.instance(None, None, error, driver_error, dialect=connection.dialect) from error
 
 

@@ -88,7 +88,7 @@ def test_a_locked_database_is_a_clear_503_and_chats_go_on_when_it_is_free(
     assert make_config(tmp_path, [scripted_engine.url])
 
 
-def test_postgresql_is_killed_and_comes_back(scripted_engine, tmp_path):
+def test_postgresql_is_killed_and_comes_back(scripted_engine, tmp_path, caplog):
     """503 while it is away; chats, feedback and reloads go on by themselves; what was acknowledged is there."""
     server = Postgres()
     explorer = RunningExplorer(make_config(tmp_path, [scripted_engine.url], database_url=server.new_database()))
@@ -105,6 +105,7 @@ def test_postgresql_is_killed_and_comes_back(scripted_engine, tmp_path):
         assert explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 1}).json()["applied"] == 1
         publish(explorer, 1)
         wait_until(lambda: served(explorer) == "1")
+        assert not [record for record in caplog.records if record.exc_info], "lost connections are no surprise"
     finally:
         explorer.stop()
         server.stop()
