@@ -150,8 +150,8 @@ class KeptConnection:
             try:
                 with driver_cursor(connection) as cursor:
                     row: Sequence[Any] | None = cursor.execute(statement).fetchone()
-                if not self._is_sqlite:
-                    connection.connection.rollback()  # it began a transaction by itself
+                    if not self._is_sqlite:
+                        cursor.connection.rollback()  # it began a transaction by itself
             except BaseException:
                 self.close()
                 raise
