@@ -5,7 +5,7 @@ the gateway's own, of all its threads and processes, from /proc. Added latency i
 engine directly. Ours records durably (SQLite, WAL, synchronous=FULL); Trinity-RFT's proxy records with its own SQLite
 recorder; LiteLLM's proxy records nothing. The gateways are measured in turns; a figure is the median of its turns.
 
-    .venv/bin/python -m benchmarks.front_door [--peers PYTHON] [--requests 2000] [--turns 3] [--only flywheel]
+    .venv/bin/python -m benchmarks.front_door [--peers PYTHON] [--requests 2000] [--turns 3] [--only flywheel ...]
     .venv/bin/python -m benchmarks.front_door --soak 200000     # memory over so many recorded chats, instead
 
 --peers: the Python of a virtual environment with trinity-rft==0.6.0 (--no-deps) and litellm[proxy], torch, ray,
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--peers", default=None)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", default=None)
+    parser.add_argument("--only", nargs="+", default=["flywheel", "trinity", "litellm"])
     parser.add_argument("--no-streams", action="store_true")
     parser.add_argument("--soak", type=int, default=None, metavar="CHATS")
     args = parser.parse_args()
@@ -329,7 +329,7 @@ def run_gateways(
         gateways["trinity"] = lambda port: trinity_command(args.peers, upstream, port, folder)
         gateways["litellm"] = lambda port: litellm_command(args.peers, upstream, port, folder)
     for gateway, make_command in gateways.items():
-        if args.only in (None, gateway):
+        if gateway in args.only:
             port, log = free_port(), folder / f"{gateway}.log"
             with running(make_command(port), GATEWAY_CORE, log, LITELLM_LOCAL_MODEL_COST_MAP="True") as process:
                 uvloop.run(wait_answering(port))
