@@ -47,7 +47,7 @@ class Recorder:
     """The process's one writer. `await write(work)` returns once `work`'s changes are durable."""
 
     def __init__(self, ledger: Ledger, metrics: ExplorerMetrics) -> None:
-        self._connection = ledger.keep_writer()
+        self._connection = ledger.keep()
         self._metrics = metrics
         self._away = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -140,7 +140,7 @@ class Recorder:
             return [undone.outcome]
 
     def _commit(self, group: list[_Job], run: Callable[[list[_Job], Connection], list[_Outcome]]) -> list[_Outcome]:
-        return self._connection.run(partial(run, group))
+        return self._connection.write(partial(run, group))
 
 
 class _Apart(Exception):

@@ -1,7 +1,7 @@
 """Looking for new versions: the newest in the ledger, asked for by a thread of its own, once for all engines.
 
 The event loop hears of it only when something has changed. (A process that is awake seldom finds its caches cold each
-time: twice a second through the loop, looking cost as much as serving a slow stream; benchmarks/front_door.py.)
+time: twice a second through the loop, looking took half of the 4.4 ms of CPU a second of an idle explorer.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class VersionWatch:
     """The newest version of the ledger. `start()` in the event loop, then `newest()`, `turned()`, `look()`."""
 
     def __init__(self, ledger: Ledger, interval_s: float) -> None:
-        self._connection = ledger.keep_reader()
+        self._connection = ledger.keep()
         self._interval_s = interval_s
         self._found: _Found = None
         self.turn = 0  # counts the times that something else was found

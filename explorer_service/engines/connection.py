@@ -76,9 +76,10 @@ class _Line(asyncio.Protocol):
         """Give what has come to the taker. False: whoever waits for the answer has something to do."""
         try:
             goes_on = not self.chunks or taker(self.take())
-        except Exception as exc:  # noqa: BLE001 — of whoever waits: it is raised there
-            self.fail(exc)
-            return True
+        except Exception as exc:  # noqa: BLE001 — of whoever waits: it is raised there, also when the answer is whole
+            self.error = exc
+            self.close()
+            return False
         self.held_up = not goes_on
         return goes_on and not self.complete and self.error is None
 
@@ -207,6 +208,8 @@ class Reply:
         while True:
             if line.chunks and not take(line.take()):
                 return False
+            if line.error is not None:
+                raise line.error
             if line.complete:
                 return True
             line.taker, line.held_up = take, False

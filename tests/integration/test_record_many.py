@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 from sqlalchemy import select
-from sqlalchemy.exc import DataError, IntegrityError
+from sqlalchemy.exc import IntegrityError
 
+from shared.errors import LedgerError
 from shared.experience import Sample
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
@@ -61,5 +62,5 @@ def test_a_name_that_exists_already_is_refused_and_nothing_is_copied(ledger):
 def test_what_the_database_cannot_hold_is_refused_as_by_an_insert(ledger):
     spoilt = replace(sample("spoilt"), task_id="a\0b")
     for many in ([spoilt], [*samples("m"), spoilt]):
-        with pytest.raises((DataError, IntegrityError)), ledger._begin("IMMEDIATE") as connection:
+        with pytest.raises(LedgerError, match="NUL"), ledger.write() as connection:
             transitions.record(connection, many)

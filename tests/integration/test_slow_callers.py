@@ -6,7 +6,9 @@ import contextlib
 import re
 import select
 import socket
-import time
+
+from explorer_service.answer import Lane
+from tests.servers import wait_until
 
 HEAD = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
@@ -55,8 +57,16 @@ def test_a_stream_that_nobody_reads_holds_up_nobody(explorer, scripted_engine):
         assert all(explorer.chat().status_code == 200 for _ in range(20))
 
 
-def test_a_stream_that_is_read_late_comes_whole_and_in_order(explorer, scripted_engine):
+def test_a_stream_that_is_read_late_comes_whole_and_in_order(explorer, scripted_engine, monkeypatch):
     count = 20_000
+    waited = []
+    clear = Lane.clear
+
+    async def noted(lane: Lane) -> None:
+        waited.append(not lane.is_free)
+        await clear(lane)
+
+    monkeypatch.setattr(Lane, "clear", noted)
     scripted_engine.script.reply_ids = list(range(11, 11 + count))
     scripted_engine.script.logprobs = [-0.5] * count
     body = b'{"messages": [], "stream": true, "return_token_ids": true}'
@@ -66,7 +76,7 @@ def test_a_stream_that_is_read_late_comes_whole_and_in_order(explorer, scripted_
     with late:
         late.settimeout(60)
         late.sendall(HEAD.replace(b"1000", str(len(body)).encode()) + body)
-        time.sleep(1)
+        wait_until(lambda: any(waited))
         said = b""
         while b"data: [DONE]" not in said[-100:]:
             part = late.recv(1 << 16)

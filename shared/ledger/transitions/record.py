@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, and_, select, update
 
 from shared.experience import Sample
-from shared.ledger.connect import driver_cursor
+from shared.ledger.connect import driver_cursor, driver_mark
 from shared.ledger.prefix import split_off
 from shared.ledger.tables import experiences, payloads
 from shared.ledger.transitions.rows import AnyRow, choice_name
@@ -36,7 +36,7 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
     if connection.dialect.name == "postgresql" and len(samples) >= _MANY:
         _copy(connection, rows, texts)
     else:
-        insert_row, insert_payload = _INSERTS[connection.dialect.paramstyle == "qmark"]
+        insert_row, insert_payload = _INSERTS[driver_mark(connection)]
         connection.exec_driver_sql(insert_row, rows)
         connection.exec_driver_sql(insert_payload, texts)
     _name_conversations(connection, [parent for parent in parents if parent is not None])
@@ -54,7 +54,7 @@ def _insert_statements(mark: str) -> tuple[str, str]:
 
 
 def _copy(connection: Connection, rows: Sequence[tuple[Any, ...]], texts: Sequence[tuple[Any, ...]]) -> None:
-    """What the two inserts do, by COPY: half the work for many rows, and more than theirs for few."""
+    """What the two inserts do, by COPY: for 64 rows half the driver's work, for one more than theirs."""
     fresh = "SELECT nextval(pg_get_serial_sequence(%s, 'id')) FROM generate_series(1, %s)"
     ids = sorted(connection.exec_driver_sql(fresh, (experiences.name, len(rows))).scalars())
     with driver_cursor(connection) as cursor:
@@ -76,7 +76,7 @@ def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> No
 
 def _find_parent(connection: Connection, extends: Sequence[bytes]) -> AnyRow | None:
     """The exchange that a request continues: the longest; of several alike, one that nobody has continued yet."""
-    alike = _ALIKE[connection.dialect.paramstyle == "qmark"]
+    alike = _ALIKE[driver_mark(connection)]
     for exchange in extends:
         rows = connection.exec_driver_sql(alike, (exchange,)).all()
         if len(rows) == 1:
@@ -128,8 +128,8 @@ def _experience_row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:
 
 
 _ALIKE = {
-    is_qmark: f"SELECT id, msg_id, choice, conversation_id FROM {experiences.name} WHERE exchange = {mark}"
+    mark: f"SELECT id, msg_id, choice, conversation_id FROM {experiences.name} WHERE exchange = {mark}"
     f" ORDER BY id DESC LIMIT {_MAX_ALIKE}"
-    for is_qmark, mark in ((True, "?"), (False, "%s"))
+    for mark in ("?", "%s")
 }
-_INSERTS = {is_qmark: _insert_statements("?" if is_qmark else "%s") for is_qmark in (True, False)}
+_INSERTS = {mark: _insert_statements(mark) for mark in ("?", "%s")}
