@@ -117,12 +117,12 @@ class Upstream(asyncio.Protocol):
         )
         loop = asyncio.get_running_loop()
         due = loop.time()
-        for event in [*self.events, b"data: [DONE]\n\n"]:
+        for event in self.events:
             named = event.replace(ID, name, 1)
             self._transport.write(b"%x\r\n%s\r\n" % (len(named), named))
             due += self.pace_s
             await asyncio.sleep(max(0.0, due - loop.time()))
-        self._transport.write(b"0\r\n\r\n")
+        self._transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")  # in one segment, as vLLM's server ends a stream
 
 
 async def main() -> None:

@@ -13,7 +13,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from explorer_service.errors import ApiError
 
+VERSION_HEADER = "X-Flywheel-Version"
 DONE = b"data: [DONE]\n\n"
+_SENT = object()
 
 
 class CallerStays:
@@ -56,37 +58,30 @@ class Lane:
     of a stream's CPU time: 0.246 ms an event with one stream and 0.232 without it, in turns.)
     """
 
-    __slots__ = ("_held_up", "_send", "_until")
+    __slots__ = ("_held_up", "_send", "_until", "is_free")
 
     def __init__(self, send: Callable[[Message], Coroutine[Any, Any, None]]) -> None:
         self._send = send
-        self._held_up: Coroutine[Any, Any, None] | None = None
+        self._held_up: Generator[Any, Any, None] | None = None
+        self.is_free = True  # the next part goes at once
 
-    @property
-    def is_free(self) -> bool:
-        """Whether the next part goes at once."""
-        return self._held_up is None
-
-    def offer(self, body: bytes) -> bool:
-        """Send it. False: the server lets it wait; `await clear()` before the next."""
-        sending = self._send({"type": "http.response.body", "body": body, "more_body": True})
-        try:
-            self._until = sending.send(None)  # the future that it waits for
-        except StopIteration:
-            return True
-        self._held_up = sending
-        return False
+    def offer(self, body: bytes) -> None:
+        """Send it. Afterwards the lane may not be free: `await clear()` before the next."""
+        sending = self._send({"type": "http.response.body", "body": body, "more_body": True}).__await__()
+        self._until = next(sending, _SENT)  # the future that it waits for; nothing is raised at its end
+        if self._until is not _SENT:
+            self._held_up, self.is_free = sending, False
 
     async def clear(self) -> None:
         """Until the server has taken all that was offered."""
         if self._held_up is not None:
             await self
-            self._held_up = None
+            self._held_up, self.is_free = None, True
 
     def __await__(self) -> Generator[Any, Any, None]:
         assert self._held_up is not None
         yield self._until
-        yield from self._held_up.__await__()
+        yield from self._held_up
 
     def close(self) -> None:
         """The caller has gone: what waits is not sent."""

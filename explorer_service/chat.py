@@ -12,17 +12,15 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from explorer_service.answer import CallerStays
+from explorer_service.answer import VERSION_HEADER, CallerStays
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import Engine, Seat
 from explorer_service.engines.upstream import engage, on_some_engine, read_whole
-from explorer_service.errors import unavailable
+from explorer_service.record import record_or_fail
 from explorer_service.request import CHAT, COMPLETION, Chat, Surface, parse_chat, read_body
 from explorer_service.sampled import split_reply
-from shared.errors import LedgerError
+from explorer_service.stream import stream_chat
 from shared.experience import Sample
-
-VERSION_HEADER = "X-Flywheel-Version"
 
 
 async def answer_chat(request: Request, deps: Deps) -> Response:
@@ -40,8 +38,6 @@ async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
     raw = await read_body(request, deps.config.explorer)
     chat = parse_chat(surface, raw, request, deps, caller)
     if chat.stream:
-        from explorer_service.stream import stream_chat
-
         return await stream_chat(chat, deps)
     with caller.limit.taken(), CallerStays(request.receive):
         return await _answer_whole(chat, deps)
@@ -62,16 +58,6 @@ async def _answer_whole(chat: Chat, deps: Deps) -> Response:
 
     response, samples, seat = await on_some_engine(attempt, deps)
     if samples:
-        await record_or_fail(samples, deps)
+        await record_or_fail(samples, deps.recorder)
     deps.metrics.chat_added.observe(time.perf_counter() - chat.started - seat.engine_s)
     return response
-
-
-async def record_or_fail(samples: list[Sample], deps: Deps) -> None:
-    """Make samples durable. A caller who goes away meanwhile does not undo it. Raises ApiError 503."""
-    if not samples:  # the engine's stream held an error and no choice
-        return
-    try:
-        await deps.recorder.record(samples)
-    except LedgerError as exc:
-        raise unavailable(f"the reply could not be recorded: {exc}", "not_recorded") from exc

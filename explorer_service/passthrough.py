@@ -14,8 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from explorer_service.answer import CallerStays, Lane, StreamAnswer
-from explorer_service.chat import VERSION_HEADER
+from explorer_service.answer import VERSION_HEADER, CallerStays, Lane, StreamAnswer
 from explorer_service.deps import Deps
 from explorer_service.engines.connection import Reply
 from explorer_service.engines.pool import Engine, Seat

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError, OperationalError
 
+from explorer_service.errors import unavailable
 from shared.errors import LedgerError
 from shared.experience import Sample
 from shared.ledger import transitions
@@ -141,6 +142,16 @@ class Recorder:
 
     def _commit(self, group: list[_Job], run: Callable[[list[_Job], Connection], list[_Outcome]]) -> list[_Outcome]:
         return self._connection.write(partial(run, group))
+
+
+async def record_or_fail(samples: list[Sample], recorder: Recorder) -> None:
+    """Make samples durable. A caller who goes away meanwhile does not undo it. Raises ApiError 503."""
+    if not samples:  # the engine's stream held an error and no choice
+        return
+    try:
+        await recorder.record(samples)
+    except LedgerError as exc:
+        raise unavailable(f"the reply could not be recorded: {exc}", "not_recorded") from exc
 
 
 class _Apart(Exception):

@@ -83,11 +83,11 @@ class Chat:
             self.affinity,
         )
 
-    def exchange(self, reply: bytes | None) -> bytes | None:
-        """The digest of the messages with this reply."""
-        if reply is None or self.surface is not CHAT:
+    def exchange(self, reply: bytes) -> bytes | None:
+        """The digest of the messages with this one, of JSON. Raises msgspec.DecodeError when it is no object."""
+        if self.surface is not CHAT:
             return None
-        return self.digest.copy().add_reply({"role": "assistant", **msgspec.json.decode(reply)})
+        return self.digest.copy().add_reply({"role": "assistant", **_decode_object(reply)})
 
 
 async def read_body(request: Request, config: ExplorerConfig) -> bytes:

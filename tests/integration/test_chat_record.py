@@ -213,30 +213,3 @@ def test_a_sample_that_cannot_be_stored_does_not_take_others_of_its_group_along(
     assert isinstance(refused, IntegrityError | LedgerError)
     with explorer.ledger.read() as connection:
         assert sum(count_by_state(connection).values()) == 20
-
-
-def test_an_event_loses_only_what_was_not_asked_for_however_the_engine_writes_it():
-    from types import SimpleNamespace
-
-    from explorer_service.stream import strip_event
-
-    said = 'she said "logprobs":{"x"},"finish_reason": and token_ids":[1] \\'
-    logprobs = {"content": [{"token": '},"finish_reason":', "logprob": -1.0, "bytes": [125], "top_logprobs": []}]}
-    choice = {"index": 0, "delta": {"content": said}, "logprobs": logprobs, "finish_reason": None, "token_ids": [7]}
-    swapped = {name: choice[name] for name in ("token_ids", "finish_reason", "logprobs", "delta", "index")}
-    for choices in ([choice], [swapped], [choice, swapped], [{**choice, "logprobs": None}]):
-        chunk = {"id": "x", "choices": choices, "prompt_token_ids": [1, 2]}
-        for separators in ((",", ":"), (", ", ": ")):
-            event = b"data: " + json.dumps(chunk, separators=separators).encode() + b"\n\n"
-            for keep_logprobs in (True, False):
-                for keep_ids in (True, False):
-                    asked = SimpleNamespace(keep_logprobs=keep_logprobs, keep_token_ids=keep_ids)
-                    expected = {**chunk, "prompt_token_ids": [1, 2] if keep_ids else None, "choices": [
-                        {
-                            **one,
-                            "logprobs": one["logprobs"] if keep_logprobs else None,
-                            "token_ids": [7] if keep_ids else None,
-                        }
-                        for one in choices
-                    ]}  # fmt: skip
-                    assert json.loads(strip_event(event, asked)[6:]) == expected

@@ -1,0 +1,91 @@
+"""The engine's JSON as the caller gets it: without the logprobs and token ids that only recording asked for.
+
+Cut out of the bytes as they are, with null left behind, as the engine itself writes what was not asked for. In a JSON
+string every quote is escaped, so that nothing the model said can look like a field. On the hot path: every event of a
+stream passes here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import Raw
+
+from explorer_service.request import Chat
+
+_LOGPROBS, _AFTER_LOGPROBS = b'"logprobs"', b'},"finish_reason":'
+_IDS = b'token_ids"'
+_IDS_SPACED = re.compile(rb'token_ids"(\s*:\s*)\[[^]]*\]')
+
+
+def strip_reply(reply: bytes, logprobs: Iterable[Raw], chat: Chat) -> bytes:
+    """A whole reply without what the caller did not ask for. logprobs: of each choice, as the engine wrote them."""
+    if not chat.keep_logprobs:
+        reply = _cut(reply, logprobs)
+    return reply if chat.keep_token_ids else _cut_ids(reply)
+
+
+def strip_event(event: bytes, chat: Chat) -> bytes:
+    """The same of a stream's event."""
+    if not chat.keep_logprobs:
+        event = _cut_logprobs(event)
+    return event if chat.keep_token_ids else _cut_ids(event)
+
+
+def _cut_logprobs(event: bytes) -> bytes:
+    """Where vLLM writes them; in an event that is written otherwise, wherever they are."""
+    cut, at = event, 0
+    while (at := cut.find(_LOGPROBS, at)) >= 0:
+        at += len(_LOGPROBS)
+        if cut.startswith(b":{", at):
+            end = cut.find(_AFTER_LOGPROBS, at)
+            logprobs = cut[at:end]
+            if end < 0 or b'"delta":' in logprobs or b'"text":' in logprobs:  # another field stands between
+                return _cut(event, _logprobs_of(event))
+            cut = cut[: at + 1] + b"null" + cut[end + 1 :]
+        elif not cut.startswith(b":null", at):
+            return _cut(event, _logprobs_of(event))
+    return cut
+
+
+class _Choice(msgspec.Struct):
+    logprobs: Raw = Raw(b"null")
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+def _logprobs_of(event: bytes) -> list[Raw]:
+    """Of each choice; none of what is no JSON, and goes on as it is."""
+    try:
+        return [choice.logprobs for choice in msgspec.json.decode(event.removeprefix(b"data: "), type=_Event).choices]
+    except msgspec.DecodeError:
+        return []
+
+
+def _cut(text: bytes, logprobs: Iterable[Raw]) -> bytes:
+    """Each of these values of `logprobs`, in their order."""
+    at = 0
+    for raw in logprobs:
+        value = bytes(raw)
+        while value != b"null":
+            at = text.index(value[:1], text.index(_LOGPROBS, at) + len(_LOGPROBS))
+            if text.startswith(value, at):
+                text = text[:at] + b"null" + text[at + len(value) :]
+                break
+    return text
+
+
+def _cut_ids(text: bytes) -> bytes:
+    """All token ids, of prompts and replies."""
+    at = 0
+    while (at := text.find(_IDS, at)) >= 0:
+        at += len(_IDS)
+        if text.startswith(b":[", at):
+            text = text[: at + 1] + b"null" + text[text.index(b"]", at) + 1 :]
+        elif not text.startswith(b":null", at):
+            return _IDS_SPACED.sub(rb'token_ids"\1null', text)
+    return text
