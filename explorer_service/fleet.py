@@ -1,6 +1,6 @@
 """Several explorers on one ledger behave as one: one of them keeps each engine, all of them know where it stands.
 
-Owns this explorer's heartbeat and leases. Alone on a ledger it costs one small write a second.
+Owns this explorer's heartbeat and leases. Alone on a ledger it costs one small write every two seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.log import StageLogger
 
 log = StageLogger("fleet")
 
-BEAT_S = 1.0
+BEAT_S = 2.0
 LOOK_S = 0.05  # how often something is asked for that is about to change
 
 

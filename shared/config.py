@@ -95,7 +95,7 @@ class EngineAddress(_Section):
 class ReloadConfig(_Section):
     """How the explorer takes up versions."""
 
-    poll_interval_s: Positive = 0.5
+    poll_interval_s: Positive = 1.0
     """How often the ledger is asked for a newer version."""
     drain_s: NonNegative = 5.0
     """How long an engine's running requests may finish before it is paused under them (they go on afterwards)."""

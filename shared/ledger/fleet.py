@@ -22,11 +22,11 @@ from shared.ledger.tables import engines, explorers, open_streams
 from shared.lifecycle import is_gone
 
 LEASE_S = 6.0  # how long an engine stays with a keeper that is not heard of
-LIVE_S = 5.0  # an explorer that was not heard of for so long is not waited for
+LIVE_S = 6.0  # an explorer that was not heard of for so long is not waited for
 SILENT_S = 60.0  # and after so long it is taken for dead
 
 
-# As drivers take them, by their mark for a parameter: every explorer says them every second.
+# As drivers take them, by their mark for a parameter: every explorer says them all the time.
 _BEATS = {
     mark: (
         f"INSERT INTO {explorers.name} (id, acknowledged, heartbeat_at) VALUES ({mark}, {mark}, {mark})"
