@@ -3,9 +3,13 @@
 One pinned core for the gateway, the other for a fake engine with pre-encoded replies and for the clients. CPU time is
 the gateway's own, of all its threads and processes, from /proc. Added latency is over the same chats sent to the
 engine directly. Ours records durably (SQLite, WAL, synchronous=FULL); Trinity-RFT's proxy records with its own SQLite
-recorder; LiteLLM's proxy records nothing. The gateways are measured in turns; a figure is the median of its turns.
+recorder; LiteLLM's proxy records nothing.
 
-    .venv/bin/python -m benchmarks.front_door [--peers PYTHON] [--requests 2000] [--turns 3] [--only flywheel ...]
+The gateways run at the same time and are loaded one after the other, a few seconds each, in many turns: the pace of a
+machine drifts by half within minutes, and meets all of them alike. A figure is the median of its turns, and what we
+take in proportion to a peer the median of the turns' proportions.
+
+    .venv/bin/python -m benchmarks.front_door [--peers PYTHON] [--requests 400] [--turns 7] [--only flywheel ...]
     .venv/bin/python -m benchmarks.front_door --soak 200000     # memory over so many recorded chats, instead
 
 --peers: the Python of a virtual environment with trinity-rft==0.6.0 (--no-deps) and litellm[proxy], torch, ray,
@@ -26,7 +30,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +40,7 @@ import uvloop
 
 REPOSITORY = Path(__file__).parents[1]
 SIZES = ((100, 64), (1024, 256))  # prompt and reply tokens
+PEERS = ("trinity", "litellm")
 GATEWAY_CORE, OTHER_CORE = 0, 1
 PATH = "/v1/chat/completions"
 
@@ -155,11 +161,12 @@ async def connect(port: int) -> Client:
 
 
 def cpu_s(gateway: psutil.Process | None) -> float:
-    """CPU seconds of the gateway and its children, user and system, from /proc."""
+    """CPU seconds of all threads of the gateway and its children, from /proc: to the nanosecond, not in ticks."""
     if gateway is None:
         return 0.0
     family = [gateway, *gateway.children(recursive=True)]
-    return sum(process.cpu_times().user + process.cpu_times().system for process in family)
+    threads = [thread for process in family for thread in Path(f"/proc/{process.pid}/task").iterdir()]
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 async def measure_chats(port: int, gateway: psutil.Process | None, in_flight: int, requests: int) -> dict[str, float]:
@@ -233,16 +240,19 @@ async def wait_answering(port: int, limit_s: float = 90.0) -> None:
             await asyncio.sleep(0.3)
 
 
-async def measure(port: int, gateway: psutil.Process | None, requests: int, streams: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for in_flight in (1, 32):
-        await measure_chats(port, gateway, in_flight, max(64, requests // 10))  # warm
-        result[f"chats_{in_flight}"] = await measure_chats(port, gateway, in_flight, requests)
-    for in_flight in (1, 16, 64) if streams else ():
-        result[f"streams_{in_flight}"] = await measure_streams(port, gateway, in_flight, max(2, 16 // in_flight))
-    if streams:  # as many, but begun over a stream's whole length, as in a steady state
-        result["streams_64_steady"] = await measure_streams(port, gateway, 64, 2, within_s=1.28)
-    return result
+# One load each: the port, the gateway (None: the engine itself) and how many plain chats.
+Load = Callable[[int, psutil.Process | None, int], Awaitable[dict[str, float]]]
+CHATS: dict[str, Load] = {
+    "chats_1": lambda port, gateway, requests: measure_chats(port, gateway, 1, requests),
+    "chats_32": lambda port, gateway, requests: measure_chats(port, gateway, 32, 2 * requests),
+}
+STREAMS: dict[str, Load] = {
+    "streams_1": lambda port, gateway, _: measure_streams(port, gateway, 1, 6),
+    "streams_16": lambda port, gateway, _: measure_streams(port, gateway, 16, 2),
+    "streams_64": lambda port, gateway, _: measure_streams(port, gateway, 64, 2),
+    # as many, but begun over a stream's whole length, as in a steady state
+    "streams_64_steady": lambda port, gateway, _: measure_streams(port, gateway, 64, 2, within_s=1.28),
+}
 
 
 async def soak(port: int, gateway: psutil.Process, chats: int, parts: int = 10) -> dict[str, Any]:
@@ -255,26 +265,24 @@ async def soak(port: int, gateway: psutil.Process, chats: int, parts: int = 10) 
     return {"chats": chats, "chats_per_s": chats / (time.perf_counter() - started), "resident_mb": resident}
 
 
-def compare(ours: dict[str, Any], direct: dict[str, Any], peer: dict[str, Any]) -> dict[str, float]:
-    """Ours over a peer's, in what the peer has."""
+def compare(ours: dict[str, float], direct: dict[str, float], peer: dict[str, float]) -> dict[str, float]:
+    """Ours over a peer's, of one load in one turn."""
     ratios = {}
-    for load in ("chats_1", "chats_32"):
-        ratios[f"{load}_cpu"] = ours[load]["cpu_ms_per_chat"] / peer[load]["cpu_ms_per_chat"]
-        for percentile in ("p50_ms", "p99_ms"):
-            added = ours[load][percentile] - direct[load][percentile]
-            ratios[f"{load}_added_{percentile[:3]}"] = added / (peer[load][percentile] - direct[load][percentile])
-    for load in ours:
-        if load.startswith("streams"):
-            ratios[f"{load}_cpu"] = ours[load]["cpu_ms_per_event"] / peer[load]["cpu_ms_per_event"]
+    for figure in ("cpu_ms_per_chat", "cpu_ms_per_event"):
+        if figure in ours:
+            ratios["cpu"] = ours[figure] / peer[figure]
+    for figure in ("p50_ms", "p99_ms"):
+        if figure in ours:
+            ratios[f"added_{figure}"] = (ours[figure] - direct[figure]) / (peer[figure] - direct[figure])
     return ratios
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default=None)
-    parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=["flywheel", "trinity", "litellm"])
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--only", nargs="+", default=["flywheel", *PEERS])
     parser.add_argument("--no-streams", action="store_true")
     parser.add_argument("--soak", type=int, default=None, metavar="CHATS")
     args = parser.parse_args()
@@ -284,67 +292,68 @@ def main() -> None:
         print(json.dumps(_rounded(run_soak(args.soak))))
         return
     for n_prompt, n_reply in SIZES:
-        report[f"{n_prompt}+{n_reply}"] = run_size(
-            args, n_prompt, n_reply, streams=n_reply == 64 and not args.no_streams
-        )
+        loads = CHATS | STREAMS if n_reply == 64 and not args.no_streams else CHATS
+        report[f"{n_prompt}+{n_reply}"] = run_size(args, n_prompt, n_reply, loads)
     print(json.dumps(_rounded(report)))
 
 
-def run_size(args: argparse.Namespace, n_prompt: int, n_reply: int, streams: bool) -> dict[str, Any]:
-    """Every gateway in turns, freshly started each time: the machine's drift meets all. Medians of the turns."""
-    turns: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory(prefix="flywheel-front-door-", dir=REPOSITORY) as name:
-        folder = Path(name)
-        upstream = free_port()
+def run_size(args: argparse.Namespace, n_prompt: int, n_reply: int, loads: dict[str, Load]) -> dict[str, Any]:
+    """Every load of every gateway, in turns: the medians."""
+    turns: dict[str, dict[str, list[dict[str, float]]]] = {}
+    with tempfile.TemporaryDirectory(prefix="flywheel-front-door-", dir=REPOSITORY) as name, ExitStack() as stack:
+        folder, upstream = Path(name), free_port()
         command = [sys.executable, "-m", "benchmarks.upstream", str(upstream), str(n_prompt), str(n_reply)]
-        with running(command, OTHER_CORE, folder / "upstream.log"):
-            uvloop.run(wait_answering(upstream))
-            for turn in range(args.turns):
-                direct = uvloop.run(measure(upstream, None, args.requests, streams))
-                turns.setdefault("direct", []).append(direct)
-                own = folder / str(turn)
-                own.mkdir()
-                for gateway, measured in run_gateways(args, upstream, own, streams):
-                    print(f"turn {turn + 1} of {args.turns}: {gateway}", file=sys.stderr)
-                    turns.setdefault(gateway, []).append(measured)
-    results = {gateway: _medians(measured) for gateway, measured in turns.items()}
-    if "flywheel" in results:
-        ours = results["flywheel"]
-        for peer in ("trinity", "litellm"):
-            if peer in results:
-                results[f"flywheel / {peer}"] = compare(ours, results["direct"], results[peer])
-        for load in ours:
-            for figure in ("p50_ms", "p99_ms", "first_event_p50_ms", "gap_p50_ms"):
-                if figure in ours[load]:
-                    ours[load][f"added_{figure}"] = ours[load][figure] - results["direct"][load][figure]
-    return results
+        stack.enter_context(running(command, OTHER_CORE, folder / "upstream.log"))
+        gateways = start_gateways(args, upstream, folder, stack)
+        for turn in range(args.turns):
+            print(f"{n_prompt} + {n_reply} tokens: turn {turn + 1} of {args.turns}", file=sys.stderr)
+            for load, measure in loads.items():
+                measured = {
+                    gateway: uvloop.run(_measure(measure, port, process, args.requests))
+                    for gateway, (port, process) in gateways.items()
+                }
+                ours = measured.get("flywheel")
+                for gateway, figures in list(measured.items()):
+                    if ours and gateway in PEERS:
+                        measured[f"flywheel / {gateway}"] = compare(ours, measured["direct"], figures)
+                if ours:
+                    for figure in ("p50_ms", "p99_ms", "first_event_p50_ms", "gap_p50_ms"):
+                        if figure in ours:
+                            ours[f"added_{figure}"] = ours[figure] - measured["direct"][figure]
+                for gateway, figures in measured.items():
+                    turns.setdefault(gateway, {}).setdefault(load, []).append(figures)
+    return {gateway: {load: _medians(figures) for load, figures in of.items()} for gateway, of in turns.items()}
 
 
-def run_gateways(
-    args: argparse.Namespace, upstream: int, folder: Path, streams: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each gateway's figures of one turn."""
-    gateways: dict[str, Any] = {"flywheel": lambda port: flywheel_command(upstream, port, folder)}
+async def _measure(load: Load, port: int, gateway: psutil.Process | None, requests: int) -> dict[str, float]:
+    return await load(port, gateway, requests)
+
+
+def start_gateways(
+    args: argparse.Namespace, upstream: int, folder: Path, stack: ExitStack
+) -> dict[str, tuple[int, psutil.Process | None]]:
+    """All that are asked for, running and warm, and the engine itself: their ports and processes."""
+    commands: dict[str, Any] = {"flywheel": lambda port: flywheel_command(upstream, port, folder)}
     if args.peers:
-        gateways["trinity"] = lambda port: trinity_command(args.peers, upstream, port, folder)
-        gateways["litellm"] = lambda port: litellm_command(args.peers, upstream, port, folder)
-    for gateway, make_command in gateways.items():
+        commands["trinity"] = lambda port: trinity_command(args.peers, upstream, port, folder)
+        commands["litellm"] = lambda port: litellm_command(args.peers, upstream, port, folder)
+    gateways: dict[str, tuple[int, psutil.Process | None]] = {"direct": (upstream, None)}
+    for gateway, make_command in commands.items():
         if gateway in args.only:
             port, log = free_port(), folder / f"{gateway}.log"
-            with running(make_command(port), GATEWAY_CORE, log, LITELLM_LOCAL_MODEL_COST_MAP="True") as process:
-                uvloop.run(wait_answering(port))
-                yield gateway, uvloop.run(measure(port, process, args.requests, streams))
+            started = running(make_command(port), GATEWAY_CORE, log, LITELLM_LOCAL_MODEL_COST_MAP="True")
+            gateways[gateway] = port, stack.enter_context(started)
+    for port, process in gateways.values():
+        uvloop.run(wait_answering(port))
+        uvloop.run(measure_chats(port, process, 32, args.requests))
+        uvloop.run(measure_streams(port, process, 16, 1))
+    return gateways
 
 
-def _medians(turns: list[dict[str, Any]]) -> dict[str, Any]:
+def _medians(turns: list[dict[str, float]]) -> dict[str, float]:
     """Of each figure; of the number of events the least and the most."""
     pick = {"events_min": min, "events_max": max}
-    return {
-        load: {
-            figure: pick.get(figure, statistics.median)([turn[load][figure] for turn in turns]) for figure in figures
-        }
-        for load, figures in turns[0].items()
-    }
+    return {figure: pick.get(figure, statistics.median)([turn[figure] for turn in turns]) for figure in turns[0]}
 
 
 def run_soak(chats: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from sqlalchemy import Connection, Engine, event
 
 from services.cli import main
 from shared.ledger import transitions
+from shared.ledger.connect import DriverCursor
 
 FUNCTIONS = (
     "write_full_version",
@@ -64,6 +65,8 @@ class Faults:
             if not name.startswith("_") and "connection" in inspect.signature(function).parameters:
                 setattr(transitions, name, self._named(name, function))
         event.listen(Engine, "after_cursor_execute", self._after_statement)
+        for name in ("execute", "execute_each", "copy_rows"):
+            setattr(DriverCursor, name, self._followed(getattr(DriverCursor, name)))
         do_commit = Connection._commit_impl
 
         def commit(connection: Connection) -> None:
@@ -83,6 +86,14 @@ class Faults:
                 self._here.inside = False
 
         return named
+
+    def _followed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def followed(*args: Any) -> Any:
+            result = function(*args)
+            self._after_statement()
+            return result
+
+        return followed
 
     def _after_statement(self, *_: object) -> None:
         if getattr(self._here, "inside", False):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,7 +92,8 @@ class Ledger:
     def _begin_on(self, connection: Connection, mode: str) -> Iterator[None]:
         with connection.begin():
             if self.is_sqlite:
-                connection.exec_driver_sql(f"BEGIN {mode}")  # the driver is in autocommit: this is the real BEGIN
+                with DriverCursor(connection) as cursor:  # the driver is in autocommit: this is the real BEGIN
+                    cursor.execute(f"BEGIN {mode}")
             yield
 
     def keep(self) -> KeptConnection:
@@ -132,10 +133,11 @@ class KeptConnection:
 
     def ask(self, statement: str) -> Sequence[Any] | None:
         """The first row of a query, by the driver alone: for a question that is asked all the time."""
-        with self._in_hand() as connection, driver_cursor(connection) as cursor:
-            row: Sequence[Any] | None = cursor.execute(statement).fetchone()
+        with self._in_hand() as connection, DriverCursor(connection) as cursor:
+            found = cursor.execute(statement)
+            row: Sequence[Any] | None = found.fetchone()
             if not self._ledger.is_sqlite:
-                cursor.connection.rollback()  # it began a transaction by itself
+                found.connection.rollback()  # it began a transaction by itself
             return row
 
     @contextmanager
@@ -162,17 +164,52 @@ class KeptConnection:
             connection.close()
 
 
-@contextmanager
-def driver_cursor(connection: Connection) -> Iterator[Any]:
-    """The driver's own cursor, for what SQLAlchemy does not offer. Raises SQLAlchemy's errors all the same."""
-    driver_error = connection.dialect.loaded_dbapi.Error
-    try:
-        with closing(connection.connection.cursor()) as cursor:
-            yield cursor
-    except driver_error as error:
-        if connection.dialect.is_disconnect(error, connection.connection.dbapi_connection, None):
+class DriverCursor:
+    """`with DriverCursor(connection) as cursor:` — the driver's own, for the hot path and for what SQLAlchemy does not
+    offer. Raises SQLAlchemy's errors all the same.
+
+    (Of the 140 µs of CPU that storing a chat took, warm, on SQLite, SQLAlchemy's way to four statements was 40.)
+    """
+
+    __slots__ = ("_connection", "_cursor")
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> DriverCursor:
+        try:
+            self._cursor = self._connection.connection.cursor()
+        except self._connection.dialect.loaded_dbapi.Error as error:
+            raise self._translated(error) from error
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self._cursor.close()
+        if isinstance(error, self._connection.dialect.loaded_dbapi.Error):
+            raise self._translated(error) from error
+
+    def execute(self, statement: str, parameters: Sequence[Any] = ()) -> Any:
+        """Run a statement in the driver's words; the driver's cursor, with what it found."""
+        return self._cursor.execute(statement, parameters)
+
+    def execute_each(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Run it with each of these."""
+        if len(rows) == 1:
+            self._cursor.execute(statement, rows[0])
+        else:
+            self._cursor.executemany(statement, rows)
+
+    def copy_rows(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        """PostgreSQL's COPY ... FROM STDIN."""
+        with self._cursor.copy(statement) as copy:
+            for row in rows:
+                copy.write_row(row)
+
+    def _translated(self, error: Exception) -> Exception:
+        connection, dialect = self._connection, self._connection.dialect
+        if dialect.is_disconnect(error, connection.connection.dbapi_connection, None):  # type: ignore[arg-type]
             connection.invalidate(error)  # SQLAlchemy has not seen it, and would try to roll it back
-        raise exc.DBAPIError.instance(None, None, error, driver_error, dialect=connection.dialect) from error
+        return exc.DBAPIError.instance(None, None, error, dialect.loaded_dbapi.Error, dialect=dialect)
 
 
 def driver_mark(connection: Connection) -> str:

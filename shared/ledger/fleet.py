@@ -17,7 +17,7 @@ import msgspec
 from sqlalchemy import Connection, delete, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from shared.ledger.connect import driver_cursor, driver_mark
+from shared.ledger.connect import DriverCursor, driver_mark
 from shared.ledger.tables import engines, explorers, open_streams
 from shared.lifecycle import is_gone
 
@@ -56,7 +56,7 @@ def beat(connection: Connection, explorer: str, acknowledged: dict[str, int]) ->
     """
     now = time.time()
     say, keep_on, who_else = _BEATS[driver_mark(connection)]
-    with driver_cursor(connection) as cursor:
+    with DriverCursor(connection) as cursor:
         cursor.execute(say, (explorer, msgspec.json.encode(acknowledged), now))
         cursor.execute(keep_on, (now + LEASE_S, explorer))
         heard: dict[str, float] = dict(cursor.execute(who_else).fetchall())

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, and_, select, update
 
 from shared.experience import Sample
-from shared.ledger.connect import driver_cursor, driver_mark
+from shared.ledger.connect import DriverCursor, driver_mark
 from shared.ledger.prefix import split_off
 from shared.ledger.tables import experiences, payloads
 from shared.ledger.transitions.rows import AnyRow, choice_name
@@ -37,8 +37,9 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
         _copy(connection, rows, texts)
     else:
         insert_row, insert_payload = _INSERTS[driver_mark(connection)]
-        connection.exec_driver_sql(insert_row, rows)
-        connection.exec_driver_sql(insert_payload, texts)
+        with DriverCursor(connection) as cursor:
+            cursor.execute_each(insert_row, rows)
+            cursor.execute_each(insert_payload, texts)
     _name_conversations(connection, [parent for parent in parents if parent is not None])
 
 
@@ -57,13 +58,11 @@ def _copy(connection: Connection, rows: Sequence[tuple[Any, ...]], texts: Sequen
     """What the two inserts do, by COPY: for 64 rows half the driver's work, for one more than theirs."""
     fresh = "SELECT nextval(pg_get_serial_sequence(%s, 'id')) FROM generate_series(1, %s)"
     ids = sorted(connection.exec_driver_sql(fresh, (experiences.name, len(rows))).scalars())
-    with driver_cursor(connection) as cursor:
-        with cursor.copy(f"COPY {experiences.name} (id, {', '.join(_ROW)}) FROM STDIN") as copy:
-            for row_id, row in zip(ids, rows, strict=True):
-                copy.write_row((row_id, *row))
-        with cursor.copy(f"COPY {payloads.name} (experience_id, {', '.join(_PAYLOAD)}) FROM STDIN") as copy:
-            for row_id, row in zip(ids, texts, strict=True):
-                copy.write_row((row_id, *row[: len(_PAYLOAD)]))
+    with DriverCursor(connection) as cursor:
+        of_rows = ((row_id, *row) for row_id, row in zip(ids, rows, strict=True))
+        cursor.copy_rows(f"COPY {experiences.name} (id, {', '.join(_ROW)}) FROM STDIN", of_rows)
+        of_texts = ((row_id, *row[: len(_PAYLOAD)]) for row_id, row in zip(ids, texts, strict=True))
+        cursor.copy_rows(f"COPY {payloads.name} (experience_id, {', '.join(_PAYLOAD)}) FROM STDIN", of_texts)
 
 
 def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> None:
