@@ -89,7 +89,7 @@ class EngineKeeper:
                 await self._away(str(error))
             except EngineError as error:
                 log.error("engine refuses", engine=self._engine.name, reason=str(error))
-                await self._pool.set_state(self._engine, EngineState.CHECKING, str(error))
+                self._pool.set_state(self._engine, EngineState.CHECKING, str(error))
                 await asyncio.sleep(HEALTH_INTERVAL_S)
             await self._rest(turn)
 
@@ -114,14 +114,14 @@ class EngineKeeper:
         if self._unknown or engine.state is EngineState.AWAY:
             await self._client.resume()  # an explorer that died in a reload may have left it paused
             self._unknown = False
-            await self._pool.set_state(engine, EngineState.CHECKING, "its version is not proven yet")
+            self._pool.set_state(engine, EngineState.CHECKING, "its version is not proven yet")
             log.info("engine answers", engine=engine.name, url=engine.url)
         target = self._versions.newest()
         if target is None:  # nobody has published yet: it serves what it was started with
             engine.version = 0
             if engine.state is not EngineState.SERVING:
                 await self._move(EngineState.SERVING, 0)
-                await self._pool.set_state(engine, EngineState.SERVING)
+                self._pool.set_state(engine, EngineState.SERVING)
         elif engine.state is EngineState.CHECKING:
             await self._prove_or_reload(target)
         elif engine.version != target.version:
@@ -147,12 +147,12 @@ class EngineKeeper:
                 engine.version = said.version
                 folder = self._config.root / version_path(said.version)
                 engine.sampling_defaults = await asyncio.to_thread(read_sampling_defaults, folder)
-                await self._pool.set_state(engine, EngineState.SERVING)
+                self._pool.set_state(engine, EngineState.SERVING)
         elif engine.state is EngineState.SERVING:
-            await self._pool.set_state(engine, EngineState.RELOADING, "another explorer reloads it")
+            self._pool.set_state(engine, EngineState.RELOADING, "another explorer reloads it")
             await self._pool.wait_drained(engine, self._config.explorer.reload.drain_s)
         elif engine.state is EngineState.AWAY:
-            await self._pool.set_state(engine, EngineState.CHECKING, "another explorer proves it")
+            self._pool.set_state(engine, EngineState.CHECKING, "another explorer proves it")
         await self._fleet.acknowledge(engine.url, said.generation)
 
     async def _away(self, reason: str) -> None:
@@ -160,7 +160,7 @@ class EngineKeeper:
             log.warning("engine is away", engine=self._engine.name, reason=reason)
             if self._keeping:
                 await self._fleet.move(self._engine.url, EngineState.AWAY, None)
-        await self._pool.set_state(self._engine, EngineState.AWAY, reason)
+        self._pool.set_state(self._engine, EngineState.AWAY, reason)
 
     async def _prove_or_reload(self, target: VersionRow) -> None:
         """An engine that has just answered: does it serve the target already?"""
@@ -181,7 +181,7 @@ class EngineKeeper:
                 await self._reject(target, str(error))
                 return
             started = time.monotonic()
-            await self._pool.set_state(self._engine, EngineState.RELOADING, f"taking up version {target.version}")
+            self._pool.set_state(self._engine, EngineState.RELOADING, f"taking up version {target.version}")
             try:
                 await self._load(target, manifest, await self._move(EngineState.RELOADING, before))
             except EngineAway:
@@ -227,7 +227,7 @@ class EngineKeeper:
         self._engine.sampling_defaults = await asyncio.to_thread(read_sampling_defaults, self._folder(target))
         await self._recorder.write(lambda connection: transitions.serve_version(connection, target.version))
         await self._move(EngineState.SERVING, target.version)
-        await self._pool.set_state(self._engine, EngineState.SERVING)
+        self._pool.set_state(self._engine, EngineState.SERVING)
         self._metrics.reloads.labels("served").inc()
         self._metrics.reload_version.labels(self._engine.name).set(target.version)
         log.info("version in service", version=target.version, engine=self._engine.name, **fields)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractAsyncContextManager
 
 from explorer_service.engines.pool import Engine, EnginePool, Seat
 from explorer_service.errors import ApiError, bad_request
@@ -33,8 +32,6 @@ class Router:
             code=404,
         )
 
-    def seat(
-        self, pin: int | None, *, seeded: bool, affinity: int = 0, avoid: Collection[Engine] = ()
-    ) -> AbstractAsyncContextManager[Seat]:
-        """A place at an engine that serves the version."""
-        return self._pool.seat(pin, seeded=seeded, affinity=affinity, avoid=avoid)
+    async def take(self, pin: int | None, *, seeded: bool, affinity: int = 0, avoid: Collection[Engine] = ()) -> Seat:
+        """A place at an engine that serves the version. Raises as EnginePool.take does."""
+        return await self._pool.take(pin, seeded=seeded, affinity=affinity, avoid=avoid)

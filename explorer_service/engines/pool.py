@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from zlib import crc32
@@ -48,6 +47,7 @@ class Seat:
 
     engine: Engine
     version: int  # in service there when the request began
+    seeded: bool = False
     engine_s: float = 0.0  # how long the engine had the request
 
     @property
@@ -72,13 +72,12 @@ class EnginePool:
         self._max_in_flight = max_in_flight
         self._max_waiting = max_waiting
         self._waiting = 0
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()  # the next change
 
-    @asynccontextmanager
-    async def seat(
+    async def take(
         self, pin: int | None, *, seeded: bool = False, affinity: int = 0, avoid: Collection[Engine] = ()
-    ) -> AsyncIterator[Seat]:
-        """A place at an engine that serves; wait while all are taking up a version, or full.
+    ) -> Seat:
+        """A place at an engine that serves, to be given back; wait while all are taking up a version, or full.
 
         affinity: chats of one number prefer the same engine, whose cache holds their prefix. avoid: engines that this
         chat has lost already. Raises ApiError 503 when all engines are away, or too many chats wait; 404 when none
@@ -90,20 +89,22 @@ class EnginePool:
         assert engine.version is not None
         engine.in_flight += 1
         engine.seeded_in_flight += seeded
-        try:
-            yield Seat(engine, engine.version)
-        finally:
-            engine.in_flight -= 1
-            engine.seeded_in_flight -= seeded
-            if self._waiting or engine.state is not EngineState.SERVING:
-                await self._announce()
+        return Seat(engine, engine.version, seeded)
+
+    def give_back(self, seat: Seat) -> None:
+        """The request is through."""
+        engine = seat.engine
+        engine.in_flight -= 1
+        engine.seeded_in_flight -= seat.seeded
+        if self._waiting or engine.state is not EngineState.SERVING:
+            self._announce()
 
     async def _wait_for(self, pin: int | None, affinity: int, avoid: Collection[Engine]) -> Engine:
         if self._waiting >= self._max_waiting:
             raise unavailable(f"{self._waiting} chats wait for an engine already; try again", "overloaded")
         self._waiting += 1
         try:
-            async with asyncio.timeout(self._wait_s), self._changed:
+            async with asyncio.timeout(self._wait_s):
                 while (engine := self._choose(pin, affinity, avoid)) is None:
                     self._raise_unless_soon(pin, avoid)
                     await self._changed.wait()
@@ -157,22 +158,23 @@ class EnginePool:
     def serving(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.state is EngineState.SERVING]
 
-    async def set_state(self, engine: Engine, state: EngineState, reason: str = "") -> None:
+    def set_state(self, engine: Engine, state: EngineState, reason: str = "") -> None:
         """Move an engine, and wake whoever waits for one."""
         engine.state, engine.reason = state, reason
         if state in (EngineState.AWAY, EngineState.CHECKING):
             engine.version = None
-        await self._announce()
+        self._announce()
 
     async def wait_drained(self, engine: Engine, timeout_s: float) -> bool:
         """Until nothing is in flight there; False when `timeout_s` ran out first."""
         try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: engine.in_flight == 0)
+            async with asyncio.timeout(timeout_s):
+                while engine.in_flight:
+                    await self._changed.wait()
         except TimeoutError:
             return False
         return True
 
-    async def _announce(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -56,21 +56,22 @@ async def on_some_engine(attempt: Callable[[list[Engine]], Awaitable[T]], deps: 
 @asynccontextmanager
 async def engage(ask: Ask, deps: Deps, avoid: list[Engine]) -> AsyncIterator[tuple[Seat, Reply]]:
     """A seat and the engine's answer, its head read. Raises ApiError 503, EngineLost among them."""
-    async with deps.router.seat(ask.pin, seeded=ask.seeded, affinity=ask.affinity, avoid=avoid) as seat:
-        started = time.perf_counter()
-        deps.metrics.chat_in_flight.inc()
+    seat = await deps.router.take(ask.pin, seeded=ask.seeded, affinity=ask.affinity, avoid=avoid)
+    started = time.perf_counter()
+    deps.metrics.chat_in_flight.inc()
+    try:
+        reply = await _send(ask, seat, deps)
         try:
-            reply = await _send(ask, seat, deps)
-            try:
-                yield seat, reply
-            finally:
-                if reply.is_whole and reply.status == 200:
-                    seat.engine.answered_at = time.monotonic()
-                reply.close()  # when it is not whole, the engine aborts what it was sampling
+            yield seat, reply
         finally:
-            seat.engine_s = time.perf_counter() - started
-            deps.metrics.chat_in_flight.dec()
-            deps.metrics.chat_engine.observe(seat.engine_s)
+            if reply.is_whole and reply.status == 200:
+                seat.engine.answered_at = time.monotonic()
+            reply.close()  # when it is not whole, the engine aborts what it was sampling
+    finally:
+        deps.pool.give_back(seat)
+        seat.engine_s = time.perf_counter() - started
+        deps.metrics.chat_in_flight.dec()
+        deps.metrics.chat_engine.observe(seat.engine_s)
 
 
 async def _send(ask: Ask, seat: Seat, deps: Deps) -> Reply:
@@ -78,7 +79,7 @@ async def _send(ask: Ask, seat: Seat, deps: Deps) -> Reply:
     try:
         return await deps.connections.request(ask.method, seat.engine.url, ask.path, ask.data, headers)
     except (ConnectionLost, TimeoutError) as exc:
-        raise await engine_lost(seat, deps, exc) from exc
+        raise engine_lost(seat, deps, exc) from exc
 
 
 async def read_whole(reply: Reply, seat: Seat, deps: Deps) -> bytes:
@@ -86,12 +87,12 @@ async def read_whole(reply: Reply, seat: Seat, deps: Deps) -> bytes:
     try:
         return await reply.read()
     except (ConnectionLost, TimeoutError) as exc:
-        raise await engine_lost(seat, deps, exc) from exc
+        raise engine_lost(seat, deps, exc) from exc
 
 
-async def engine_lost(seat: Seat, deps: Deps, exc: Exception) -> EngineLost:
+def engine_lost(seat: Seat, deps: Deps, exc: Exception) -> EngineLost:
     """What to raise; the engine is marked away, unless it was only slow."""
     reason = str(exc) or type(exc).__name__
     if not isinstance(exc, TimeoutError) and seat.engine.state is EngineState.SERVING:
-        await deps.pool.set_state(seat.engine, EngineState.AWAY, reason)
+        deps.pool.set_state(seat.engine, EngineState.AWAY, reason)
     return EngineLost(seat.engine, reason)
