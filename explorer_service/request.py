@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from explorer_service.auth import Caller
 from explorer_service.conversation import Digest, first_words, read_prompt
@@ -96,10 +96,14 @@ async def read_body(request: Request, config: ExplorerConfig) -> bytes:
     Raises ApiError 413 when it is longer than `max_body_bytes`, without reading on; 408 when it takes longer than
     `body_timeout_s`; 499 when the caller goes away.
     """
-    chunks, size, limit = [], 0, config.max_body_bytes
+    chunks, size, limit, more = [], 0, config.max_body_bytes, True
     try:
         async with asyncio.timeout(config.body_timeout_s):
-            async for chunk in request.stream():
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(499, "the caller went away", kind="client_closed_request")
+                chunk, more = message.get("body", b""), message.get("more_body", False)
                 size += len(chunk)
                 if size > limit:
                     raise ApiError(
@@ -107,10 +111,8 @@ async def read_body(request: Request, config: ExplorerConfig) -> bytes:
                     )
                 chunks.append(chunk)
     except TimeoutError:
-        message = f"the body was not there within {config.body_timeout_s:g} s (explorer.body_timeout_s)"
-        raise ApiError(408, message, code="body_too_slow") from None
-    except ClientDisconnect as exc:
-        raise ApiError(499, "the caller went away", kind="client_closed_request") from exc
+        reason = f"the body was not there within {config.body_timeout_s:g} s (explorer.body_timeout_s)"
+        raise ApiError(408, reason, code="body_too_slow") from None
     return b"".join(chunks)
 
 

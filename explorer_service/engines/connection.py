@@ -254,9 +254,7 @@ class Connections:
         return await self._ask(await self._connect(origin), data)
 
     async def _ask(self, line: _Line, data: bytes) -> Reply:
-        loop = asyncio.get_running_loop()
-        reason = TimeoutError(f"no whole answer within {self._timeout_s:g} s")
-        timer = loop.call_later(self._timeout_s, line.fail, reason)
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._give_up, line)
         try:
             line.write(data)
             await line.wait_head()
@@ -265,6 +263,9 @@ class Connections:
             self._drop(line)
             raise
         return Reply(line, timer, self)
+
+    def _give_up(self, line: _Line) -> None:
+        line.fail(TimeoutError(f"no whole answer within {self._timeout_s:g} s"))
 
     async def _connect(self, origin: str) -> _Line:
         parts = urlsplit(origin)
