@@ -1,9 +1,9 @@
 """What the explorer costs a chat, beside its peers in the same run. Prints one JSON line.
 
-One pinned core for the gateway, the other for a fake engine with pre-encoded replies and for the clients. CPU time is
-the gateway's own, of all its threads and processes, from /proc. Added latency is over the same chats sent to the
-engine directly. Ours records durably (SQLite, WAL, synchronous=FULL); Trinity-RFT's proxy records with its own SQLite
-recorder; LiteLLM's proxy records nothing.
+One pinned core for the gateways, the other for a fake engine with pre-encoded replies and for the clients. CPU time is
+that of the gateway's processes, what /proc shows in ticks, by the kernel's clock. Added latency is over the same chats
+sent to the engine directly. Ours records durably (SQLite, WAL, synchronous=FULL); Trinity-RFT's proxy records with its
+own SQLite recorder; LiteLLM's proxy records nothing.
 
 The gateways run at the same time and are loaded one after the other, a few seconds each, in many turns: the pace of a
 machine drifts by half within minutes, and meets all of them alike. A figure is the median of its turns, and what we
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -161,12 +162,17 @@ async def connect(port: int) -> Client:
 
 
 def cpu_s(gateway: psutil.Process | None) -> float:
-    """CPU seconds of all threads of the gateway and its children, from /proc: to the nanosecond, not in ticks."""
+    """CPU seconds of the gateway and its children, user and system, threads that have ended too."""
     if gateway is None:
         return 0.0
-    family = [gateway, *gateway.children(recursive=True)]
-    threads = [thread for process in family for thread in Path(f"/proc/{process.pid}/task").iterdir()]
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+    return sum(_cpu_s(process.pid) for process in [gateway, *gateway.children(recursive=True)])
+
+
+def _cpu_s(pid: int) -> float:
+    clock = ctypes.c_int()
+    if ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
+        raise ProcessLookupError(pid)
+    return time.clock_gettime(clock.value)
 
 
 async def measure_chats(port: int, gateway: psutil.Process | None, in_flight: int, requests: int) -> dict[str, float]:
