@@ -81,6 +81,7 @@ def _serve(config: Config, ledger: Ledger) -> int:
             timeout_keep_alive=75,  # longer than clients keep idle connections: theirs close first, and none in use
             loop="uvloop",
             http="httptools",
+            proxy_headers=bool(explorer.open_feedback_from),  # only then it matters where a request comes from
         )
     )
     _collect_seldom()
