@@ -71,12 +71,18 @@ def _cut(text: bytes, logprobs: Iterable[Raw]) -> bytes:
     at = 0
     for raw in logprobs:
         value = bytes(raw)
-        while value != b"null":
-            at = text.index(value[:1], text.index(_LOGPROBS, at) + len(_LOGPROBS))
-            if text.startswith(value, at):
-                text = text[:at] + b"null" + text[at + len(value) :]
-                break
+        if value != b"null":
+            at = _find_value(text, value, at)
+            text = text[:at] + b"null" + text[at + len(value) :]
     return text
+
+
+def _find_value(text: bytes, value: bytes, at: int) -> int:
+    """Where the next field `logprobs` of this value has it; a text may say the field's name too."""
+    while True:
+        at = text.index(value[:1], text.index(_LOGPROBS, at) + len(_LOGPROBS))
+        if text.startswith(value, at):
+            return at
 
 
 def _cut_ids(text: bytes) -> bytes:
