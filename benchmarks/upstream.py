@@ -122,7 +122,7 @@ class Upstream(asyncio.Protocol):
             self._transport.write(b"%x\r\n%s\r\n" % (len(named), named))
             due += self.pace_s
             await asyncio.sleep(max(0.0, due - loop.time()))
-        self._transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")  # in one segment, as vLLM's server ends a stream
+        self._transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")  # its end follows at once, as in vLLM
 
 
 async def main() -> None:
