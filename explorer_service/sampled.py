@@ -96,7 +96,7 @@ def join_events(events: list[bytes], chat: Chat, seat: Seat) -> list[Sample]:
                 if index not in choices:
                     choices[index], messages[index] = _Sampled([]), _Message()
                 choices[index].add(part, part.logprobs)
-                messages[index].add({"content": part.text} if part.delta is None else part.delta)
+                messages[index].add(part.delta or ({} if part.text is None else {"content": part.text}))
     except msgspec.DecodeError as exc:
         raise unavailable(f"engine {seat.engine.name} streamed what is no chat completion", "engine_reply") from exc
     samples = []

@@ -61,6 +61,19 @@ def test_texts_tools_and_tokens_of_several_choices_are_joined_in_their_order():
     assert json.loads(two.reply or b"") == {"role": "assistant", "content": "z"}
 
 
+def test_a_part_that_says_nothing_adds_nothing():
+    silent = b'data: {"choices":[{"index":0,"delta":null,"finish_reason":"stop"}]}\n\n'
+    (one,) = joined(event(0, {"role": "assistant", "tool_calls": []}, 1), event(0, {}, 2), silent)
+    assert json.loads(one.reply or b"") == {"role": "assistant", "tool_calls": []}
+    assert (one.tokens.reply_ids.tolist(), one.finish_reason) == ([1, 2], "stop")
+
+
+def test_a_plain_completions_parts_are_its_text():
+    parts = [b'data: {"choices":[{"index":0,"text":"%s","token_ids":[1]}]}\n\n' % text for text in (b"a", b"", b"b")]
+    (one,) = joined(*parts)
+    assert json.loads(one.reply or b"") == {"content": "ab"}
+
+
 def test_an_error_in_a_stream_is_no_sample():
     assert joined(b'data: {"error":{"message":"engine core died"}}\n\n') == []
 
