@@ -144,9 +144,12 @@ def explorer_url(live: Live) -> str:
 
 @pytest.mark.parametrize("body", requests(), ids=lambda body: json.dumps(body)[:100])
 def test_the_same_json_comes_back(live, explorer_url, body):
-    straight_status, straight = ask(live.engine_url, body)
-    status, through = ask(explorer_url, body)
-    assert status == straight_status, through
+    for _ in range(5 if body.get("stream") else 1):
+        straight_status, straight = ask(live.engine_url, body)
+        status, through = ask(explorer_url, body)
+        assert status == straight_status, through
+        if isinstance(straight, dict) or len(straight) == len(through):
+            break  # else a busy engine has put two steps into one event, as it comes: the tokens are the same
     assert differences(straight, through) == []
 
 
