@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -247,7 +247,7 @@ async def wait_answering(port: int, limit_s: float = 90.0) -> None:
 
 
 # One load each: the port, the gateway (None: the engine itself) and how many plain chats.
-Load = Callable[[int, psutil.Process | None, int], Awaitable[dict[str, float]]]
+Load = Callable[[int, psutil.Process | None, int], Coroutine[Any, Any, dict[str, float]]]
 CHATS: dict[str, Load] = {
     "chats_1": lambda port, gateway, requests: measure_chats(port, gateway, 1, requests),
     "chats_32": lambda port, gateway, requests: measure_chats(port, gateway, 32, 2 * requests),
@@ -315,7 +315,7 @@ def run_size(args: argparse.Namespace, n_prompt: int, n_reply: int, loads: dict[
             print(f"{n_prompt} + {n_reply} tokens: turn {turn + 1} of {args.turns}", file=sys.stderr)
             for load, measure in loads.items():
                 measured = {
-                    gateway: uvloop.run(_measure(measure, port, process, args.requests))
+                    gateway: uvloop.run(measure(port, process, args.requests))
                     for gateway, (port, process) in gateways.items()
                 }
                 ours = measured.get("flywheel")
@@ -329,10 +329,6 @@ def run_size(args: argparse.Namespace, n_prompt: int, n_reply: int, loads: dict[
                 for gateway, figures in measured.items():
                     turns.setdefault(gateway, {}).setdefault(load, []).append(figures)
     return {gateway: {load: _medians(figures) for load, figures in of.items()} for gateway, of in turns.items()}
-
-
-async def _measure(load: Load, port: int, gateway: psutil.Process | None, requests: int) -> dict[str, float]:
-    return await load(port, gateway, requests)
 
 
 def start_gateways(

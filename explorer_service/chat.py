@@ -57,7 +57,6 @@ async def _answer_whole(chat: Chat, deps: Deps) -> Response:
             return Response(content, 200, headers, media_type="application/json"), samples, seat
 
     response, samples, seat = await on_some_engine(attempt, deps)
-    if samples:
-        await record_or_fail(samples, deps.recorder)
+    await record_or_fail(samples, deps.recorder)
     deps.metrics.chat_added.observe(time.perf_counter() - chat.started - seat.engine_s)
     return response

@@ -146,7 +146,7 @@ class Recorder:
 
 async def record_or_fail(samples: list[Sample], recorder: Recorder) -> None:
     """Make samples durable. A caller who goes away meanwhile does not undo it. Raises ApiError 503."""
-    if not samples:  # the engine's stream held an error and no choice
+    if not samples:  # not to be stored, refused by the engine, or a stream that held an error and no choice
         return
     try:
         await recorder.record(samples)

@@ -1,19 +1,15 @@
-"""Which version answers a request: the caller's pin, or the version in service; then the least loaded engine of it."""
+"""Which version answers a request: the caller's pin, or the version in service. (The pool finds an engine of it.)"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from explorer_service.engines.pool import Engine, EnginePool, Seat
 from explorer_service.errors import ApiError, bad_request
 
 
 class Router:
     """Reads `model` as callers write it: NAME or NAME@VERSION."""
 
-    def __init__(self, model_name: str, pool: EnginePool) -> None:
+    def __init__(self, model_name: str) -> None:
         self._name = model_name
-        self._pool = pool
 
     def parse(self, model: object) -> int | None:
         """The pinned version, or None. Raises ApiError 400 or 404."""
@@ -31,7 +27,3 @@ class Router:
             param="model",
             code=404,
         )
-
-    async def take(self, pin: int | None, *, seeded: bool, affinity: int = 0, avoid: Collection[Engine] = ()) -> Seat:
-        """A place at an engine that serves the version. Raises as EnginePool.take does."""
-        return await self._pool.take(pin, seeded=seeded, affinity=affinity, avoid=avoid)

@@ -90,8 +90,8 @@ def _cut_ids(text: bytes) -> bytes:
     at = 0
     while (at := text.find(_IDS, at)) >= 0:
         at += len(_IDS)
-        if text.startswith(b":[", at):
-            text = text[: at + 1] + b"null" + text[text.index(b"]", at) + 1 :]
+        if text.startswith(b":[", at) and (end := text.find(b"]", at)) >= 0:
+            text = text[: at + 1] + b"null" + text[end + 1 :]
         elif not text.startswith(b":null", at):
             return _IDS_SPACED.sub(rb'token_ids"\1null', text)
     return text

@@ -164,7 +164,7 @@ def make_deps_factory(
             ledger=ledger,
             recorder=recorder,
             pool=pool,
-            router=Router(config.model.name, pool),
+            router=Router(config.model.name),
             auth=Auth(explorer),
             metrics=metrics,
             connections=Connections(explorer.request_timeout_s),

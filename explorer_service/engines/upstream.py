@@ -56,7 +56,7 @@ async def on_some_engine(attempt: Callable[[list[Engine]], Awaitable[T]], deps: 
 @asynccontextmanager
 async def engage(ask: Ask, deps: Deps, avoid: list[Engine]) -> AsyncIterator[tuple[Seat, Reply]]:
     """A seat and the engine's answer, its head read. Raises ApiError 503, EngineLost among them."""
-    seat = await deps.router.take(ask.pin, seeded=ask.seeded, affinity=ask.affinity, avoid=avoid)
+    seat = await deps.pool.take(ask.pin, seeded=ask.seeded, affinity=ask.affinity, avoid=avoid)
     started = time.perf_counter()
     deps.metrics.chat_in_flight.inc()
     try:

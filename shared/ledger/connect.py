@@ -168,7 +168,7 @@ class DriverCursor:
     """`with DriverCursor(connection) as cursor:` — the driver's own, for the hot path and for what SQLAlchemy does not
     offer. Raises SQLAlchemy's errors all the same.
 
-    (Of the 140 µs of CPU that storing a chat took, warm, on SQLite, SQLAlchemy's way to four statements was 40.)
+    (Storing a chat took 160 µs of CPU with SQLAlchemy's way to BEGIN and the inserts, 127 with this: warm, on SQLite.)
     """
 
     __slots__ = ("_connection", "_cursor")

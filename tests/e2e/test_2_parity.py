@@ -119,13 +119,20 @@ def _choice_index(event: Any) -> int:
     return choices[0]["index"] if choices else 99
 
 
-def said(events: list[Any]) -> dict[int, str]:
-    """The text of each choice of a stream."""
-    texts: dict[int, str] = {}
-    for event in events:
-        for choice in event.get("choices", ()) if isinstance(event, dict) else ():
-            texts[choice["index"]] = texts.get(choice["index"], "") + (choice["delta"].get("content") or "")
-    return texts
+def said(events: list[Any]) -> dict[tuple[int, str], str]:
+    """All that a stream says of each choice, however its tokens are grouped into events."""
+    whole: dict[tuple[int, str], str] = {}
+    for choice in (choice for event in events if isinstance(event, dict) for choice in event.get("choices", ())):
+        logprobs = choice.get("logprobs") or {}
+        parts = {
+            "text": choice["delta"].get("content") or "",
+            "ids": "".join(f"{token} " for token in choice.get("token_ids") or ()),
+            "tokens": "".join(f"{entry['token']} " for entry in logprobs.get("content") or ()),
+            "finish": choice.get("finish_reason") or "",
+        }
+        for name, part in parts.items():
+            whole[choice["index"], name] = whole.get((choice["index"], name), "") + part
+    return whole
 
 
 def clean(answer: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +165,7 @@ def test_the_same_json_comes_back(live, explorer_url, body):
         status, through = ask(explorer_url, body)
         assert status == straight_status, through
         if isinstance(straight, dict) or said(straight) != said(through) or not differences(straight, through):
-            break  # else a busy engine has put two tokens of the same text into one event, as it comes
+            break  # else a busy engine has put two of the same tokens into one event, as it comes
     assert differences(straight, through) == []
 
 

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from explorer_service.answer import Lane, StreamAnswer
+from explorer_service.answer import CallerStays, Lane, StreamAnswer
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2], ids=["while the head goes out", "at the first event", "at the second"])
@@ -89,3 +89,24 @@ def test_a_caller_who_leaves_while_a_part_waits_ends_it():
 
     asyncio.run(leave())
     assert ended == [True]
+
+
+def test_a_server_that_wakes_as_the_block_ends_is_no_error():
+    """As uvicorn does at the end of every answer: what waited for a disconnect is woken when nobody is watched."""
+    errors: list[object] = []
+
+    async def answer() -> None:
+        whole = asyncio.Event()
+
+        async def receive() -> dict[str, str]:
+            await whole.wait()
+            return {"type": "http.disconnect"}
+
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: errors.append(context))
+        with CallerStays(receive):
+            await asyncio.sleep(0)
+            whole.set()
+        await asyncio.sleep(0)
+
+    asyncio.run(answer())
+    assert errors == []

@@ -63,5 +63,11 @@ def test_a_whole_reply_loses_only_what_was_not_asked_for_however_the_engine_writ
 
 def test_what_is_no_completion_goes_on_as_it_is():
     asked = SimpleNamespace(keep_logprobs=False, keep_token_ids=False)
-    for event in (b": ping\n\n", b'data: {"error":{"message":"\\"logprobs\\":"}}\n\n', b'data: "logprobs" :{\n\n'):
+    broken_off = b'data: {"choices":[{"token_ids":[1,\n\n'
+    for event in (
+        b": ping\n\n",
+        b'data: {"error":{"message":"\\"logprobs\\":"}}\n\n',
+        b'data: "logprobs" :{\n\n',
+        broken_off,
+    ):
         assert strip_event(event, asked) == event
