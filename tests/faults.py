@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, Pool, event
 
 from services.cli import main
 from shared.ledger import transitions
@@ -67,15 +67,10 @@ class Faults:
         event.listen(Engine, "after_cursor_execute", self._after_statement)
         for name in ("execute", "execute_each", "copy_rows"):
             setattr(DriverCursor, name, self._followed(getattr(DriverCursor, name)))
-        do_commit = Connection._commit_impl
-
-        def commit(connection: Connection) -> None:
-            do_commit(connection)
-            if name := self._forget():
-                self.pass_by(f"{name} committed")
-
-        Connection._commit_impl = commit  # type: ignore[method-assign]
+        for owner, commit in ((Connection, "_commit_impl"), (DriverCursor, "commit")):
+            setattr(owner, commit, self._ended(getattr(owner, commit)))
         event.listen(Engine, "rollback", lambda _connection: self._forget())
+        event.listen(Pool, "reset", lambda *_: self._forget())  # undoes what a driver alone had begun
 
     def _named(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def named(*args: Any, **kwargs: Any) -> Any:
@@ -94,6 +89,14 @@ class Faults:
             return result
 
         return followed
+
+    def _ended(self, commit: Callable[[Any], None]) -> Callable[[Any], None]:
+        def committed(owner: Any) -> None:
+            commit(owner)
+            if name := self._forget():
+                self.pass_by(f"{name} committed")
+
+        return committed
 
     def _after_statement(self, *_: object) -> None:
         if getattr(self._here, "inside", False):

@@ -22,6 +22,7 @@ from shared.ledger.migrate import bring_to_head
 T = TypeVar("T")
 BUSY_TIMEOUT_S = 30.0
 _FRESH_S = 2.0  # a connection that rested longer may have lost its server meanwhile
+_DATABASE_ERRORS = (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError)
 _MENDS = (
     ("disk is full", "free space there"),
     ("locked", "end whatever holds it"),
@@ -40,6 +41,7 @@ class Ledger:
         self._engine = engine
         self.is_sqlite = engine.dialect.name == "sqlite"
         self.shown_url = shown_url  # without the password
+        self._errors = _ClearErrors(shown_url)
 
     @classmethod
     def open(cls, url: str) -> Ledger:
@@ -62,7 +64,7 @@ class Ledger:
             )
         ledger = cls(engine, shown)
         try:
-            with ledger._errors(), ledger._begin("IMMEDIATE") as connection:
+            with ledger._errors, ledger._begin("IMMEDIATE") as connection:
                 if engine.dialect.name == "postgresql":  # two processes creating the same tables at once
                     connection.exec_driver_sql("SELECT pg_advisory_xact_lock(732160)")
                 bring_to_head(connection)
@@ -74,45 +76,45 @@ class Ledger:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A read-only transaction: one consistent snapshot."""
-        with self._errors(), self._begin("DEFERRED") as connection:
+        with self._errors, self._begin("DEFERRED") as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A writing transaction: durable when the block ends, undone when it raises."""
-        with self._errors(), self._begin("IMMEDIATE") as connection:
+        with self._errors, self._begin("IMMEDIATE") as connection:
             yield connection
 
     @contextmanager
     def _begin(self, mode: str) -> Iterator[Connection]:
-        with self._engine.connect() as connection, self._begin_on(connection, mode):
-            yield connection
-
-    @contextmanager
-    def _begin_on(self, connection: Connection, mode: str) -> Iterator[None]:
-        with connection.begin():
+        with self._engine.connect() as connection, connection.begin():
             if self.is_sqlite:
-                with DriverCursor(connection) as cursor:  # the driver is in autocommit: this is the real BEGIN
-                    cursor.execute(f"BEGIN {mode}")
-            yield
+                connection.exec_driver_sql(f"BEGIN {mode}")  # the driver is in autocommit: this is the real one
+            yield connection
 
     def keep(self) -> KeptConnection:
         """A connection for one thread that writes or asks all the time."""
         return KeptConnection(self)
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except exc.IntegrityError:
-            raise
-        except (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError) as error:
-            cause = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
-            mend = next((mend for symptom, mend in _MENDS if symptom in cause), "is it up and reachable?")
-            raise LedgerError(f"the database {self.shown_url} is away or refuses ({cause}); {mend}") from error
-
     def close(self) -> None:
         self._engine.dispose()
+
+
+class _ClearErrors:
+    """`with` it: what SQLAlchemy raises ends as LedgerError, which says what is wrong and what to do."""
+
+    def __init__(self, shown_url: str) -> None:
+        self._shown_url = shown_url
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if not isinstance(error, _DATABASE_ERRORS) or isinstance(error, exc.IntegrityError):
+            return
+        cause = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
+        mend = next((mend for symptom, mend in _MENDS if symptom in cause), "is it up and reachable?")
+        raise LedgerError(f"the database {self._shown_url} is away or refuses ({cause}); {mend}") from error
 
 
 class KeptConnection:
@@ -128,27 +130,33 @@ class KeptConnection:
 
     def write(self, work: Callable[[Connection], T]) -> T:
         """`work` in a writing transaction: durable when this returns, undone when it raises, as in Ledger.write()."""
-        with self._in_hand() as connection, self._ledger._begin_on(connection, "IMMEDIATE"):
-            return work(connection)
+        with self._ledger._errors, self as connection, DriverCursor(connection) as cursor:
+            if self._ledger.is_sqlite:
+                cursor.execute("BEGIN IMMEDIATE")
+            result = work(connection)
+            if connection.in_transaction():  # as SQLAlchemy sees it: `work` gave it a statement
+                connection.commit()
+            else:
+                cursor.commit()
+            return result
 
     def ask(self, statement: str) -> Sequence[Any] | None:
         """The first row of a query, by the driver alone: for a question that is asked all the time."""
-        with self._in_hand() as connection, DriverCursor(connection) as cursor:
+        with self._ledger._errors, self as connection, DriverCursor(connection) as cursor:
             found = cursor.execute(statement)
             row: Sequence[Any] | None = found.fetchone()
             if not self._ledger.is_sqlite:
                 found.connection.rollback()  # it began a transaction by itself
             return row
 
-    @contextmanager
-    def _in_hand(self) -> Iterator[Connection]:
-        with self._ledger._errors():
-            try:
-                yield self._take()
-            except BaseException:
-                self.close()
-                raise
-        self._used_at = time.monotonic()
+    def __enter__(self) -> Connection:
+        return self._take()
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None:
+            self._used_at = time.monotonic()
+        else:
+            self.close()  # what it had begun is undone
 
     def _take(self) -> Connection:
         if not self._ledger.is_sqlite and time.monotonic() - self._used_at > _FRESH_S:
@@ -204,6 +212,10 @@ class DriverCursor:
         with self._cursor.copy(statement) as copy:
             for row in rows:
                 copy.write_row(row)
+
+    def commit(self) -> None:
+        """End the driver's transaction."""
+        self._cursor.connection.commit()
 
     def _translated(self, error: Exception) -> Exception:
         connection, dialect = self._connection, self._connection.dialect
