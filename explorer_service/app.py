@@ -1,10 +1,9 @@
-"""The explorer's HTTP surface: which path answers what, and every failure in OpenAI's shape."""
+"""The explorer's HTTP surface but for what goes to engines (door.py), and every failure in OpenAI's shape."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,16 +12,14 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from explorer_service.chat import answer_chat, answer_completion
 from explorer_service.commit import answer_commit
 from explorer_service.deps import Deps
+from explorer_service.door import ENGINE_ROUTES
 from explorer_service.engines.client import EngineClient
-from explorer_service.errors import ApiError
+from explorer_service.errors import ApiError, our_fault
 from explorer_service.feedback import answer_feedback
 from explorer_service.housekeeping import Housekeeper
-from explorer_service.passthrough import answer_unrecorded
 from explorer_service.reload import EngineKeeper
 from explorer_service.status import (
     answer_health,
@@ -39,13 +36,6 @@ log = StageLogger("explorer")
 Handler = Callable[[Request, Deps], Awaitable[Response]]
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/chat/completions", answer_chat),
-    ("POST", "/chat", answer_chat),
-    ("POST", "/v1/completions", answer_completion),
-    ("POST", "/v1/responses", answer_unrecorded),
-    ("POST", "/v1/messages", answer_unrecorded),
-    ("POST", "/tokenize", answer_unrecorded),
-    ("POST", "/detokenize", answer_unrecorded),
     ("POST", "/feedback", answer_feedback),
     ("POST", "/commit", answer_commit),
     ("GET", "/v1/models", answer_models),
@@ -62,11 +52,11 @@ NOT_YET: tuple[tuple[str, str], ...] = (
 )
 
 
-def build_app(make_deps: Callable[[], Awaitable[Deps]], close_deps: Callable[[Deps], Awaitable[None]]) -> Door:
+def build_app(make_deps: Callable[[], Awaitable[Deps]], close_deps: Callable[[Deps], Awaitable[None]]) -> FastAPI:
     """The application. Its lifespan builds the dependencies and keeps the engines; a dead keeper stops the process."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Deps]]:
         deps = await make_deps()
         app.state.deps = deps
         await _first_beat(deps)
@@ -77,7 +67,7 @@ def build_app(make_deps: Callable[[], Awaitable[Deps]], close_deps: Callable[[De
         for task in keepers:
             task.add_done_callback(_stop_if_dead)
         try:
-            yield
+            yield {"deps": deps}
         finally:
             for task in keepers:
                 task.cancel()
@@ -88,40 +78,13 @@ def build_app(make_deps: Callable[[], Awaitable[Deps]], close_deps: Callable[[De
     app = FastAPI(title="Flywheel Explorer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     for method, path, handler in ROUTES:
         app.add_route(path, partial(_handle, handler), methods=[method])
+    for engine_path in ENGINE_ROUTES:  # so that any other method is told which one is right
+        app.add_route(engine_path.decode(), _answer_at_the_door, methods=["POST"])
     for method, path in NOT_YET:
         app.add_route(path, partial(_handle, _answer_not_yet), methods=[method])
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
-    return Door(app)
-
-
-class Door:
-    """What the server calls: chats go to their handlers straight, everything else through FastAPI.
-
-    FastAPI's and Starlette's layers cost a chat a tenth of all the explorer does for it (benchmarks/front_door.py).
-    """
-
-    def __init__(self, app: FastAPI) -> None:
-        self.app = app
-        self.state = app.state
-        self._chats = {path: handler for _, path, handler in ROUTES if handler in (answer_chat, answer_completion)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._chats.get(scope.get("path", "")) if scope.get("method") == "POST" else None
-        if handler is None:
-            await self.app(scope, receive, send)
-            return
-        request = Request(scope, receive)
-        deps: Deps = self.state.deps
-        started = time.perf_counter()
-        try:
-            response = await handler(request, deps)
-        except ApiError as error:
-            response = error.response()
-        except Exception as exc:  # noqa: BLE001 — the boundary of a request, as Starlette's is for the others
-            response = await _on_bug(request, exc)
-        deps.metrics.count_answer(response.status_code, time.perf_counter() - started)
-        await response(scope, receive, send)
+    return app
 
 
 async def _handle(handler: Handler, request: Request) -> Response:
@@ -129,6 +92,10 @@ async def _handle(handler: Handler, request: Request) -> Response:
         return await handler(request, request.app.state.deps)
     except ApiError as error:
         return error.response()
+
+
+async def _answer_at_the_door(_request: Request) -> Response:
+    raise RuntimeError("what goes to engines is answered by explorer_service.door: uvicorn must run with http=Door")
 
 
 async def _first_beat(deps: Deps) -> None:
@@ -156,7 +123,7 @@ async def _on_http_exception(_request: Request, exc: Exception) -> Response:
 
 async def _on_bug(request: Request, exc: Exception) -> Response:
     log.error("a request failed for a reason of ours", path=request.url.path, error=repr(exc))
-    return ApiError(500, "an error of the server; its log has the details", kind="server_error").response()
+    return our_fault().response()
 
 
 def _keepers(deps: Deps) -> list[tuple[str, EngineKeeper]]:

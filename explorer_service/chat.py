@@ -9,41 +9,45 @@ from __future__ import annotations
 
 import time
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from explorer_service.answer import VERSION_HEADER, CallerStays
+from explorer_service.call import VERSION_HEADER, Call
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import Engine, Seat
 from explorer_service.engines.upstream import engage, on_some_engine, read_whole
+from explorer_service.errors import ApiError
 from explorer_service.record import record_or_fail
-from explorer_service.request import CHAT, COMPLETION, Chat, Surface, parse_chat, read_body
+from explorer_service.request import CHAT, COMPLETION, Chat, Surface, parse_chat
 from explorer_service.sampled import split_reply
 from explorer_service.stream import stream_chat
 from shared.experience import Sample
 
 
-async def answer_chat(request: Request, deps: Deps) -> Response:
+async def answer_chat(call: Call, deps: Deps) -> None:
     """POST /v1/chat/completions and POST /chat."""
-    return await _answer(CHAT, request, deps)
+    await _answer(CHAT, call, deps)
 
 
-async def answer_completion(request: Request, deps: Deps) -> Response:
+async def answer_completion(call: Call, deps: Deps) -> None:
     """POST /v1/completions."""
-    return await _answer(COMPLETION, request, deps)
+    await _answer(COMPLETION, call, deps)
 
 
-async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
-    caller = deps.auth.require(request, "chat")
-    raw = await read_body(request, deps.config.explorer)
-    chat = parse_chat(surface, raw, request, deps, caller)
-    if chat.stream:
-        return await stream_chat(chat, deps)
-    with caller.limit.taken(), CallerStays(request.receive):
-        return await _answer_whole(chat, deps)
+async def _answer(surface: Surface, call: Call, deps: Deps) -> None:
+    started = time.perf_counter()
+    try:
+        caller = deps.auth.require(call, "chat")
+        raw = await call.read(deps.config.explorer)
+        chat = parse_chat(surface, raw, call, deps, caller)
+        with caller.limit.taken():
+            await (stream_chat if chat.stream else _answer_whole)(chat, call, deps)
+    except ApiError as error:
+        call.fail(error)
+    finally:
+        deps.metrics.count_answer(call.status, time.perf_counter() - started)
 
 
-async def _answer_whole(chat: Chat, deps: Deps) -> Response:
+async def _answer_whole(chat: Chat, call: Call, deps: Deps) -> None:
     """Not a stream: record what was sampled, then answer."""
     ask = chat.ask(deps.config.model.name)
 
@@ -58,5 +62,5 @@ async def _answer_whole(chat: Chat, deps: Deps) -> Response:
 
     response, samples, seat = await on_some_engine(attempt, deps)
     await record_or_fail(samples, deps.recorder)
+    call.answer(response)
     deps.metrics.chat_added.observe(time.perf_counter() - chat.started - seat.engine_s)
-    return response

@@ -45,3 +45,17 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 def unavailable(message: str, code: str) -> ApiError:
     """503 with Retry-After: the caller did nothing wrong and may try again."""
     return ApiError(503, message, kind="service_unavailable", code=code, retry_after_s=RETRY_AFTER_S)
+
+
+def our_fault() -> ApiError:
+    """What a caller hears of a bug."""
+    return ApiError(500, "an error of the server; its log has the details", kind="server_error")
+
+
+def body_too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes (explorer.max_body_bytes)", code="body_too_large")
+
+
+def body_too_slow(limit_s: float) -> ApiError:
+    reason = f"the body was not there within {limit_s:g} s (explorer.body_timeout_s)"
+    return ApiError(408, reason, code="body_too_slow")

@@ -13,13 +13,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from explorer_service.auth import Caller
 from explorer_service.conversation import Digest, first_words, read_prompt
 from explorer_service.deps import Deps
 from explorer_service.engines.upstream import Ask
-from explorer_service.errors import ApiError, bad_request
+from explorer_service.errors import ApiError, bad_request, body_too_large, body_too_slow
 from shared.config import ExplorerConfig
 from shared.experience import Sampling, new_message_id
 
@@ -106,13 +106,10 @@ async def read_body(request: Request, config: ExplorerConfig) -> bytes:
                 chunk, more = message.get("body", b""), message.get("more_body", False)
                 size += len(chunk)
                 if size > limit:
-                    raise ApiError(
-                        413, f"the body is larger than {limit} bytes (explorer.max_body_bytes)", code="body_too_large"
-                    )
+                    raise body_too_large(limit)
                 chunks.append(chunk)
     except TimeoutError:
-        reason = f"the body was not there within {config.body_timeout_s:g} s (explorer.body_timeout_s)"
-        raise ApiError(408, reason, code="body_too_slow") from None
+        raise body_too_slow(config.body_timeout_s) from None
     return b"".join(chunks)
 
 
@@ -134,7 +131,7 @@ def for_parser_of(request: Request, answer: Any) -> Any:
     return {"status": "success"} if strict else answer
 
 
-def parse_chat(surface: Surface, raw: bytes, request: Request, deps: Deps, caller: Caller) -> Chat:
+def parse_chat(surface: Surface, raw: bytes, request: HTTPConnection, deps: Deps, caller: Caller) -> Chat:
     """Look at the fields that concern us; the engine judges the rest. Raises ApiError."""
     body = decode_body(raw)
     messages, limit = body.get("messages"), deps.config.explorer.max_messages

@@ -18,6 +18,7 @@ import uvicorn
 from explorer_service.app import build_app
 from explorer_service.auth import Auth
 from explorer_service.deps import Deps
+from explorer_service.door import Door
 from explorer_service.engines.client import open_session
 from explorer_service.engines.connection import Connections
 from explorer_service.engines.pool import EnginePool
@@ -80,7 +81,7 @@ def _serve(config: Config, ledger: Ledger) -> int:
             timeout_graceful_shutdown=10,
             timeout_keep_alive=75,  # longer than clients keep idle connections: theirs close first, and none in use
             loop="uvloop",
-            http="httptools",
+            http=Door,
             proxy_headers=bool(explorer.open_feedback_from),  # only then it matters where a request comes from
         )
     )

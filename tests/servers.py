@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 
 from explorer_service.app import build_app
+from explorer_service.door import Door
 from services.explorer import make_deps_factory
 from shared.config import Config
 from shared.ledger.connect import Ledger
@@ -58,7 +59,7 @@ class RunningExplorer:
         port = free_port()
         app = build_app(*make_deps_factory(config, self.ledger))
         self.server = uvicorn.Server(
-            uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="on", loop="uvloop")
+            uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="on", loop="uvloop", http=Door)
         )
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection
 
+from shared.ledger.connect import KeptConnection
 from shared.ledger.queries import count_by_state
 from tests.integration.test_reload import publish, served
 from tests.postgres import Postgres
@@ -35,16 +37,23 @@ def assert_refused(reply, code: str) -> None:
     assert reply.json()["error"]["code"] == code
 
 
-def test_a_full_disk_is_a_clear_503_and_nothing_half_written(explorer):
+def before_each_transaction(monkeypatch, pragma: Callable[[], str]) -> None:
+    """Of the explorer's writer, and of whoever else keeps a connection."""
+    take = KeptConnection._take
+
+    def taken(kept: KeptConnection) -> Connection:
+        connection = take(kept)
+        driver_of(connection).execute(f"PRAGMA {pragma()}")
+        return connection
+
+    monkeypatch.setattr(KeptConnection, "_take", taken)
+
+
+def test_a_full_disk_is_a_clear_503_and_nothing_half_written(explorer, monkeypatch):
     known = explorer.chat().json()["id"]
-    engine = explorer.ledger._engine
-    with engine.connect() as connection:
-        pages = [connection.exec_driver_sql("PRAGMA page_count").scalar_one()]
-
-    @event.listens_for(engine, "begin")
-    def limit_pages(connection: Connection) -> None:
-        driver_of(connection).execute(f"PRAGMA max_page_count={pages[0]}")
-
+    with explorer.ledger.read() as connection:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+    before_each_transaction(monkeypatch, lambda: f"max_page_count={pages}")
     answers = [explorer.chat() for _ in range(60)]
     refused = [answer for answer in answers if answer.status_code != 200]
     assert refused
@@ -52,16 +61,13 @@ def test_a_full_disk_is_a_clear_503_and_nothing_half_written(explorer):
         assert_refused(answer, "not_recorded")
     stored = 1 + sum(answer.status_code == 200 for answer in answers)
     assert rows(explorer) == stored
-    pages[0] = 1 << 30
+    pages = 1 << 30
     assert explorer.chat().status_code == 200
     assert explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 1}).json()["applied"] == 1
 
 
-def test_a_full_disk_ends_a_stream_with_an_error_and_without_done(explorer):
-    @event.listens_for(explorer.ledger._engine, "begin")
-    def forbid(connection: Connection) -> None:
-        driver_of(connection).execute("PRAGMA query_only=ON")
-
+def test_a_full_disk_ends_a_stream_with_an_error_and_without_done(explorer, monkeypatch):
+    before_each_transaction(monkeypatch, lambda: "query_only=ON")
     with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
         lines = [line for line in reply.iter_lines() if line]
     assert "[DONE]" not in lines[-1]

@@ -7,7 +7,7 @@ import re
 import select
 import socket
 
-from explorer_service.answer import Lane
+from explorer_service.call import Call
 from tests.servers import wait_until
 
 HEAD = (
@@ -60,13 +60,13 @@ def test_a_stream_that_nobody_reads_holds_up_nobody(explorer, scripted_engine):
 def test_a_stream_that_is_read_late_comes_whole_and_in_order(explorer, scripted_engine, monkeypatch):
     count = 20_000
     waited = []
-    clear = Lane.clear
+    drain = Call.drain
 
-    async def noted(lane: Lane) -> None:
-        waited.append(not lane.is_free)
-        await clear(lane)
+    async def noted(call: Call) -> None:
+        waited.append(not call.is_free)
+        await drain(call)
 
-    monkeypatch.setattr(Lane, "clear", noted)
+    monkeypatch.setattr(Call, "drain", noted)
     scripted_engine.script.reply_ids = list(range(11, 11 + count))
     scripted_engine.script.logprobs = [-0.5] * count
     body = b'{"messages": [], "stream": true, "return_token_ids": true}'
