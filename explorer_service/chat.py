@@ -14,7 +14,7 @@ from starlette.responses import Response
 from explorer_service.call import VERSION_HEADER, Call
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import Engine, Seat
-from explorer_service.engines.upstream import engage, on_some_engine, read_whole
+from explorer_service.engines.upstream import Engagement, on_some_engine, read_whole
 from explorer_service.errors import ApiError
 from explorer_service.record import record_or_fail
 from explorer_service.request import CHAT, COMPLETION, Chat, Surface, parse_chat
@@ -52,7 +52,7 @@ async def _answer_whole(chat: Chat, call: Call, deps: Deps) -> None:
     ask = chat.ask(deps.config.model.name)
 
     async def attempt(avoid: list[Engine]) -> tuple[Response, list[Sample], Seat]:
-        async with engage(ask, deps, avoid) as (seat, reply):
+        async with Engagement(ask, deps, avoid) as (seat, reply):
             content = await read_whole(reply, seat, deps)
             if reply.status != 200:
                 return Response(content, reply.status, media_type=reply.content_type), [], seat

@@ -16,7 +16,7 @@ from explorer_service.call import VERSION_HEADER, Call
 from explorer_service.deps import Deps
 from explorer_service.engines.connection import ConnectionLost, Reply
 from explorer_service.engines.pool import Engine, Seat
-from explorer_service.engines.upstream import Ask, engage, on_some_engine, read_whole
+from explorer_service.engines.upstream import Ask, Engagement, on_some_engine, read_whole
 from explorer_service.request import decode_body
 
 RECORDED_HEADER = "X-Flywheel-Recorded"
@@ -33,7 +33,7 @@ async def answer_unrecorded(call: Call, deps: Deps) -> None:
         stack.enter_context(caller.limit.taken())
 
         async def attempt(avoid: list[Engine]) -> tuple[Seat, Reply]:
-            return await stack.enter_async_context(engage(ask, deps, avoid))
+            return await stack.enter_async_context(Engagement(ask, deps, avoid))
 
         seat, reply = await on_some_engine(attempt, deps)
         headers = {VERSION_HEADER: str(seat.version), RECORDED_HEADER: "false"}

