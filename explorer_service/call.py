@@ -58,6 +58,8 @@ class Call(HTTPConnection):
 
     async def run_asgi(self, _app: object) -> None:
         """The request's task."""
+        if self.disconnected:  # before it could begin
+            return
         self._task = asyncio.current_task()
         try:
             await self._handler(self, self.scope["state"]["deps"])

@@ -263,6 +263,19 @@ async def test_who_leaves_ends_the_work(open_door, where):
     assert not door.tasks
 
 
+async def test_who_leaves_at_once_is_not_served(open_door):
+    served = []
+
+    async def serve(call: Call, _deps: Any) -> None:
+        served.append(call)
+
+    door, _wire = open_door(serve)
+    door.data_received(HEAD % 2)
+    door.connection_lost(None)
+    await _turn()
+    assert not served and not door.tasks
+
+
 async def test_who_leaves_after_the_answer_disturbs_nothing(open_door):
     later = []
 
