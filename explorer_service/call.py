@@ -99,6 +99,8 @@ class Call(HTTPConnection):
             await self._wait_for_body(config)
         if len(self.body) > config.max_body_bytes:
             raise body_too_large(config.max_body_bytes)
+        if not self._protocol.pipeline:  # to see when the caller goes away; a long body has ended it
+            self._protocol.flow.resume_reading()
         return bytes(self.body)
 
     async def _wait_for_body(self, config: ExplorerConfig) -> None:

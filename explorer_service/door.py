@@ -57,7 +57,7 @@ class Door(HttpToolsProtocol):
         if handler is None or (self.parser.should_upgrade() and self._should_upgrade()):
             super().on_headers_complete()
             return
-        keep_alive = self.parser.should_keep_alive()
+        keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
         before, self.cycle = self.cycle, Call(self.scope, path.decode(), handler, self, keep_alive=keep_alive)
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, self.app)

@@ -2,7 +2,7 @@
 
 An agent's next prompt usually begins with all it was told and said before, token for token. Such a turn's payload names
 the experience whose prompt and reply its own prompt begins with (`prefix_of`), and holds the rest. So a conversation
-takes room by its length, and not by its square (benchmarks/ledger.py, decision 11).
+takes room by its length, and not by its square (benchmarks/ledger, decision 11).
 """
 
 from __future__ import annotations

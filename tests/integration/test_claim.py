@@ -88,7 +88,7 @@ def test_a_trajectory_that_another_trainer_looks_at_is_never_split(postgres):
 
 def test_rows_in_hand_are_never_looked_up_by_the_index_of_a_state(postgres):
     """That holds, while someone's snapshot is open, all rows that were ever in it: 180 s of it cost claims 0.7 of their
-    rate, once an ANALYZE had made the planner prefer it (benchmarks/ledger.py, snapshot)."""
+    rate, once an ANALYZE had made the planner prefer it (benchmarks/ledger, snapshot)."""
     ledger = Ledger.open(postgres.new_database().replace("postgresql://", "postgresql+psycopg://"))
     record_ready(ledger, [*turns("a", 3), *rows(5)])
     statements: list[tuple[str, object]] = []

@@ -18,6 +18,7 @@ from explorer_service.errors import bad_request
 from shared.config import ExplorerConfig
 
 CONFIG = ExplorerConfig.model_validate({"max_body_bytes": 100, "body_timeout_s": 0.05})
+LARGE = ExplorerConfig.model_validate({"max_body_bytes": 1_000_000})
 HEAD = b"POST /tried HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 Handler = Callable[[Call, Any], Awaitable[None]]
 
@@ -29,6 +30,7 @@ class Wire(asyncio.Transport):
         super().__init__()
         self.said = b""
         self.is_closed = False
+        self.is_read = True
 
     def write(self, data: Any) -> None:
         assert not self.is_closed
@@ -40,8 +42,11 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.is_closed
 
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
+    def pause_reading(self) -> None:
+        self.is_read = False
+
+    def resume_reading(self) -> None:
+        self.is_read = True
 
 
 @pytest.fixture
@@ -95,6 +100,29 @@ async def test_a_body_comes_in_parts(open_door):
         door.data_received(part)
         await _turn()
     assert wire.said.endswith(b"content-length: 6\r\n\r\nabcdef")
+
+
+@pytest.mark.parametrize("parts", [1, 4], ids=["at once", "in parts"])
+async def test_after_a_long_body_its_caller_is_still_heard(open_door, parts):
+    """uvicorn stops reading when 64 KiB wait to be taken."""
+    read = []
+
+    async def hang(call: Call, _deps: Any) -> None:
+        read.append(len(await call.read(LARGE)))
+        await asyncio.Event().wait()
+
+    door, wire = open_door(hang)
+    door.data_received(HEAD % 400_000 if parts > 1 else HEAD % 400_000 + b"x" * 400_000)
+    for _ in range(parts if parts > 1 else 0):
+        await _turn()
+        assert wire.is_read
+        door.data_received(b"x" * 100_000)
+    assert not wire.is_read
+    await _turn()
+    assert read == [400_000] and wire.is_read
+    door.connection_lost(None)
+    await _turn()
+    assert not door.tasks
 
 
 async def test_who_asks_whether_to_go_on_is_told_so(open_door):
@@ -151,11 +179,13 @@ async def test_requests_sent_at_once_are_answered_in_order(open_door):
 
 
 @pytest.mark.parametrize(
-    ("line", "closes"), [(b"Connection: close\r\nHost", True), (b"Host", False)], ids=["close", "keep alive"]
+    ("change", "closes"),
+    [((b"Host", b"Connection: close\r\nHost"), True), ((b"1.1", b"1.0"), True), ((b"1.1", b"1.1"), False)],
+    ids=["close", "HTTP/1.0", "keep alive"],
 )
-async def test_a_connection_is_kept_unless_the_caller_wants_it_closed(open_door, line, closes):
+async def test_a_connection_is_kept_unless_the_caller_wants_it_closed(open_door, change, closes):
     door, wire = open_door(_echo)
-    door.data_received((HEAD % 2).replace(b"Host", line) + b"hi")
+    door.data_received((HEAD % 2).replace(*change) + b"hi")
     await _turn()
     assert wire.is_closed == closes == (b"connection: close" in wire.said)
 

@@ -1,0 +1,53 @@
+"""`python -m benchmarks.ledger`: see __init__.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import benchmarks.ledger
+from benchmarks.ledger import conversations, flat, record, size, snapshot
+from benchmarks.ledger.databases import KINDS, Databases
+
+PARTS = ("record", "flat", "snapshot", "size", "conversations")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=benchmarks.ledger.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", default=None)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--hold-s", type=float, default=180.0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="flywheel-ledger-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)  # PostgreSQL's server is another user
+        databases = Databases(folder)
+        try:
+            report = {part: _measure(part, databases, args) for part in args.only}
+        finally:
+            databases.stop()
+    print(json.dumps(report, default=float))
+
+
+def _measure(part: str, databases: Databases, args: argparse.Namespace) -> dict[str, Any]:
+    print(part, file=sys.stderr)
+    if part == "snapshot":
+        return dict(snapshot.measure(databases, args.hold_s))
+    measures = {
+        "record": lambda kind: record.measure(databases, kind, args.peers),
+        "flat": lambda kind: flat.measure(databases, kind, args.rows),
+        "size": lambda kind: size.measure(databases, kind),
+        "conversations": lambda kind: conversations.measure(databases, kind),
+    }
+    return {kind: measures[part](kind) for kind in KINDS}
+
+
+if __name__ == "__main__":
+    main()
