@@ -31,8 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -118,6 +118,9 @@ class Client(asyncio.Protocol):
         if self._done is not None and not self._done.done():
             self._done.set_exception(ConnectionError("closed"))
 
+    def close(self) -> None:
+        self._transport.close()
+
     async def ask(self, request: bytes) -> float:
         """Send, wait for all of the answer; seconds."""
         self._buffer.clear()
@@ -156,9 +159,15 @@ def http_request(port: int, **more: Any) -> bytes:
     return f"{head}Authorization: Bearer none\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def connect(port: int) -> Client:
-    _, protocol = await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port)
-    return protocol
+@asynccontextmanager
+async def connected(port: int, count: int) -> AsyncIterator[list[Client]]:
+    """So many clients, whose connections are closed at the end: open ones would count as the gateway's memory."""
+    clients = [(await asyncio.get_running_loop().create_connection(Client, "127.0.0.1", port))[1] for _ in range(count)]
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
 
 
 def cpu_s(gateway: psutil.Process | None) -> float:
@@ -179,18 +188,18 @@ async def measure_chats(port: int, gateway: psutil.Process | None, in_flight: in
     """Plain chats, `in_flight` at once. Needed: a direct engine answers them with its logprobs, as the gateway asks."""
     more = {"logprobs": True, "return_token_ids": True} if gateway is None else {}
     request = http_request(port, **more)
-    clients = [await connect(port) for _ in range(in_flight)]
-    for client in clients:
-        await client.ask(request)
     latencies: list[float] = []
 
     async def customer(client: Client, share: int) -> None:
         for _ in range(share):
             latencies.append(await client.ask(request))
 
-    before, started = cpu_s(gateway), time.perf_counter()
-    await asyncio.gather(*(customer(client, requests // in_flight) for client in clients))
-    seconds, used = time.perf_counter() - started, cpu_s(gateway) - before
+    async with connected(port, in_flight) as clients:
+        for client in clients:
+            await client.ask(request)
+        before, started = cpu_s(gateway), time.perf_counter()
+        await asyncio.gather(*(customer(client, requests // in_flight) for client in clients))
+        seconds, used = time.perf_counter() - started, cpu_s(gateway) - before
     latencies.sort()
     return {
         "chats_per_s": len(latencies) / seconds,
@@ -206,7 +215,6 @@ async def measure_streams(
     """Streams of 64 events at 20 ms, that begin one after the other within so many seconds."""
     more = {"logprobs": True, "return_token_ids": True} if gateway is None else {}
     request = http_request(port, stream=True, **more)
-    clients = [await connect(port) for _ in range(in_flight)]
     firsts: list[float] = []
     gaps: list[float] = []
     counts: set[int] = set()
@@ -220,9 +228,10 @@ async def measure_streams(
             gaps.extend(b - a for a, b in zip(client.arrivals, client.arrivals[1:], strict=False))
             counts.add(len(client.arrivals))
 
-    before = cpu_s(gateway)
-    await asyncio.gather(*(listener(client, number) for number, client in enumerate(clients)))
-    used = cpu_s(gateway) - before
+    async with connected(port, in_flight) as clients:
+        before = cpu_s(gateway)
+        await asyncio.gather(*(listener(client, number) for number, client in enumerate(clients)))
+        used = cpu_s(gateway) - before
     return {
         "first_event_p50_ms": 1000 * statistics.median(firsts),
         "gap_p50_ms": 1000 * statistics.median(gaps),
@@ -237,8 +246,8 @@ async def wait_answering(port: int, limit_s: float = 90.0) -> None:
     deadline = time.monotonic() + limit_s
     while True:
         try:
-            client = await connect(port)
-            await asyncio.wait_for(client.ask(http_request(port)), 10)
+            async with connected(port, 1) as (client,):
+                await asyncio.wait_for(client.ask(http_request(port)), 10)
             return
         except (OSError, RuntimeError, TimeoutError) as error:
             if time.monotonic() > deadline:

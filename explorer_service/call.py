@@ -58,11 +58,10 @@ class Call(HTTPConnection):
 
     async def run_asgi(self, _app: object) -> None:
         """The request's task."""
-        if self.disconnected:  # before it could begin
-            return
         self._task = asyncio.current_task()
         try:
-            await self._handler(self, self.scope["state"]["deps"])
+            if not self.disconnected:  # before it could begin
+                await self._handler(self, self.scope["state"]["deps"])
         except ApiError as error:
             self.fail(error)
         except asyncio.CancelledError:
@@ -73,6 +72,7 @@ class Call(HTTPConnection):
             self.fail(our_fault())
         finally:
             self._task = None
+            del self._protocol  # which holds this one until the next, or neither would be freed with the connection
 
     @property
     def message_event(self) -> Call:

@@ -4,6 +4,8 @@ leaves is noticed."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -333,3 +335,19 @@ async def test_a_server_that_ends_its_tasks_is_obeyed(open_door):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_connection_that_has_ended_is_free_at_once(open_door):
+    """Garbage is collected seldom: what keeps itself alive would pile up where callers keep no connection."""
+    door, _wire = open_door(_echo)
+    door.data_received(HEAD % 2 + b"hi")
+    await _turn()
+    door.connection_lost(None)
+    await _turn()
+    ended = weakref.ref(door)
+    gc.disable()
+    try:
+        del door
+        assert ended() is None
+    finally:
+        gc.enable()
