@@ -15,8 +15,7 @@ from starlette.responses import Response
 from explorer_service.call import VERSION_HEADER, Call
 from explorer_service.deps import Deps
 from explorer_service.engines.connection import ConnectionLost, Reply
-from explorer_service.engines.pool import Engine, Seat
-from explorer_service.engines.upstream import Ask, Engagement, on_some_engine, read_whole
+from explorer_service.engines.upstream import Ask, engage_within, read_whole
 from explorer_service.request import decode_body
 
 RECORDED_HEADER = "X-Flywheel-Recorded"
@@ -32,10 +31,7 @@ async def answer_unrecorded(call: Call, deps: Deps) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(caller.limit.taken())
 
-        async def attempt(avoid: list[Engine]) -> tuple[Seat, Reply]:
-            return await stack.enter_async_context(Engagement(ask, deps, avoid))
-
-        seat, reply = await on_some_engine(attempt, deps)
+        seat, reply = await engage_within(stack, ask, deps)
         headers = {VERSION_HEADER: str(seat.version), RECORDED_HEADER: "false"}
         if reply.content_type == "text/event-stream":
             await _pass_on(reply, call, headers)

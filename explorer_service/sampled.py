@@ -167,7 +167,7 @@ class _Sampled:
 
 
 def _ids(values: list[int]) -> TokenArray:
-    """As an array: [N] int32. (Of a thousand, NumPy's own way takes 22 µs and this 7.)"""
+    """As an array: [N] int32. (Of a thousand, NumPy's own way takes 16 to 22 µs and this 7.)"""
     return np.frombuffer(struct.pack(f"={len(values)}i", *values), dtype=np.int32)
 
 

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from explorer_service.call import VERSION_HEADER, Call
 from explorer_service.deps import Deps
 from explorer_service.engines.connection import ConnectionLost, Reply
-from explorer_service.engines.pool import Engine, Seat
-from explorer_service.engines.upstream import Engagement, on_some_engine, read_whole
+from explorer_service.engines.pool import Seat
+from explorer_service.engines.upstream import engage_within, read_whole
 from explorer_service.errors import ApiError, unavailable
 from explorer_service.record import record_or_fail
 from explorer_service.request import Chat
@@ -28,13 +28,9 @@ async def stream_chat(chat: Chat, call: Call, deps: Deps) -> None:
     """Open the engine's stream; answer with its error, or with its events."""
     ask = chat.ask(deps.config.model.name)
     async with AsyncExitStack() as stack:
-
-        async def attempt(avoid: list[Engine]) -> tuple[Seat, Reply]:
-            return await stack.enter_async_context(Engagement(ask, deps, avoid))
-
         if not deps.fleet.alone:
             await stack.enter_async_context(deps.fleet.streaming(chat.msg_id))
-        seat, reply = await on_some_engine(attempt, deps)
+        seat, reply = await engage_within(stack, ask, deps)
         if reply.status != 200:
             content = await read_whole(reply, seat, deps)
             call.answer(Response(content, reply.status, media_type=reply.content_type))

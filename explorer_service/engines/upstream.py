@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,6 +51,15 @@ async def on_some_engine(attempt: Callable[[list[Engine]], Awaitable[T]], deps: 
             lost.append(error.engine)
             if not deps.pool.has_other(lost):
                 raise
+
+
+async def engage_within(stack: AsyncExitStack, ask: Ask, deps: Deps) -> tuple[Seat, Reply]:
+    """A seat at some engine and its answer, both held until the stack ends. Raises ApiError."""
+
+    async def attempt(avoid: list[Engine]) -> tuple[Seat, Reply]:
+        return await stack.enter_async_context(Engagement(ask, deps, avoid))
+
+    return await on_some_engine(attempt, deps)
 
 
 class Engagement:

@@ -74,6 +74,11 @@ async def _turn() -> None:
         await asyncio.sleep(0)
 
 
+async def _all_answered(door: Door) -> None:
+    while door.tasks:
+        await asyncio.wait(door.tasks)
+
+
 async def _echo(call: Call, _deps: Any) -> None:
     call.answer(Response(await call.read(CONFIG)))
 
@@ -163,7 +168,7 @@ async def test_a_body_may_be_neither_too_long_nor_too_slow(open_door):
     assert wire.said.startswith(b"HTTP/1.1 413")
     door, wire = open_door(_echo)
     door.data_received(HEAD % 2 + b"h")
-    await asyncio.sleep(0.1)
+    await _all_answered(door)
     assert wire.said.startswith(b"HTTP/1.1 408")
 
 
@@ -175,7 +180,7 @@ async def test_requests_sent_at_once_are_answered_in_order(open_door):
 
     door, wire = open_door(second_is_quicker)
     door.data_received((HEAD % 1 + b"1") + (HEAD % 1 + b"2") + (HEAD % 1).replace(b"/tried", b"/other") + b"3")
-    await asyncio.sleep(0.05)
+    await _all_answered(door)
     assert [line.split()[1] for line in wire.said.split(b"\r\n") if b"HTTP/1.1" in line] == [b"200", b"200", b"404"]
     assert wire.said.index(b"\r\n\r\n1HTTP") < wire.said.index(b"\r\n\r\n2HTTP")
 
@@ -320,7 +325,7 @@ async def test_who_leaves_after_the_answer_disturbs_nothing(open_door):
     door.data_received(HEAD % 0)
     await _turn()
     door.connection_lost(None)
-    await asyncio.sleep(0.03)
+    await _all_answered(door)
     assert later == [200]
 
 
