@@ -29,6 +29,12 @@ def is_a_rank() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
+def end_with_torchrun() -> None:
+    """Let the kernel end this rank with the torchrun that started it: nobody else would, when that one is killed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(signal.SIGKILL)()
+
+
 def run_ranks(size: int, command: list[str], log_level: str) -> int:
     """Run `flywheel COMMAND` on each rank until all have ended.
 

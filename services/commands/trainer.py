@@ -18,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Run the trainer, on as many ranks as `trainer.ranks` says unless this process is one of them."""
     config = read_config(args)
-    from services.ranks import is_a_rank, run_ranks
+    from services.ranks import end_with_torchrun, is_a_rank, run_ranks
 
     if args.resume and os.environ.get("RANK", "0") == "0":
         from services.resume import resume_trainer
@@ -29,4 +29,5 @@ def run(args: Namespace) -> int:
         return run_ranks(config.trainer.ranks, ["trainer", "-c", args.config], config.log_level)
     from services.trainer import run_trainer
 
+    end_with_torchrun()
     return run_trainer(config)

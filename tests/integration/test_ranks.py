@@ -60,14 +60,19 @@ def test_two_ranks_end_with_the_weights_of_one(stage, budget, tmp_path, model, r
         assert torch.allclose(found[name], tensor, atol=2e-5), name
 
 
-def test_torchrun_by_hand_starts_the_same_ranks(tmp_path, model, rows, one_rank):
+def test_torchrun_by_hand_starts_the_same_ranks_and_they_end_with_it_however_it_ends(tmp_path, model, rows, one_rank):
     prepare(tmp_path, model, rows, deepspeed=ADAM)
     arguments = ["--standalone", "--nproc-per-node", "2", "-m", "services.cli"]
     arguments += ["trainer", "-c", str(tmp_path / "flywheel.yaml")]
     process = Process(arguments, tmp_path / "trainer.log", module="torch.distributed.run")
     with process:
         wait_for(lambda: newest(tmp_path) == LAST or not process.alive, "the last version", 120)
-        process.stop()  # torchrun ends its ranks; nobody else would
+        ranks = ranks_of(process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+        assert len(ranks) == 2
+        _, left = psutil.wait_procs(ranks, 10)
+        assert not left, "ranks that nobody watches go on"
     found = load_file(tmp_path / version_path(LAST) / "model.safetensors")
     assert all(torch.allclose(found[name], tensor, atol=2e-5) for name, tensor in one_rank.items())
 
