@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -34,9 +37,9 @@ _GONE = "another rank ended or came too late (trainer.rank_timeout_s), and says 
 class Ranks:
     """This process among the ranks. With one rank every call is the identity."""
 
-    def __init__(self, rank: int, size: int, local_rank: int, store: Any) -> None:
+    def __init__(self, rank: int, size: int, local_rank: int, store: Any, timeout_s: float) -> None:
         self.rank, self.size, self.local_rank = rank, size, local_rank
-        self._store = store
+        self._store, self._timeout_s = store, timeout_s
         self._ordered = 0
 
     @property
@@ -78,18 +81,33 @@ class Ranks:
     def _next_order(self, stop: StopRequest) -> tuple[str, list[Any]]:
         key, waited_s = f"order-{self._ordered}", 0.0
         while True:
-            try:
-                self._store.wait([key], timedelta(seconds=_LOOK_EVERY_S))
+            if self._is_set(key):
                 break
-            except dist.DistStoreError:
-                waited_s += _LOOK_EVERY_S if stop else 0.0
-            except (RuntimeError, dist.DistNetworkError) as exc:
-                raise RankLost(f"rank 0 is gone ({_first_line(exc)})") from exc
+            waited_s += _LOOK_EVERY_S if stop else 0.0
             if waited_s > PATIENCE_S:
                 raise RankLost(f"rank 0 gave no order for {PATIENCE_S:g} s after a request to stop")
         self._ordered += 1
         name, arguments = msgspec.msgpack.decode(self._store.get(key))
         return name, arguments
+
+    def _is_set(self, key: str) -> bool:
+        """Whether rank 0 sets the key within _LOOK_EVERY_S. Raises RankLost when it is gone or has stopped to run.
+
+        The store of a process that is stopped, or of a machine that is cut off, keeps its callers waiting without end.
+        So a thread asks, and is left behind.
+        """
+        asked: Future[None] = Future()
+        limit = timedelta(seconds=_LOOK_EVERY_S)
+        Thread(target=_settle, args=(asked, partial(self._store.wait, [key], limit)), daemon=True).start()
+        try:
+            asked.result(_LOOK_EVERY_S + self._timeout_s)
+        except dist.DistStoreError:
+            return False
+        except TimeoutError as exc:
+            raise RankLost(f"rank 0 does not answer, for {self._timeout_s:g} s now (trainer.rank_timeout_s)") from exc
+        except (RuntimeError, dist.DistNetworkError) as exc:
+            raise RankLost(f"rank 0 is gone ({_first_line(exc)})") from exc
+        return True
 
     def broadcast(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Rank 0's tensor, on the device; the others give one of the same shape and type."""
@@ -178,7 +196,16 @@ def join_ranks(timeout_s: float) -> Ranks:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-    return Ranks(rank, size, local_rank, store)
+    return Ranks(rank, size, local_rank, store, timeout_s)
+
+
+def _settle(asked: Future[None], question: Callable[[], None]) -> None:
+    try:
+        question()
+    except RuntimeError as exc:  # raised again where the answer is waited for
+        asked.set_exception(exc)
+    else:
+        asked.set_result(None)
 
 
 def _meet(rank: int, size: int) -> Any:

@@ -91,6 +91,18 @@ def test_a_rank_that_is_killed_ends_all_and_the_next_start_goes_on(rank, tmp_pat
     assert all(torch.allclose(found[name], tensor, atol=2e-5) for name, tensor in one_rank.items())
 
 
+@pytest.mark.parametrize("rank", [0, 1] if FULL else [0])
+def test_a_rank_that_hangs_ends_all_once_a_collective_took_too_long(rank, tmp_path, model, rows):
+    prepare(tmp_path, model, rows, ranks=2, deepspeed=ADAM, rank_timeout_s=3.0)
+    with start(tmp_path) as process:
+        wait_for(lambda: newest(tmp_path) >= 1 or not process.alive, "a version", 60)
+        found = ranks_of(process)
+        found[rank].suspend()
+        assert process.wait(3 + 30) == 1
+        assert not any(one.is_running() for one in found)
+    assert "trainer.rank_timeout_s" in process.output() and "Traceback" not in process.output()
+
+
 def ranks_of(process: Process) -> list[psutil.Process]:
     found = [child for child in psutil.Process(process.pid).children() if "services.cli" in child.cmdline()]
     return sorted(found, key=lambda child: int(child.environ()["RANK"]))

@@ -17,7 +17,7 @@ from trainer_service.parts import Part, Work
 from trainer_service.ranks import Ranks
 from trainer_service.trajectories import TokenSequence, Trajectory, trajectories_of
 
-ALONE = Ranks(0, 1, 0, None)  # the only one
+ALONE = Ranks(0, 1, 0, None, 1.0)  # the only one
 
 
 def array(*values: float) -> np.ndarray:

@@ -43,7 +43,7 @@ def test_an_object_is_not_sent():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_item_is_one_ranks_and_costs_are_even(size):
     costs = [90, 10, 40, 40, 70, 30, 20, 60]
-    shares = [Ranks(rank, size, rank, None).share(costs) for rank in range(size)]
+    shares = [Ranks(rank, size, rank, None, 1.0).share(costs) for rank in range(size)]
     assert sorted(number for share in shares for number in share) == list(range(len(costs)))
     totals = [sum(costs[number] for number in share) for share in shares]
     assert max(totals) - min(totals) <= min(costs)
