@@ -6,11 +6,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from explorer_service.api.browsers import BrowserGuard
@@ -65,30 +64,45 @@ _COUNTED = (answer_chat, answer_completion)  # in the metrics of chat
 _CALLER_LEFT = 499
 
 
-def build_app(open_deps: Callable[[], AbstractAsyncContextManager[Deps]], config: ExplorerConfig) -> FastAPI:
+def build_app(open_deps: Callable[[], AbstractAsyncContextManager[Deps]], config: ExplorerConfig) -> Router:
     """The application. open_deps: builds what handlers need, and closes it when the application ends."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_app: object) -> AsyncIterator[dict[str, Deps]]:
         async with open_deps() as deps:
-            app.state.deps = deps
-            yield
+            yield {"deps": deps}
 
-    app = FastAPI(title="Flywheel Explorer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.redirect_slashes = False  # a redirect would name the host that the caller sent
-    app.router.routes += [_RawRoute(path, Endpoint(handler), methods=[method]) for method, path, handler in ROUTES]
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    if not config.keys:  # a page knows no key, and a browser adds none by itself
-        app.add_middleware(BrowserGuard, allowed_hosts=config.allowed_hosts)
-    return app
+    routes = [_RawRoute(path, Endpoint(handler), methods=[method]) for method, path, handler in ROUTES]
+    guards = [Middleware(BrowserGuard, allowed_hosts=config.allowed_hosts)]
+    return Router(
+        routes,
+        redirect_slashes=False,  # a redirect would name the host that the caller sent
+        default=_answer_not_found,
+        lifespan=lifespan,
+        middleware=guards if not config.keys else [],  # a page knows no key, and a browser adds none by itself
+    )
 
 
 class _RawRoute(Route):
     """A route by the path as it was sent, whose names may hold a percent-encoded slash. They stay encoded."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        path = scope.get("raw_path", b"").decode("latin-1") if "{" in self.path else scope["path"]
-        return super().matches({**scope, "path": path})
+        if "{" not in self.path:
+            return super().matches(scope)
+        return super().matches({**scope, "path": scope.get("raw_path", b"").decode("latin-1")})
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        allowed = self.methods or set()
+        if scope["method"] in allowed:
+            await self.app(scope, receive, send)
+            return
+        refusal = ApiError(405, "Method Not Allowed").response()
+        refusal.headers["Allow"] = ", ".join(sorted(allowed))
+        await refusal(scope, receive, send)
+
+
+async def _answer_not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    await ApiError(404, "Not Found", kind="NotFoundError").response()(scope, receive, send)
 
 
 class Endpoint:
@@ -98,7 +112,7 @@ class Endpoint:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deps: Deps = scope["app"].state.deps
+        deps: Deps = scope["state"]["deps"]
         started, status = time.perf_counter(), 500
         try:
             response = await self._answer(Request(scope, receive, send), deps)
@@ -121,12 +135,3 @@ class Endpoint:
                 log.exception("a request failed for a reason of ours", path=request.scope["path"])
                 answer = internal_error()
             return answer.response()
-
-
-async def _on_http_exception(_request: Request, exc: Exception) -> Response:
-    """What the router itself answers: no such route, or not by this method."""
-    assert isinstance(exc, HTTPException)
-    kind = "NotFoundError" if exc.status_code == 404 else "invalid_request_error"
-    response = ApiError(exc.status_code, str(exc.detail), kind=kind).response()
-    response.headers.update(exc.headers or {})
-    return response

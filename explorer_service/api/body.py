@@ -87,6 +87,7 @@ class while_caller_waits:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watch.cancel()
+        del self._watch  # a cancelled task's traceback refers to this object: a cycle would hold the whole request
         if self._left and kind is asyncio.CancelledError and not self._task.uncancel():
             raise CallerLeft from None
 

@@ -17,7 +17,7 @@ from explorer_service.chat.request import ChatRequest
 
 _LOGPROBS, _AFTER_LOGPROBS = b'"logprobs"', b'},"finish_reason":'
 _SILENT = re.compile(rb'^data: (?=.*"delta"\s*:\s*\{\}).*"finish_reason"\s*:\s*null')
-_OTHER_FIELDS = (b'"delta":', b'"message":', b'"text":')
+_SAYS = (b'"message":', b'"delta":', b'"text":')
 _IDS = b'token_ids"'
 _IDS_SPACED = re.compile(rb'token_ids"(\s*:\s*)\[[^]]*\]')
 
@@ -29,7 +29,8 @@ def redact(json: bytes, chat: ChatRequest) -> bytes:
     """
     if not chat.recorded:  # nothing was added to the request
         return json
-    if not (chat.wants_logprobs or chat.wants_token_ids) and b"{}" in json and _SILENT.search(json):
+    is_event = json.startswith(b"data: ")
+    if is_event and not (chat.wants_logprobs or chat.wants_token_ids) and b"{}" in json and _SILENT.search(json):
         return b""
     if not chat.wants_logprobs:
         json = _cut_logprobs(json)
@@ -46,14 +47,13 @@ def rename(json: bytes, model: str, asked: str) -> bytes:
 
 
 def _cut_logprobs(json: bytes) -> bytes:
-    """Where vLLM writes them; in JSON that is written otherwise, wherever they are."""
+    """Where vLLM writes them, after what the choice says; in JSON that is written otherwise, wherever they are."""
     cut, at = json, 0
-    while (at := cut.find(_LOGPROBS, at)) >= 0:
-        at += len(_LOGPROBS)
+    while (found := cut.find(_LOGPROBS, at)) >= 0:
+        before, at = at, found + len(_LOGPROBS)
         if cut.startswith(b":{", at):
             end = cut.find(_AFTER_LOGPROBS, at)
-            logprobs = cut[at:end]
-            if end < 0 or any(field in logprobs for field in _OTHER_FIELDS):  # one of them lies between
+            if end < 0 or all(cut.find(field, before, found) < 0 for field in _SAYS):  # it may lie between
                 return _cut(json, _logprobs_of(json))
             cut = cut[: at + 1] + b"null" + cut[end + 1 :]
         elif not cut.startswith(b":null", at):

@@ -122,7 +122,7 @@ def test_a_caller_who_does_not_read_loses_its_stream_and_its_slot(scripted_engin
     explorer = start_explorer([scripted_engine.url], body_timeout_s=1.0, max_in_flight=2).wait_ready()
     script = scripted_engine.script
     script.reply_ids, script.logprobs, script.padding = list(range(10_000)), [-0.5] * 10_000, " " * 4000
-    (engine,) = explorer.app.state.deps.pool.engines
+    (engine,) = explorer.deps.pool.engines
     with listen_deafly(explorer), listen_deafly(explorer):
         wait_until(lambda: engine.in_flight == 2)
         wait_until(lambda: engine.in_flight == 0, 15)
@@ -241,6 +241,6 @@ def test_a_connection_that_we_have_no_descriptor_for_is_not_the_engines_fault(ex
     reply = explorer.chat()
     monkeypatch.undo()
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_lost")
-    (engine,) = explorer.app.state.deps.pool.engines
+    (engine,) = explorer.deps.pool.engines
     assert engine.state == "serving"
     assert explorer.chat().status_code == 200

@@ -250,7 +250,7 @@ def test_a_trainer_whose_host_is_an_hour_ahead_takes_no_lease_of_another(server,
 
 def test_one_statement_that_is_refused_leaves_its_group_alone(explorer):
     """Too many parameters are an OperationalError, as a full disk is."""
-    writer = explorer.app.state.deps.feedback_writer
+    writer = explorer.deps.feedback_writer
     count = 300_000 if explorer.config.database_url is None else 66_000
 
     def too_many(connection: Connection) -> None:

@@ -74,4 +74,4 @@ def test_an_early_hint_is_not_the_answer(engine, start_explorer):
     with connect(explorer, post("/chat", CHAT_BODY) + get("/health")) as opened:
         chat, health = read_answers(opened, 2)
     assert (chat.status, chat.body, health.status) == (400, refusal, 200)
-    wait_until(lambda: explorer.app.state.deps.pool.engines[0].in_flight == 0)
+    wait_until(lambda: explorer.deps.pool.engines[0].in_flight == 0)

@@ -237,7 +237,7 @@ def test_feedback_does_not_wait_for_ever_for_another_explorers_stream(scripted_e
     other = threading.Thread(target=live)
     other.start()
     try:
-        wait_until(lambda: not explorer.app.state.deps.membership.is_alone)
+        wait_until(lambda: not explorer.deps.membership.is_alone)
         began = time.monotonic()
         reply = feedback(explorer, msg_ids=["chatcmpl-open"], reward=1)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "stream_open")

@@ -174,7 +174,7 @@ def test_a_caller_who_sends_another_request_and_leaves_ends_the_work(explorer, s
     opened.sendall(post("/chat", CHAT_BODY))
     time.sleep(0.05)
     opened.close()
-    (engine,) = explorer.app.state.deps.pool.engines
+    (engine,) = explorer.deps.pool.engines
     wait_until(lambda: engine.in_flight == 0, 3)
     assert len(script.bodies) == 1
 

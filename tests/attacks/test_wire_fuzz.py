@@ -45,7 +45,7 @@ def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplor
     running = RunningExplorer(make_config(tmp_path_factory.mktemp("wire"), [engine.url], **limits)).wait_ready()
     yield running
     assert running.chat().status_code == 200, "after all that it serves"
-    wait_until(lambda: running.app.state.deps.pool.engines[0].in_flight == 0)
+    wait_until(lambda: running.deps.pool.engines[0].in_flight == 0)
     running.stop()
     engine.stop()
     patch.undo()

@@ -201,7 +201,7 @@ def test_a_sample_that_cannot_be_stored_does_not_take_others_of_its_group_along(
     from shared.errors import LedgerError
     from tests.support.samples import sample
 
-    writer = explorer.app.state.deps.writer
+    writer = explorer.deps.writer
 
     async def all_at_once() -> list[object]:
         names = [f"m{n}" for n in range(20)] + ["m3"]

@@ -68,7 +68,7 @@ def test_a_chat_whose_only_engine_dies_gets_503_with_retry_after(scripted_engine
 
 def test_chats_wait_for_room_and_too_many_are_refused(scripted_engine, start_explorer):
     explorer = start_explorer([scripted_engine.url], max_in_flight=2, max_waiting=2).wait_ready()
-    pool = explorer.app.state.deps.pool
+    pool = explorer.deps.pool
     scripted_engine.script.paused = True
     with ThreadPoolExecutor(4) as threads:
         accepted = [threads.submit(say, explorer, f"question {number}") for number in range(4)]

@@ -81,7 +81,7 @@ def test_several_engines_reload_one_at_a_time_while_the_others_serve(
     second = ScriptedEngine()
     try:
         explorer = start_explorer([scripted_engine.url, second.url])
-        pool = explorer.app.state.deps.pool
+        pool = explorer.deps.pool
         wait_until(lambda: len(pool.serving) == 2)
         scripted_engine.script.reload_s = second.script.reload_s = 1.5  # time for a chat, whatever else runs
         publish(explorer, 1)

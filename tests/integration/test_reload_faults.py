@@ -168,9 +168,9 @@ def test_one_engine_at_a_time_reloads_for_all_explorers(start_house, engines, st
 def test_an_explorer_with_other_engines_is_not_waited_for(scripted_engine, start_explorer, engines):
     first = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
     stranger = start_explorer([engines[0].url], reload=SETTINGS | {"poll_interval_s": 30.0}).wait_ready()
-    wait_until(lambda: not first.app.state.deps.membership.is_alone)
+    wait_until(lambda: not first.deps.membership.is_alone)
     seen = []
-    leases = first.app.state.deps.leases
+    leases = first.deps.leases
     wait_followed = leases.wait_followed
 
     async def asked(url: str, generation: int, timeout_s: float) -> int:

@@ -21,7 +21,7 @@ from tests.support.servers import RunningExplorer, free_port, make_config, publi
 @pytest.fixture
 def both(scripted_engine, start_explorer) -> list[RunningExplorer]:
     started = [start_explorer([scripted_engine.url]).wait_ready() for _ in range(2)]
-    wait_until(lambda: not any(explorer.app.state.deps.membership.is_alone for explorer in started))
+    wait_until(lambda: not any(explorer.deps.membership.is_alone for explorer in started))
     return started
 
 
@@ -113,7 +113,7 @@ def test_feedback_to_one_waits_for_a_stream_of_the_other(both, scripted_engine):
 def test_when_the_owner_signs_off_another_takes_the_engine_over(both):
     with both[0].ledger.read() as connection:
         owner = connection.execute(select(engines.c.owner)).scalar_one()
-    leaving = next(explorer for explorer in both if explorer.app.state.deps.membership.id == owner)
+    leaving = next(explorer for explorer in both if explorer.deps.membership.id == owner)
     (staying,) = (explorer for explorer in both if explorer is not leaving)
     leaving.stop()
     publish(staying, 1)
@@ -125,7 +125,7 @@ def test_an_engine_whose_owner_died_within_a_reload_is_taken_over_when_its_lease
     with explorer.ledger.write() as connection:  # as a killed owner leaves it, for longer than one poll takes
         ghost = {"owner": "ghost", "owner_until": time.time() + 3.0, "state": "reloading", "version": None}
         connection.execute(update(engines).values(generation=engines.c.generation + 1, **ghost))
-    explorer.app.state.deps.leases.forget(scripted_engine.url)
+    explorer.deps.leases.forget(scripted_engine.url)
     scripted_engine.script.paused = True
     wait_until(lambda: explorer.http.get("/ready").status_code == 503)
     wait_until(lambda: explorer.http.get("/ready").status_code == 200)

@@ -82,7 +82,7 @@ def test_a_folder_that_is_unmounted_while_the_explorer_runs_rejects_no_version(
     shutil.move(tmp_path / "versions", tmp_path / "elsewhere")
     with explorer.ledger.write() as connection:
         transitions.publish(connection, version=2, parent=1, kind="full", step=2)
-    engine = explorer.app.state.deps.pool.engines[0]
+    engine = explorer.deps.pool.engines[0]
     wait_until(lambda: "is root_dir mounted?" in engine.reason)
     shutil.move(tmp_path / "elsewhere", tmp_path / "versions")
     write_scripted_version(tmp_path, 2, -2.0)

@@ -42,7 +42,7 @@ def test_an_engine_that_was_started_on_version_0_shows_its_own_noise_and_is_held
     wait_until(lambda: served(explorer) == "1")
     scripted_engine.script.noise = 4 * NOISE
     publish(explorer, 2, -2.5)
-    wait_until(lambda: not explorer.app.state.deps.pool.serving)  # not even the last good one passes
+    wait_until(lambda: not explorer.deps.pool.serving)  # not even the last good one passes
     scripted_engine.script.noise = NOISE
     wait_until(lambda: served(explorer) in ("1", "2"))
 
@@ -58,5 +58,5 @@ def test_an_engine_of_somebody_else_is_held_to_the_table_or_to_what_is_configure
     if tolerance:
         wait_until(lambda: version_state(explorer, 0) == "SERVING")
     else:
-        assert not explorer.app.state.deps.pool.serving
+        assert not explorer.deps.pool.serving
         assert version_state(explorer, 0) == "PUBLISHED", "an engine's noise condemns no base model"

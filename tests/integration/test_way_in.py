@@ -155,7 +155,7 @@ def test_a_caller_who_leaves_ends_the_work(explorer, scripted_engine, stream):
     opened.sendall(request("/chat", b'{"messages": [], "stream": %s}' % (b"true" if stream else b"false")))
     wait_until(lambda: script.events > 1 if stream else len(script.bodies) == 1)
     opened.close()
-    (engine,) = explorer.app.state.deps.pool.engines
+    (engine,) = explorer.deps.pool.engines
     wait_until(lambda: engine.in_flight == 0, 3)
     assert explorer.http.get("/status").json()["rows"]["RECORDED"] == 0
     assert 'flywheel_chat_requests_total{status="499"} 1.0' in explorer.http.get("/metrics").text
@@ -181,7 +181,7 @@ def test_a_caller_who_leaves_while_it_waits_for_an_engine_gives_its_place_up(scr
 
 
 def _is_waiting(explorer: RunningExplorer, count: int) -> bool:
-    return explorer.app.state.deps.pool.waiting == count
+    return explorer.deps.pool.waiting == count
 
 
 # ---------------------------------------------------------------------------------------------- the error boundary
@@ -195,11 +195,7 @@ def answer_of(handler: Callable[[Request, Any], Any]) -> list[dict[str, Any]]:
         sent.append(message)
 
     async def run() -> None:
-        class App:
-            class state:
-                deps = None
-
-        scope = {"type": "http", "method": "POST", "path": "/tried", "headers": [], "app": App}
+        scope = {"type": "http", "method": "POST", "path": "/tried", "headers": [], "state": {"deps": None}}
         await Endpoint(handler)(scope, None, send)  # type: ignore[arg-type]
 
     asyncio.run(run())
@@ -232,7 +228,7 @@ def test_with_several_explorers_and_no_database_streams_and_feedback_answer_503(
     explorer, scripted_engine, start_explorer, monkeypatch
 ):
     start_explorer([scripted_engine.url]).wait_ready()
-    deps = explorer.app.state.deps
+    deps = explorer.deps
     wait_until(lambda: not deps.membership.is_alone)
 
     def gone(*_: object) -> Any:

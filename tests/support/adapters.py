@@ -23,7 +23,7 @@ def state(explorer: RunningExplorer, version: int) -> str:
 
 
 def engine(explorer: RunningExplorer) -> Any:
-    return explorer.app.state.deps.pool.engines[0]
+    return explorer.deps.pool.engines[0]
 
 
 def publish_and_wait(explorer: RunningExplorer, *versions: int) -> None:

@@ -10,14 +10,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from explorer_service.app import build_app
+from explorer_service.deps import Deps
 from services.explorer import build_server, listen, open_deps
 from shared.config import Config
 from shared.ledger import transitions
@@ -68,17 +69,22 @@ class RunningExplorer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.deps: Deps  # once it has started
         self.ledger = Ledger.open(config.ledger_url, answering_within(config.explorer.ledger_timeout_s))
-        app = build_app(partial(open_deps, config, self.ledger), config.explorer)
-        self.server = build_server(app, config.explorer)
+        self.app = build_app(self._open_deps, config.explorer)
+        self.server = build_server(self.app, config.explorer)
         listener = listen(config.explorer)
         self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
         self.thread.start()
         self.url = f"http://127.0.0.1:{config.explorer.port}"
         json = {"Content-Type": "application/json"}  # of bodies that are given as bytes
         self.http = httpx.Client(base_url=self.url, headers=json, timeout=30)
-        self.app = app
         wait_until(lambda: self.server.started)
+
+    @asynccontextmanager
+    async def _open_deps(self) -> AsyncIterator[Deps]:
+        async with open_deps(self.config, self.ledger) as self.deps:
+            yield self.deps
 
     def wait_ready(self) -> RunningExplorer:
         wait_until(lambda: self.http.get("/ready").status_code == 200)

@@ -116,7 +116,7 @@ def test_a_version_with_a_request_in_flight_is_not_unloaded(start, scripted_engi
 
 def watch_openings(explorer: RunningExplorer) -> list[set[int]]:
     """What the engine serves each time that it opens from now on."""
-    pool, opened_with = explorer.app.state.deps.pool, []
+    pool, opened_with = explorer.deps.pool, []
     serve = pool.serve
 
     def watched(engine: Any, versions: dict[int, str], *args: Any) -> None:
