@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from starlette.middleware import Middleware
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from explorer_service.api.browsers import BrowserGuard
 from explorer_service.api.errors import ApiError, as_api_error, internal_error
@@ -64,23 +64,32 @@ _COUNTED = (answer_chat, answer_completion)  # in the metrics of chat
 _CALLER_LEFT = 499
 
 
-def build_app(open_deps: Callable[[], AbstractAsyncContextManager[Deps]], config: ExplorerConfig) -> Router:
+class ExplorerApp(FastAPI):
+    """FastAPI without its error handlers and exit stack: every route answers its exceptions itself, in `Endpoint`."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """What was added by `add_middleware` around the routes, and nothing else."""
+        app: ASGIApp = self.router
+        for middleware in reversed(self.user_middleware):
+            app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+        return app
+
+
+def build_app(open_deps: Callable[[], AbstractAsyncContextManager[Deps]], config: ExplorerConfig) -> FastAPI:
     """The application. open_deps: builds what handlers need, and closes it when the application ends."""
 
     @asynccontextmanager
-    async def lifespan(_app: object) -> AsyncIterator[dict[str, Deps]]:
+    async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, Deps]]:
         async with open_deps() as deps:
             yield {"deps": deps}
 
-    routes = [_RawRoute(path, Endpoint(handler), methods=[method]) for method, path, handler in ROUTES]
-    guards = [Middleware(BrowserGuard, allowed_hosts=config.allowed_hosts)]
-    return Router(
-        routes,
-        redirect_slashes=False,  # a redirect would name the host that the caller sent
-        default=_answer_not_found,
-        lifespan=lifespan,
-        middleware=guards if not config.keys else [],  # a page knows no key, and a browser adds none by itself
-    )
+    app = ExplorerApp(title="Flywheel Explorer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False  # a redirect would name the host that the caller sent
+    app.router.default = _answer_not_found
+    app.router.routes += [_RawRoute(path, Endpoint(handler), methods=[method]) for method, path, handler in ROUTES]
+    if not config.keys:  # a page knows no key, and a browser adds none by itself
+        app.add_middleware(BrowserGuard, allowed_hosts=config.allowed_hosts)
+    return app
 
 
 class _RawRoute(Route):
