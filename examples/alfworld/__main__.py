@@ -13,6 +13,7 @@ from examples.run import Example, parser, run
 
 ABOUT = "A model learns household tasks in ALFWorld's houses: reward 1.0 when done, -0.1 when not, 30 steps at most."
 TRAINING, HELD_OUT = 1000, 100  # generated houses of a model that is not tiny
+LEARN = {"at_once": 16, "timeout_s": 600.0, "params": {"max_tokens": 256}}  # of a model that is not tiny
 
 
 def example(args: Namespace) -> Example:
@@ -35,7 +36,7 @@ def example(args: Namespace) -> Example:
         recipe=tiny.recipe,
         engine=tiny.ENGINE,
         trainer=tiny.TRAINER,
-        learn=tiny.LEARN,
+        learn=LEARN if args.url else tiny.LEARN,
     )
 
 
