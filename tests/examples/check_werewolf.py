@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from argparse import Namespace
 from collections import Counter
 
 import flywheel
 import pytest
 
+from examples.werewolf.__main__ import example
 from examples.werewolf.agent import RULES, play, role
 from examples.werewolf.reward import outcome, reward
 from examples.werewolf.world import MOST_DAYS, NAMES, Game, read_name, villager
@@ -202,6 +204,58 @@ async def test_agents_play_a_game_to_its_end_and_their_prompts_fit_a_small_conte
     earlier = [body["messages"] for body in bodies if body["messages"][0] == first["messages"][0]]
     assert all(short == long[: len(short)] for short, long in itertools.pairwise(earlier)), "chats continue"
     assert RULES in first["messages"][0]["content"][0]["text"]
+
+
+def settings(**options) -> Namespace:
+    return Namespace(**{"url": "http://127.0.0.1:9", "villagers": None, "self_play": False, **options})
+
+
+def first_alive(body: dict) -> dict:
+    """The first living player but the one who is asked."""
+    me = re.search(r"You are (\w+), a", body["messages"][0]["content"][0]["text"])[1]
+    told = "".join(part["text"] for part in body["messages"][-1]["content"])
+    return {"content": next(name for name in re.search(r"Alive: ([\w ]+)\.", told)[1].split() if name != me)}
+
+
+def players(bodies: list[dict]) -> dict[str, tuple[str, bool]]:
+    """The model of each player that was asked, and whether its chats are recorded."""
+    found = {}
+    for body in bodies:
+        name = re.search(r"You are (\w+), a", body["messages"][0]["content"][0]["text"])[1]
+        found[name] = (body["model"], body.get("store") is not False)
+    return found
+
+
+@in_a_loop
+async def test_villagers_may_be_a_version_whose_chats_are_not_recorded():
+    game = Game(5)
+    with stub(first_alive) as (url, bodies):
+        client = flywheel.AsyncClient(url.removesuffix("/v1"), model="agent", key="unused")
+        run = client.run("t", "0")
+        _, runs = await example(settings(villagers="agent@0")).workflow({"seed": 5}, run.model, run)
+    asked = players(bodies)
+    assert {name for name, said in asked.items() if said == ("agent", True)} == game.wolves == set(runs)
+    assert {name for name, said in asked.items() if said == ("agent@0", False)} == set(game.seats) - game.wolves
+    assert {one.run_id for one in runs.values()} == {f"0/{name}" for name in game.wolves}
+
+
+@in_a_loop
+async def test_in_self_play_the_sides_learn_in_turn_and_each_is_rewarded_for_its_own_part(monkeypatch):
+    monkeypatch.setattr("examples.werewolf.__main__.TURN", 1)
+    made = example(settings(self_play=True))
+    for side in ("wolves", "villagers"):
+        with stub(first_alive) as (url, bodies):
+            run = flywheel.AsyncClient(url.removesuffix("/v1"), model="agent", key="unused").run("t", "0")
+            reply = await made.workflow({"seed": 5}, run.model, run)
+        game, runs = reply
+        assert {name in game.wolves for name in runs} == {side == "wolves"}
+        assert {name for name, (_, recorded) in players(bodies).items() if recorded} == set(runs)
+        next(iter(runs.values())).msg_ids.clear()
+        assert made.judge({"seed": 5}, reply).metrics == outcome(game).metrics
+        silent, *others = runs.items()
+        assert silent[1].outcome is None, "who has said nothing is not rewarded"
+        assert [one.outcome for _, one in others] == [reward(game, name) for name, _ in others]
+        assert made.parts(reply) == [one for _, one in others]
 
 
 @in_a_loop
