@@ -235,7 +235,8 @@ async def test_villagers_may_be_a_version_whose_chats_are_not_recorded():
         _, runs = await example(settings(villagers="agent@0")).workflow({"seed": 5}, run.model, run)
     asked = players(bodies)
     assert {name for name, said in asked.items() if said == ("agent", True)} == game.wolves == set(runs)
-    assert {name for name, said in asked.items() if said == ("agent@0", False)} == set(game.seats) - game.wolves
+    others = {name for name, said in asked.items() if said == ("agent@0", False)}
+    assert others < set(game.seats) - game.wolves and len(others) == 3, "one is killed before he speaks"
     assert {one.run_id for one in runs.values()} == {f"0/{name}" for name in game.wolves}
 
 
@@ -249,13 +250,13 @@ async def test_in_self_play_the_sides_learn_in_turn_and_each_is_rewarded_for_its
             reply = await made.workflow({"seed": 5}, run.model, run)
         game, runs = reply
         assert {name in game.wolves for name in runs} == {side == "wolves"}
-        assert {name for name, (_, recorded) in players(bodies).items() if recorded} == set(runs)
-        next(iter(runs.values())).msg_ids.clear()
+        spoke = {name for name, (_, recorded) in players(bodies).items() if recorded}
         assert made.judge({"seed": 5}, reply).metrics == outcome(game).metrics
-        silent, *others = runs.items()
-        assert silent[1].outcome is None, "who has said nothing is not rewarded"
-        assert [one.outcome for _, one in others] == [reward(game, name) for name, _ in others]
-        assert made.parts(reply) == [one for _, one in others]
+        assert {name: one.outcome for name, one in runs.items() if name in spoke} == {
+            name: reward(game, name) for name in spoke
+        }
+        assert [one.outcome for name, one in runs.items() if name not in spoke] == [None] * (side == "villagers")
+        assert made.parts(reply) == [one for name, one in runs.items() if name in spoke]
 
 
 @in_a_loop
