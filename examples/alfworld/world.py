@@ -8,11 +8,13 @@ episode ends after MAX_STEPS.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ with warnings.catch_warnings():
     import textworld
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     from textworld.envs import PddlEnv
+    from textworld.envs.pddl import textgen
+    from textworld.logic import Rule
 
 from examples.alfworld.houses import KINDS, game_of, make_house
 
@@ -39,6 +43,7 @@ class Household:
     """
 
     def __init__(self, task: Mapping[str, Any], *, plans: bool = False) -> None:
+        _keep_parses()
         infos = textworld.EnvInfos(won=True, admissible_commands=True, policy_commands=plans)
         self._env = AlfredDemangler(PddlEnv(infos), shuffle=False)
         self._state: Any = None
@@ -70,6 +75,18 @@ class Household:
 
     def _info(self) -> dict[str, Any]:
         return {"possible": list(self._state.admissible_commands), "plan": list(self._state.policy_commands or ())}
+
+
+@functools.cache
+def _keep_parses() -> None:
+    """Let TextWorld parse each template and each condition of its grammar once in this process.
+
+    It parses them anew for every sentence that it says, which takes three quarters of a step. Neither has a public way
+    to be kept. What is derived from a template is changed in place, so each caller gets a copy of its own.
+    """
+    parse = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
+    textgen._parse_and_convert = lambda *args, **options: deepcopy(parse(*args, **options))
+    Rule.parse_conjunctive_query = functools.lru_cache(maxsize=1024)(Rule.parse_conjunctive_query)
 
 
 class Households:

@@ -7,8 +7,8 @@ import functools
 import json
 import os
 import random
-import re
-from collections import Counter
+import subprocess
+import sys
 
 import flywheel
 import pytest
@@ -17,60 +17,14 @@ pytest.importorskip("alfworld", reason="make examples could not build ALFWorld's
 
 from examples.alfworld import tiny
 from examples.alfworld.agent import RULES, Agent
-from examples.alfworld.houses import CLEAN, COOL, HEAT, KINDS, LIGHT, PICK, TWO, House, make_house, mangled, plan, write
+from examples.alfworld.houses import CLEAN, KINDS, LIGHT, PICK, TWO, House, make_house, plan, write
 from examples.alfworld.reward import reward
 from examples.alfworld.world import MAX_STEPS, UNFINISHED, Household, downloaded, read_action
+from tests.examples.household_referee import Referee
 from tests.examples.stub import longest_prompt, stub
 
 FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"  # without it, small houses and few
-DONE = {CLEAN: "clean", HEAT: "heat", COOL: "cool"}
 SMALL = {"kind": PICK, "most": 5}
-
-
-class Referee:
-    """Whether the goal is reached, by a house as it was made and the sentences of its game alone."""
-
-    def __init__(self, house: House, seen: str) -> None:
-        self.house, self.held, self.lamp_at, self.at = house, None, None, None
-        self.places = named(house.receptacles)
-        self.wanted, self.target = house.wanted.lower(), house.target.lower()
-        self.where: dict[str, str] = {}
-        self.done: dict[str, set[str]] = {}
-        self.won = False
-
-    def hear(self, command: str, told: str) -> None:
-        if found := re.match(r"You arrive at (.+?)\. ", told):
-            self.at = self.places[found[1]]
-        elif found := re.fullmatch(r"You pick up the (.+) from the .+\.", told):
-            self.held = found[1]
-            self.where.pop(self.held, None)
-        elif found := re.fullmatch(r"You move the (.+) to the (.+)\.", told):
-            assert found[1] == self.held
-            self.where[found[1]], self.held = found[2], None
-        elif found := re.fullmatch(r"You (heat|cool|clean) the (.+) using the (.+)\.", told):
-            assert found[2] == self.held and command == f"{found[1]} {found[2]} with {found[3]}"
-            done = self.done.setdefault(found[2], set())
-            done -= {"heat", "cool"} if found[1] != "clean" else set()
-            done.add(found[1])
-        elif told.startswith("You turn on the ") and told[16:].split()[0] == self.target:
-            self.lamp_at = self.at
-        self.won = self.won or self._reached()
-
-    def _reached(self) -> bool:
-        kind = self.house.kind
-        if kind == LIGHT:
-            return self.at == self.lamp_at is not None and self._is_wanted(self.held)
-        there = [
-            (name, place)
-            for name, place in self.where.items()
-            if self._is_wanted(name) and place.split()[0] == self.target
-        ]
-        if kind == TWO:
-            return any(count >= 2 for count in Counter(place for _, place in there).values())
-        return any(kind not in DONE or DONE[kind] in self.done.get(name, ()) for name, _ in there)
-
-    def _is_wanted(self, name: str | None) -> bool:
-        return name is not None and name.split()[0] == self.wanted
 
 
 @functools.cache
@@ -90,18 +44,36 @@ def household():
     return load
 
 
-def named(receptacles: dict) -> dict:
-    """Places by the names that the game gives: of each type the last id, in the order of its mangled text, is 1."""
-    found, numbers = {}, Counter()
-    for name in sorted(receptacles, key=mangled, reverse=True):
-        kind = name.split("|")[0].lower() + ("basin" if name.endswith("Basin") else "")
-        numbers[kind] += 1
-        found[f"{kind} {numbers[kind]}"] = receptacles[name]
-    return found
-
-
 def tag(action: str) -> str:
     return f"<action>{action}</action>"
+
+
+PLAIN = """
+import json, sys
+task, said = map(json.loads, sys.argv[1:])  # first: the planner's modules change sys.argv
+from examples.alfworld import world
+world._keep_parses = lambda: None
+house = world.Household(task)
+told = [house.reset()[0]]
+for action in said:
+    told += [(answer := house.step(action))[0], answer[-1]["possible"]]
+print(json.dumps(told))
+"""
+
+
+def test_a_game_whose_parses_are_kept_says_what_textworld_as_it_is_says(household):
+    task = {"seed": 4, "kind": CLEAN, "most": 6}
+    draw, made, house = random.Random(4), make_house(**task), household(task)
+    told, info = house.reset()
+    log, said = [told], []
+    for _ in range(15):
+        said.append(fuzzed(draw, info["possible"], made))
+        told, _, _, _, info = house.step(said[-1])
+        log += [told, info["possible"]]
+    command = [sys.executable, "-c", PLAIN, json.dumps(task), json.dumps(said)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert json.loads(ended.stdout.splitlines()[-1]) == log
 
 
 @pytest.mark.parametrize("seen", [True, False])
