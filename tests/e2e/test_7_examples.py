@@ -23,6 +23,8 @@ AIMS = {
     "werewolf": ("wins", 0.15),
 }
 
+LONG = pytest.mark.skipif(not FULL, reason="a second example on the same server: FLYWHEEL_TORTURE=full")
+
 
 def start(*arguments: str, limit_s: float) -> str:
     """What a program prints; its last lines on stderr when it fails."""
@@ -61,7 +63,7 @@ def test_worlds_rewards_and_agents_under_their_own_python():
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", ["frozen_lake", "werewolf", "alfworld"])
+@pytest.mark.parametrize("name", ["frozen_lake", pytest.param("werewolf", marks=LONG)])
 def test_an_example_evaluates_learns_and_reports_on_a_server_that_runs(name, tools_live: Live, tmp_path):
     url = str(tools_live.http.base_url)
     options = ("--url", url, "--minutes", "0.25", "--held-out", "4")
