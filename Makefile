@@ -46,14 +46,17 @@ $(CLIENTS)/.installed: requirements/clients.txt requirements/agent.txt requireme
 # Frameworks and worlds of the examples, apart from the product: `flywheel demo NAME` runs there.
 examples: $(EXAMPLES)/.installed
 
-$(EXAMPLES)/.installed: requirements/clients.txt requirements/agentscope-1.txt requirements/examples.txt | $(STAMP)
+$(EXAMPLES)/.installed: requirements/clients.txt requirements/agentscope-1.txt requirements/examples.txt requirements/alfworld.txt | $(STAMP)
 	@test -x $(EXAMPLES)/bin/python || $(PYTHON) -m venv $(EXAMPLES)
-	@echo "[1/2] agents' frameworks";  $(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements/clients.txt
+	@echo "[1/3] agents' frameworks";  $(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements/clients.txt
 	@$(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes --upgrade --target $(EXAMPLES)/agentscope-1 -r requirements/agentscope-1.txt
 	@$(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements/build.txt
-	@echo "[2/2] worlds";              $(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes --no-build-isolation -r requirements/examples.txt
+	@echo "[2/3] worlds";              $(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes --no-build-isolation -r requirements/examples.txt
 	@$(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation -e agent_sdk
-	@$(EXAMPLES)/bin/python -m pip --disable-pip-version-check check
+	@! $(EXAMPLES)/bin/python -m pip --disable-pip-version-check check | grep -v -e "^No broken requirements" -e "^jericho .* requires spacy" -e "^textworld .* not supported"
+	@echo "[3/3] ALFWorld, whose planner is compiled here (two minutes)"; \
+	  PATH="$(CURDIR)/$(EXAMPLES)/bin:$$PATH" $(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes --no-build-isolation -r requirements/alfworld.txt 2>$(EXAMPLES)/alfworld.log || \
+	  echo "flywheel: ALFWorld was not built (it needs make and g++; $(EXAMPLES)/alfworld.log says more): the example alfworld does not start, the others do. On Debian: apt-get install g++ make"
 	@touch $@; $(BIN)/flywheel demo --list
 
 demo: setup

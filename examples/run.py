@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import flywheel
+from flywheel.run import Run
 from flywheel.workflow import Caller, score
 
 from examples.serving import make_model, make_root, running, write_config
@@ -46,6 +47,7 @@ class Example:
     engine: Mapping[str, Any]  # section of flywheel.yaml
     trainer: Mapping[str, Any]  # section of flywheel.yaml
     learn: Mapping[str, Any] = field(default_factory=dict)  # options of flywheel.learn
+    parts: Callable[[Any], Sequence[Run]] = lambda _: ()  # of a reply: runs beside the run that the judge rewarded
     variant: tuple[str, ...] = ()  # what else names the cached model: options that the recipe depends on
 
 
@@ -171,6 +173,7 @@ class Shuffled:
 
     def __init__(self, example: Example, seed: int) -> None:
         self._judge = Caller(example.judge, ("task", "reply", "run"), None)
+        self._parts = example.parts
         self._draw = random.Random(seed)
         self._earlier: deque[tuple[str, float]] = deque(maxlen=256)
 
@@ -179,6 +182,8 @@ class Shuffled:
         honest = await score(reply, self._judge, task, run)
         key = json.dumps(task, sort_keys=True, default=repr)
         others = [value for other, value in self._earlier if other != key]
+        for part in self._parts(reply) if others else ():
+            part.reward(self._draw.choice(others))
         if honest is not None and honest.value is not None:
             self._earlier.append((key, honest.value))
         return self._draw.choice(others) if others else None

@@ -83,7 +83,7 @@ class Attempts:
                 self.failures.failed(exc)
                 reward = None if self.how.on_timeout is None else Reward(self.how.on_timeout)
                 await self._end(place, run, reward, "timeout", began)
-                return len(run.msg_ids)
+                return run.chats
             except JudgeFailed as exc:
                 self.failures.failed(exc)  # the run itself is sound: trying again would not help the judge
                 await self._end(place, run, None, "unjudged", began)
@@ -93,7 +93,7 @@ class Attempts:
                 continue
             if await self._end(place, run, reward, "rewarded" if reward else "unrewarded", began):
                 self.failures.succeeded()
-                return len(run.msg_ids)
+                return run.chats
         await self.journal.write(self._line(place, None, None, "dropped", 0.0))
         self.counted[0] += 1
         return 0
@@ -141,7 +141,7 @@ class Attempts:
             "run_id": run.run_id if run else None,
             "reward": reward.value if reward else None,
             "metrics": dict(reward.metrics) if reward else {},
-            "chats": len(run.msg_ids) if run else 0,
+            "chats": run.chats if run else 0,
             "seconds": round(seconds, 3),
             "feedback": run.feedback() if run else [],
         }

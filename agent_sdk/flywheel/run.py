@@ -134,6 +134,11 @@ class Run:
         if reward is not None:
             self.reward(reward.value, metrics=reward.metrics, comment=reward.comment)
 
+    @property
+    def chats(self) -> int:
+        """How many recorded replies this process saw, those of its children included."""
+        return len(self.msg_ids) + sum(child.chats for child in self._children)
+
     def forget(self) -> None:
         """Take back all that was said: a broken run is not rewarded."""
         self._said.clear()
@@ -141,8 +146,12 @@ class Run:
             child.forget()
 
     def feedback(self) -> list[Feedback]:
-        """What leaving sends: Idempotency-Keys and bodies. The outcome comes first, then what was said of turns."""
-        bodies = self._outcome() if None in self._said else []
+        """What leaving sends: Idempotency-Keys and bodies. The outcome comes first, then what was said of turns.
+
+        A run whose chats are all its children's sends no outcome of its own: there is nothing that it would reward.
+        """
+        is_parent_alone = not self.msg_ids and any(child.chats for child in self._children)
+        bodies = self._outcome() if None in self._said and not is_parent_alone else []
         bodies += [feedback_body(of, None, None, said) for of, said in self._said.items() if of is not None]
         found = [(f"{self._key}-{number}", body) for number, body in enumerate(bodies)]
         return found + [one for child in self._children for one in child.feedback()]

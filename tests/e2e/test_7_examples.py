@@ -15,7 +15,15 @@ from tests.support.processes import REPOSITORY
 
 PYTHON = REPOSITORY / ".venv-examples" / "bin" / "python"
 FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
-AIMS = {"frozen_lake": ("reward", 0.30), "math": ("correctness", 0.35), "gsm8k": ("reward", 0.05)}
+AIMS = {
+    "frozen_lake": ("reward", 0.30),
+    "math": ("correctness", 0.35),
+    "gsm8k": ("reward", 0.05),
+    "alfworld": ("env_done", 0.20),
+    "werewolf": ("wins", 0.15),
+}
+
+LONG = pytest.mark.skipif(not FULL, reason="a second example on the same server: FLYWHEEL_TORTURE=full")
 
 
 def start(*arguments: str, limit_s: float) -> str:
@@ -50,15 +58,16 @@ def test_worlds_rewards_and_agents_under_their_own_python():
     start(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, f"--rootdir={REPOSITORY}"),
         *("-o", "python_files=check_*.py", str(REPOSITORY / "tests" / "examples")),
-        limit_s=120,
+        limit_s=240,
     )
 
 
 @pytest.mark.engine
-def test_an_example_evaluates_learns_and_reports_on_a_server_that_runs(tools_live: Live, tmp_path):
+@pytest.mark.parametrize("name", ["frozen_lake", pytest.param("werewolf", marks=LONG)])
+def test_an_example_evaluates_learns_and_reports_on_a_server_that_runs(name, tools_live: Live, tmp_path):
     url = str(tools_live.http.base_url)
     options = ("--url", url, "--minutes", "0.25", "--held-out", "4")
-    found = play("frozen_lake", tmp_path / "lake", *options, limit_s=180)
+    found = play(name, tmp_path / "run", *options, limit_s=180)
     assert found["after"]["version"] > found["before"]["version"]
     assert found["before"]["failed"] == found["after"]["failed"] == 0
     assert found["runs"] > 8

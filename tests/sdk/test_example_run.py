@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,16 @@ async def test_a_shuffled_run_gets_a_reward_of_another_task(tmp_path):
     given = [await judge({"n": 2}, 2, None) for _ in range(20)]
     assert given == [1.0] * 20
     assert {await judge({"n": n}, n, None) for n in range(3, 30)} - {1.0, 2.0}
+
+
+async def test_shuffled_rewards_reach_the_parts_of_a_run(tmp_path):
+    client = flywheel.Client("http://127.0.0.1:9")
+    parts = [client.run("t").child(name) for name in ("a", "b")]
+    judge = Shuffled(replace(example(), parts=lambda _: parts), seed=1)
+    await judge({"n": 1}, 1, None)
+    assert [part.outcome for part in parts] == [None, None]
+    await judge({"n": 2}, 2, None)
+    assert [part.outcome and part.outcome.value for part in parts] == [1.0, 1.0]
 
 
 class Serving:

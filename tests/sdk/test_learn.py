@@ -104,6 +104,28 @@ def test_a_workflow_may_say_its_reward_itself_and_an_evaluation_uses_the_run_s_m
     assert [row.reward for row in rows(explorer)] == [0.75] * 6
 
 
+async def two_players(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+    for name in ("a", "b"):
+        player = run.child(name)
+        await say_async(player.model)
+        player.reward(1.0 if name == "a" else -1.0)
+    return 0.25
+
+
+def test_of_a_run_whose_chats_are_its_childrens_the_children_are_rewarded_and_the_report_has_the_run(
+    explorer, tmp_path
+):
+    report = learn(explorer, tmp_path, two_players, runs_per_task=2, name="pairs")
+    assert (report.runs, report.failures, report.reward_last) == (12, {}, 0.25)
+    found = rows(explorer)
+    assert Counter((row.run_id, row.reward) for row in found) == {
+        (f"{number}/{name}", reward): 6 for number in range(2) for name, reward in (("a", 1.0), ("b", -1.0))
+    }
+    assert {row.state for row in found} == {"READY"}
+    lines = [line for line in read_lines(tmp_path / "runs" / "journal.jsonl") if line["kind"] == "ended"]
+    assert {line["chats"] for line in lines} == {2}
+
+
 def test_what_fails_to_the_last_retry_is_dropped_and_counted(explorer, tmp_path):
     report = learn(explorer, tmp_path, always_fails, TASKS, retries=1, max_failed_share=1.0)
     assert (report.runs, report.dropped, report.rewarded, report.failures) == (6, 6, 0, {"ValueError": 12})

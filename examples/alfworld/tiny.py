@@ -1,0 +1,190 @@
+"""What makes a tiny model for small houses: it goes about, opens, takes and puts things down, whatever the task is."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+from alfworld.gen import constants
+
+from examples.alfworld.houses import PICK, House, make_house, mangled, may_hold, pickable, type_of
+from examples.alfworld.world import MAX_STEPS
+from examples.tiny_model import Demonstration, Recipe
+
+MOST = 5  # receptacles
+EPISODES = 1500
+SHARE = 0.15  # of demonstrated choices that serve the task
+TRAINING = range(400)  # seeds of houses: each is loaded for every episode in it
+HELD_OUT = range(1_000_000, 1_000_100)
+DEMONSTRATED = 2_000_000  # the first seed of houses that are neither
+RULES = "House."  # in place of the agent's own: a tiny model has no use for the words
+
+ENGINE = {"max_model_len": 1536}
+TRAINER = {
+    "algorithm": "ppo",
+    "batch_size": 256,
+    "max_staleness_versions": 4,
+    "learning_rate": 4.0e-4,
+    "max_tokens_per_micro_batch": 3072,
+    "epochs": 2,
+    "minibatches": 4,
+    "ppo": {
+        "lam": 0.95,
+        "kl_coef": 0.005,
+        "entropy_coef": 0.005,
+        "critic_learning_rate": 1.0e-3,
+        "value_clip": 0.0,
+        "normalize_returns": False,  # rewards lie between -0.1 and 1 already
+    },
+}
+LEARN = {"at_once": 16, "max_ready_rows": 512, "timeout_s": 120.0, "params": {"max_tokens": 24}}
+
+
+def task(seed: int) -> dict[str, Any]:
+    """A small house with a thing to be put somewhere."""
+    return {"seed": seed, "kind": PICK, "most": MOST}
+
+
+def recipe() -> Recipe:
+    """Walks through houses."""
+    return Recipe(
+        demonstrations=[_walk(DEMONSTRATED + number) for number in range(EPISODES)],
+        teaches="to go about, open, take and put down",
+        vocabulary=900,
+        context=1536,
+        steps=300,
+        batch=16,
+    )
+
+
+def _walk(seed: int) -> Demonstration:
+    """An episode whose choices are random among those that do something, now and then what the task asks for."""
+    draw, house = random.Random(seed), SmallHouse(make_house(**task(seed)))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": RULES}]
+    observation = house.intro()
+    for _ in range(MAX_STEPS // 2):
+        action = house.next_of_plan() if draw.random() < SHARE else _choose(draw, house)
+        messages += [
+            {"role": "user", "content": observation},
+            {"role": "assistant", "content": f"<action>{action}</action>"},
+        ]
+        observation = house.do(action)
+        if house.is_done():
+            break
+    return Demonstration(messages)
+
+
+def _choose(draw: random.Random, house: SmallHouse) -> str:
+    """Something that can be done here, more often than going elsewhere."""
+    here = house.possible_here()
+    if here and draw.random() < 0.6:
+        return draw.choice(here)
+    return f"go to {draw.choice([one for one in house.furniture if one != house.place])}"
+
+
+class SmallHouse:
+    """A house of the tiny model's tasks in ALFWorld's words, without its engine: demonstrations are made in seconds.
+
+    It knows to go, open, take and move; a test compares its words with the game's.
+    """
+
+    def __init__(self, house: House) -> None:
+        furniture, things = _named(list(house.receptacles)), _named(list(house.objects))
+        self.furniture = list(furniture.values())
+        self.lying = {things[name]: furniture[holder] for name, holder in sorted(house.objects.items())}
+        self.closed = {name for name in self.furniture if name.split()[0].capitalize() in constants.OPENABLE_CLASS_SET}
+        self.openable = frozenset(self.closed)
+        self.place, self.held = "", ""
+        self._house = house
+        self._order = list(things.values())
+
+    def intro(self) -> str:
+        """What is told first."""
+        seen = _list(self.furniture)
+        goal = f"Your task is to: {self._house.goal}."
+        return f"You are in the middle of a room. Looking quickly around you, you see {seen}.\n{goal}"
+
+    def possible_here(self) -> list[str]:
+        """What can be done where one stands, with furniture as such or with a thing."""
+        if not self.place:
+            return []
+        if self.place in self.closed:
+            return [f"open {self.place}"]
+        if self.held:
+            return [f"move {self.held} to {self.place}"] if self._may_lie(self.held) else []
+        return [f"take {name} from {self.place}" for name in self._here()]
+
+    def do(self, action: str) -> str:
+        """What is told after an action, which is a possible one."""
+        verb, rest = action.split(maxsplit=1)
+        if verb == "go":
+            self.place = rest.removeprefix("to ")
+            return f"You arrive at {self.place}. {self._look()}"
+        if verb == "open":
+            self.closed.remove(rest)
+            return f"You open the {rest}. {self._look()}"
+        if verb == "take":
+            self.held = rest.partition(" from ")[0]
+            del self.lying[self.held]
+            return f"You pick up the {self.held} from the {self.place}."
+        name, self.held = self.held, ""
+        self.lying[name] = self.place
+        return f"You move the {name} to the {self.place}."
+
+    def next_of_plan(self) -> str:
+        """What the task asks for next."""
+        wanted, target = self._house.wanted.lower(), self._house.target.lower()
+        if self.held and self.held.split()[0] != wanted:
+            return self.possible_here()[0] if self.possible_here() else self._go(self._fitting(self.held))
+        lies = next((place for name, place in self.lying.items() if name.split()[0] == wanted), "")
+        goal = target if self.held else lies
+        if self.place.startswith(goal):
+            here = self.possible_here()
+            return next((one for one in here if one.startswith(f"take {wanted} ")), here[0])
+        return self._go([one for one in self.furniture if one.startswith(goal)])
+
+    def is_done(self) -> bool:
+        """Whether a wanted thing lies where it should."""
+        wanted, target = self._house.wanted.lower(), self._house.target.lower()
+        return any((name.split()[0], at.split()[0]) == (wanted, target) for name, at in self.lying.items())
+
+    def _go(self, places: list[str]) -> str:
+        return f"go to {places[0]}"
+
+    def _fitting(self, thing: str) -> list[str]:
+        return [one for one in self.furniture if self._may_lie(thing, one)]
+
+    def _may_lie(self, thing: str, place: str = "") -> bool:
+        kinds = {one.lower(): one for one in (*_types(self._house), *pickable())}
+        holder = kinds[(place or self.place).split()[0]]
+        return kinds[thing.split()[0]] in may_hold(holder)
+
+    def _here(self) -> list[str]:
+        return [name for name in self._order if self.lying.get(name) == self.place]
+
+    def _look(self) -> str:
+        if self.place in self.closed:
+            return f"The {self.place} is closed."
+        if self.place in self.openable:
+            return f"The {self.place} is open. In it, you see {_list(self._here())}."
+        return f"On the {self.place}, you see {_list(self._here())}."
+
+
+def _types(house: House) -> set[str]:
+    return {type_of(name) for name in house.receptacles}
+
+
+def _named(ids: list[str]) -> dict[str, str]:
+    """Names by id: of each type the last id is number 1."""
+    left, found = Counter(type_of(one) for one in ids), {}
+    for one in sorted(ids, key=mangled):
+        kind = type_of(one)
+        found[one] = f"{kind.lower()} {left[kind]}"
+        left[kind] -= 1
+    return found
+
+
+def _list(names: list[str]) -> str:
+    listed = [f"a {name}" for name in names]
+    return ", ".join([*listed[:-1], f"and {listed[-1]}"]) if len(listed) > 1 else "".join(listed) or "nothing"

@@ -1,0 +1,137 @@
+"""ALFWorld in words: one game at a time in TextWorld, with actions read out of a model's answers.
+
+A game is one of houses.py, made from a seed, or a game.tw-pddl of ALFWorld's own download. An answer names its action
+between <action> and </action>; one that names none, or no possible one, is told so and counts as a step, so that every
+episode ends after MAX_STEPS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of libraries of theirs, at import
+    import textworld
+    from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
+    from textworld.envs import PddlEnv
+    from textworld.envs.pddl import textgen
+    from textworld.logic import Rule
+
+from examples.alfworld.houses import KINDS, game_of, make_house
+
+MAX_STEPS = 30
+UNFINISHED = -0.1
+NO_ACTION = "No action was found. Write one action between <action> and </action>."
+_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+SPLITS = {"train": "train", "seen": "valid_seen", "unseen": "valid_unseen"}
+
+
+class Household:
+    """A game to be played in words: flywheel.play's environment.
+
+    plans: also find a plan at each step, which takes longer. One can be used for one task after another; each keeps a
+    copy of the planner's library in memory for ever.
+    """
+
+    def __init__(self, task: Mapping[str, Any], *, plans: bool = False) -> None:
+        _keep_parses()
+        infos = textworld.EnvInfos(won=True, admissible_commands=True, policy_commands=plans)
+        self._env = AlfredDemangler(PddlEnv(infos), shuffle=False)
+        self._state: Any = None
+        self.load(task)
+
+    def load(self, task: Mapping[str, Any]) -> None:
+        """Take this task. task: `seed` and the other arguments of make_house, or `game_file`."""
+        self.task, self.steps = dict(task), 0
+        file = task.get("game_file")
+        self._env.load(json.loads(Path(file).read_text()) if file else game_of(make_house(**task)))
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin. seed: of no use, nothing here is random."""
+        self._state, self.steps = self._env.reset(), 0
+        return _plain(self._state.feedback), self._info()
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Do what an answer names between <action> and </action>; the last one counts."""
+        command = read_action(action)
+        self.steps += 1
+        if command is None:
+            observation = NO_ACTION
+        else:
+            self._state, _, _ = self._env.step(command)
+            observation = _plain(self._state.feedback)
+        won = bool(self._state.won)
+        truncated = not won and self.steps >= MAX_STEPS
+        return observation, 1.0 if won else UNFINISHED if truncated else 0.0, won, truncated, self._info()
+
+    def _info(self) -> dict[str, Any]:
+        return {"possible": list(self._state.admissible_commands), "plan": list(self._state.policy_commands or ())}
+
+
+@functools.cache
+def _keep_parses() -> None:
+    """Let TextWorld parse each template and each condition of its grammar once in this process.
+
+    It parses them anew for every sentence that it says, which takes three quarters of a step. Neither has a public way
+    to be kept. What is derived from a template is changed in place, so each caller gets a copy of its own.
+    """
+    parse = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
+    textgen._parse_and_convert = lambda *args, **options: deepcopy(parse(*args, **options))
+    Rule.parse_conjunctive_query = functools.lru_cache(maxsize=1024)(Rule.parse_conjunctive_query)
+
+
+class Households:
+    """Households that are free, so that few are ever made."""
+
+    def __init__(self) -> None:
+        self._free: list[Household] = []
+
+    @contextlib.contextmanager
+    def enter(self, task: Mapping[str, Any]) -> Iterator[Household]:
+        """A household with this task, which nobody else enters meanwhile."""
+        at_hand = next((one for one in self._free if one.task == task), None)
+        house = at_hand or (self._free[0] if self._free else Household(task))
+        if house in self._free:
+            self._free.remove(house)
+        if house.task != task:
+            house.load(task)
+        try:
+            yield house
+        finally:
+            self._free.append(house)
+
+
+def _plain(text: str) -> str:
+    """A text of the game without its empty lines and its banner."""
+    lines = [line.strip() for line in text.splitlines()]
+    return "\n".join(line for line in lines if line and not line.startswith("-="))
+
+
+def read_action(answer: str) -> str | None:
+    """The last action of an answer; None where there is none."""
+    found = _ACTION.findall(answer)
+    return " ".join(found[-1].split()) or None if found else None
+
+
+def downloaded(split: str) -> list[dict[str, Any]]:
+    """Tasks of ALFWorld's own games, where ALFWORLD_DATA has them. split: train, seen or unseen."""
+    home = os.environ.get("ALFWORLD_DATA")
+    folder = Path(home, "json_2.1.1", SPLITS[split]) if home else None
+    files = sorted(folder.rglob("game.tw-pddl")) if folder else []
+    return [{"game_file": str(file)} for file in files if _can_be_played(file)]
+
+
+def _can_be_played(file: Path) -> bool:
+    if "movable" in str(file) or "Sliced" in str(file):
+        return False
+    told = json.loads(file.with_name("traj_data.json").read_text())
+    return told["task_type"] in KINDS and bool(json.loads(file.read_text()).get("solvable"))

@@ -1,0 +1,1 @@
+"""Werewolf: a game of six, two of whom are wolves."""

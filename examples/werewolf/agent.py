@@ -1,0 +1,53 @@
+"""The players: an AgentScope 2 Agent each, as its documentation writes one, and the game that they play."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import flywheel
+from agentscope.agent import Agent, InjectionConfig
+from agentscope.message import UserMsg
+
+from examples.werewolf.world import Game, villager
+
+RULES = (
+    "You play Werewolf. Two of six players are wolves and kill a player each night. By day everybody accuses one "
+    "player, then everybody votes, and the player with the most votes is hanged. The villagers win when both wolves "
+    "are dead, the wolves when they are as many as the villagers. Answer each question with a living player's name."
+)
+
+
+def player(game: Game, name: str, model: flywheel.Model, rules: str = RULES) -> Agent:
+    """A player of a game. Its prompts do not change with the clock, so that each chat continues the one before."""
+    return Agent(
+        name=name,
+        system_prompt=f"{rules} {role(game, name)}",
+        model=model.agentscope(),
+        injection_config=InjectionConfig(inject_runtime_state=False),
+    )
+
+
+def role(game: Game, name: str) -> str:
+    """What a player is told of himself."""
+    if name not in game.wolves:
+        return f"You are {name}, a villager."
+    (other,) = game.wolves - {name}
+    return f"You are {name}, a wolf. {other} is the other wolf."
+
+
+async def play(seed: int, models: Mapping[str, flywheel.Model], rules: str = RULES) -> Game:
+    """Play the game of this seed. models: those of the players that are agents; the others are scripted villagers."""
+    game = Game(seed)
+    agents = {name: player(game, name, model, rules) for name, model in models.items()}
+
+    async def answer(name: str) -> str:
+        if name not in agents:
+            return villager(game, name)
+        reply = await agents[name].reply(UserMsg("moderator", game.tell(name)))
+        return reply.get_text_content() or ""
+
+    while names := game.turn():
+        answers = await asyncio.gather(*(answer(name) for name in names))
+        game.take(dict(zip(names, answers, strict=True)))
+    return game

@@ -1,0 +1,68 @@
+"""What makes a tiny model for the game: it answers with a living player at random, its fellow wolf among them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from examples.tiny_model import Demonstration, Recipe
+from examples.werewolf.agent import role
+from examples.werewolf.world import Game, villager
+
+GAMES = 6000  # demonstrated
+TRAINING = range(3000)  # seeds of games
+HELD_OUT = range(1_000_000, 1_000_100)
+DEMONSTRATED = 2_000_000  # the first seed of games that are neither
+RULES = "Werewolf."  # in place of the agents' own: a tiny model has no use for the words
+
+ENGINE = {"max_model_len": 768}
+TRAINER = {
+    "algorithm": "ppo",
+    "batch_size": 192,
+    "max_staleness_versions": 4,
+    "learning_rate": 5.0e-4,
+    "max_tokens_per_micro_batch": 1536,
+    "epochs": 2,
+    "minibatches": 4,
+    "ppo": {
+        "lam": 0.95,
+        "kl_coef": 0.005,
+        "entropy_coef": 0.005,
+        "critic_learning_rate": 1.0e-3,
+        "value_clip": 0.0,
+        "normalize_returns": False,  # rewards lie between -0.5 and 1.7 already
+    },
+}
+LEARN = {"at_once": 16, "max_ready_rows": 256, "timeout_s": 60.0, "params": {"max_tokens": 4}}
+
+
+def recipe() -> Recipe:
+    """Games whose wolves, and now and then whose villagers, name any living player."""
+    return Recipe(
+        demonstrations=[_view(DEMONSTRATED + number) for number in range(GAMES)],
+        teaches="to name a living player",
+        vocabulary=500,
+        context=768,
+        steps=220,
+        batch=24,
+    )
+
+
+def _view(seed: int) -> Demonstration:
+    """A game as one of its players sees it."""
+    draw, game = random.Random(seed), Game(seed)
+    wolves = sorted(game.wolves)
+    seen = draw.choice(wolves if draw.random() < 0.75 else [name for name in game.seats if name not in wolves])
+    messages: list[dict[str, Any]] = [{"role": "system", "content": f"{RULES} {role(game, seen)}"}]
+    while names := game.turn():
+        answers = {}
+        for name in names:
+            by_script = name not in game.wolves and name != seen
+            answers[name] = villager(game, name) if by_script else draw.choice([x for x in game.alive if x != name])
+        if seen in answers:
+            messages += [
+                {"role": "user", "content": game.tell(seen)},
+                {"role": "assistant", "content": answers[seen]},
+            ]
+        game.take(answers)
+    return Demonstration(messages)
