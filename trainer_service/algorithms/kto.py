@@ -54,6 +54,7 @@ class KTO:
         rated = len(batch.ratings)
         weights = _balance(memory, sum(ups), rated - sum(ups), self.config.largest_weight)
         constants: Constants = {
+            "proximal": pick(looked.proximal, units),
             "reference": [np.full(1, one, np.float32) for one in reference],
             "kl": [np.full(1, kl, np.float32)] * len(units),
             "sign": [np.full(1, 1.0 if up else -1.0, np.float32) for up in ups],
@@ -65,10 +66,16 @@ class KTO:
         return float(len(units))
 
     def loss(self, now: Now, constants: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        gained_S = now.sum_S(now.logprobs_K) - constants["reference"] - constants["kl"]
+        moved_K = constants["sign"][now.sequence_K] * (now.logprobs_K.detach() - constants["proximal"])
+        bound = math.log1p(self.config.clip) if self.config.clip else math.inf
+        far_K = moved_K > bound
+        logprobs_K = torch.where(far_K, now.logprobs_K.detach(), now.logprobs_K)
+        gained_S = now.sum_S(logprobs_K) - constants["reference"] - constants["kl"]
         margin_S = self.config.beta * constants["sign"] * gained_S
         loss = (constants["weight"] * (1 - torch.sigmoid(margin_S))).sum()
-        return loss, {"rating_loss": loss.detach(), "accuracy": (margin_S.detach() > 0).sum()}
+        share_S = now.sum_S(far_K.float()) / now.sum_S(torch.ones_like(moved_K))
+        sums = {"rating_loss": loss.detach(), "accuracy": (margin_S.detach() > 0).sum(), "clip_fraction": share_S.sum()}
+        return loss, sums
 
 
 def _answer_of_another(batch: Batch, place: int, other: int) -> int:
