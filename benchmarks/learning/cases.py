@@ -88,7 +88,8 @@ def _alone(name: str, **section: Any) -> dict[str, Any]:
 
 
 PPO = {"lam": 0.8, "kl_coef": 0.02, "critic_learning_rate": 1e-3, "value_clip": 0.0, "normalize_returns": False}
-TOP: dict[str, Any] = {"top_k": 20, "kl_coef": 0.0}  # the teacher's likeliest tokens
+LIVE: dict[str, Any] = {"top_k": 20, "kl_coef": 0.0, "teacher": "live"}  # the teacher's likeliest tokens
+TOP: dict[str, Any] = {**LIVE, "teacher": "average", "teacher_decay": 0.99}
 MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 1.0, "hint": 0.5}, "reinforce_pp": STEADY, "hint": TOP}
 SHORT: dict[str, Any] = {"beta": 1.0}  # for replies of few tokens: log-ratios are sums over them
 _OLD: dict[str, Any] = {"late": (OLD, OLD), "versions": 200 + OLD, "share": 0.5, "say": each(reward)}
@@ -106,7 +107,7 @@ CASES: dict[str, Plan] = {
     "sparse/mix": Plan(MIX, each(everything)),
     # comments alone, and the same ones of other rows
     "comments/hint": Plan(_alone("hint", **TOP), each(comment), **_AT_ONCE),
-    "comments/hint, slow average": Plan(_alone("hint", **TOP, teacher="average"), each(comment), **_AT_ONCE),
+    "comments/hint, live teacher": Plan(_alone("hint", **LIVE), each(comment), **_AT_ONCE),
     "comments/hint, sampled tokens": Plan(_alone("hint"), each(comment), **_AT_ONCE),
     "comments/hint, sampled tokens, kl_coef 0.2": Plan(_alone("hint", kl_coef=0.2), each(comment), **_AT_ONCE),
     "comments/hint of other rows": Plan(_alone("hint", **TOP), of_others(comment), **_AT_ONCE),
