@@ -11,6 +11,8 @@ Departures:
 1. z is one number for the whole batch, of the policy at its start. A micro-batch's own would be noise.
 2. λ balances ups and downs (section 4.2 asks for λ_up n_up ≈ λ_down n_down), by the counts of this batch and of earlier
    ones, of which no more than WINDOW ratings count.
+3. A token that has moved beyond `clip` within the batch, the way that its rating pushes it, has no gradient: without a
+   bound, what bad replies share with good ones is unlearned with them.
 
 log π is at the temperature that the reply was sampled with. E is the mean over the rated sequences of the minibatch.
 """
