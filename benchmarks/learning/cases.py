@@ -101,8 +101,8 @@ CASES: dict[str, Plan] = {
     "sparse/ppo": Plan(_alone("ppo", **PPO), each(reward)),
     "sparse/reinforce_pp": Plan(_alone("reinforce_pp", **STEADY), each(reward)),
     "sparse/spo": Plan(_alone("spo", **STEADY), each(reward)),
-    "sparse/kto": Plan(_alone("kto", **SHORT), each(rating)),
-    "sparse/kto, default beta": Plan(_alone("kto"), each(rating)),
+    "sparse/kto": Plan(_alone("kto"), each(rating), rows=64, versions=60),
+    "sparse/kto, without its bound": Plan(_alone("kto", clip=0.0), each(rating), rows=64, versions=60),
     "sparse/hint": Plan(_alone("hint", **TOP), each(comment)),
     "sparse/mix": Plan(MIX, each(everything)),
     # comments alone, and the same ones of other rows
@@ -114,6 +114,7 @@ CASES: dict[str, Plan] = {
     # corrections of 5 %
     "corrections/sft": Plan(_alone("sft"), each(correction), **_FIXED),
     "corrections/dpo": Plan(_alone("dpo", **SHORT), each(correction), **_FIXED),
+    "corrections/dpo and sft": Plan({"algorithms": {"dpo": 1.0, "sft": 0.2}}, each(correction), **_FIXED),
     "corrections/hint": Plan(_alone("hint", **TOP), each(correction), **_FIXED),
     # wrong ones
     "wrong/clean": Plan(_alone("reinforce_pp", **STEADY), each(reward), share=0.5),
