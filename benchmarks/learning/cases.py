@@ -91,7 +91,6 @@ PPO = {"lam": 0.8, "kl_coef": 0.02, "critic_learning_rate": 1e-3, "value_clip": 
 LIVE: dict[str, Any] = {"top_k": 20, "kl_coef": 0.0, "teacher": "live"}  # the teacher's likeliest tokens
 TOP: dict[str, Any] = {**LIVE, "teacher": "average", "teacher_decay": 0.99}
 MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 1.0, "hint": 0.5}, "reinforce_pp": STEADY, "hint": TOP}
-SHORT: dict[str, Any] = {"beta": 1.0}  # for replies of few tokens: log-ratios are sums over them
 _OLD: dict[str, Any] = {"late": (OLD, OLD), "versions": 200 + OLD, "share": 0.5, "say": each(reward)}
 _FIXED: dict[str, Any] = {"share": 0.05, "versions": 80}
 _AT_ONCE: dict[str, Any] = {"late": (0, 0), "versions": 60}
@@ -113,7 +112,7 @@ CASES: dict[str, Plan] = {
     "comments/hint of other rows": Plan(_alone("hint", **TOP), of_others(comment), **_AT_ONCE),
     # corrections of 5 %
     "corrections/sft": Plan(_alone("sft"), each(correction), **_FIXED),
-    "corrections/dpo": Plan(_alone("dpo", **SHORT), each(correction), **_FIXED),
+    "corrections/dpo": Plan(_alone("dpo"), each(correction), **_FIXED),
     "corrections/dpo and sft": Plan({"algorithms": {"dpo": 1.0, "sft": 0.2}}, each(correction), **_FIXED),
     "corrections/hint": Plan(_alone("hint", **TOP), each(correction), **_FIXED),
     # wrong ones

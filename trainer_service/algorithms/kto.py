@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shared.config import KTOConfig
 from trainer_service.algorithms.seam import Batch, Constants, Figures, Looked, Memory, Needs, Now, Unit, one_each, pick
+from trainer_service.algorithms.surrogates import held
 
 WINDOW = 1024  # earlier ratings that the balance of ups and downs is taken over, besides the batch's
 
@@ -68,14 +69,11 @@ class KTO:
         return float(len(units))
 
     def loss(self, now: Now, constants: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        moved_K = constants["sign"][now.sequence_K] * (now.logprobs_K.detach() - constants["proximal"])
-        bound = math.log1p(self.config.clip) if self.config.clip else math.inf
-        far_K = moved_K > bound
-        logprobs_K = torch.where(far_K, now.logprobs_K.detach(), now.logprobs_K)
+        logprobs_K, held_K = held(now, constants, constants["sign"], self.config.clip)
         gained_S = now.sum_S(logprobs_K) - constants["reference"] - constants["kl"]
         margin_S = self.config.beta * constants["sign"] * gained_S
         loss = (constants["weight"] * (1 - torch.sigmoid(margin_S))).sum()
-        share_S = now.sum_S(far_K.float()) / now.sum_S(torch.ones_like(moved_K))
+        share_S = now.sum_S(held_K.float()) / now.sum_S(torch.ones_like(logprobs_K))
         sums = {"rating_loss": loss.detach(), "accuracy": (margin_S.detach() > 0).sum(), "clip_fraction": share_S.sum()}
         return loss, sums
 
