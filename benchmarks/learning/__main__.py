@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.learning.cases import CASES, correction, each, reversed_correction
 from benchmarks.learning.run import Curve, Plan, learn, open_desk, play
-from benchmarks.learning.world import DEPARTMENTS, World, make_base, worth
+from benchmarks.learning.world import DEPARTMENTS, STEPS, World, make_base, worth
 from examples.support_desk import desk
 from examples.support_desk.base_model import base_model
 
@@ -43,7 +43,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     source = base_model(lambda *_: None)
-    base = make_base(source, source.parent / f"{source.name}-follows-hints")
+    base = make_base(source, source.parent / f"{source.name}-follows-hints-{STEPS}")
     parts, names = args.cases.split(","), [*CASES, *STYLES]
     wanted = list(dict.fromkeys(name for part in parts for name in names if name.startswith(part)))
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}

@@ -11,7 +11,7 @@ PAGES: dict[str, tuple[str, ...]] = {  # file: cases
     "ppo": ("sparse/ppo",),
     "reinforce_pp": ("sparse/reinforce_pp",),
     "spo": ("sparse/spo",),
-    "kto": ("sparse/kto", "sparse/kto, default beta"),
+    "kto": ("sparse/kto", "sparse/kto, without its bound"),
     "hint": ("comments/hint", "comments/hint of other rows", "comments/hint, sampled tokens"),
     "sft": ("corrections/sft",),
     "dpo": ("corrections/dpo",),

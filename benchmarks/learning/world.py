@@ -27,7 +27,7 @@ DEPARTMENTS = ("billing", "shipping", "account")
 MAX_TOKENS = 12
 WORDING = "right : {text}"  # what the teacher reads of a comment or a correction
 HINT = {"comment": WORDING, "correction": WORDING, "next_message": None}
-STEPS, BATCH, RATE = 400, 64, 1e-3
+STEPS, BATCH, RATE = 1200, 64, 1e-3
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,9 @@ class DPOConfig(AlgorithmConfig):
 
     beta: Positive = 0.1
     """β: how much it costs to move away from the base model."""
+    clip: NonNegative = 0.2
+    """A preference moves no token further within a batch than to 1 + ε times its probability, or to as small a part of
+    it; 0: it is not bounded."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """The share of preferences that are taken to be the wrong way round (conservative DPO)."""
     best_over_worst: Flag = False
@@ -164,6 +167,9 @@ class KTOConfig(AlgorithmConfig):
 
     beta: Positive = 0.1
     """β: how much it costs to move away from the base model."""
+    clip: NonNegative = 0.2
+    """A rating moves no token further within a batch than to 1 + ε times its probability, or to as small a part of it;
+    0: it is not bounded."""
     largest_weight: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     """The rarer rating weighs more, so that ups and downs weigh alike; at most so many times as much as in equal parts;
     1: all weigh the same."""

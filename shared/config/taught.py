@@ -43,7 +43,7 @@ class HintConfig(TaughtConfig):
     teacher: Literal["live", "average", "version"] = "live"
     """Who reads the words: the policy that the batch begins with; a running average of its weights; the policy of the
     version that was published last."""
-    teacher_decay: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    teacher_decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """What an update leaves of the average."""
     max_hint_tokens: Count = 512
     """Tokens of all words of one turn together; what is longer is cut."""

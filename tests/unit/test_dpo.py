@@ -20,8 +20,24 @@ def pairs_of(batch: Batch, **settings: bool) -> list[tuple[int, ...]]:
     return [unit.members for unit in DPO(DPOConfig(**settings)).units(batch)]
 
 
-def test_it_looks_with_the_base_model_alone():
-    assert DPO(DPOConfig()).needs == Needs.REFERENCE
+def test_it_looks_with_the_base_model_and_for_its_bound_with_the_policy():
+    assert DPO(DPOConfig(clip=0)).needs == Needs.REFERENCE
+    assert DPO(DPOConfig()).needs == Needs.REFERENCE | Needs.PROXIMAL
+
+
+def test_a_preference_does_not_push_a_token_that_it_has_moved_beyond_the_clip():
+    """Within a batch, from −1 each: the first token of both replies has gone too far, and the last the other way."""
+    batch = replace(batch_of(sequence([0] * 3), sequence([0] * 3)), pairs=[(0, 1)])
+    moved = [(0.25, 0.1, -2.0), (-0.25, -0.1, 2.0)]  # |log 1.2| is 0.18
+    logprobs = [torch.tensor([x - 1 for x in one], requires_grad=True) for one in moved]
+    loss, figures = loss_of(DPO(DPOConfig(beta=0.5, clip=0.2)), batch, looked(batch), logprobs)
+    loss.backward()
+    margin = 0.5 * 2 * (0.25 + 0.1 - 2)
+    assert figures["margin"] == pytest.approx(margin), "the value of a reply is that of all of its tokens"
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-margin)))
+    slope = 0.5 / (1 + math.exp(margin))
+    assert logprobs[0].grad.tolist() == pytest.approx([0, -slope, -slope])
+    assert logprobs[1].grad.tolist() == pytest.approx([0, slope, slope])
 
 
 def test_each_preference_is_one_unit_however_often_it_was_said():
@@ -34,7 +50,7 @@ def test_one_pair_by_hand():
     batch = replace(batch_of(sequence([0, 0]), sequence([0])), pairs=[(0, 1)])
     logprobs = [torch.tensor(values, requires_grad=True) for values in ([-1.0, -1.0], [-2.0])]
     seen = looked(batch, reference=[array(-1.0, -2.0), array(-4.0)])
-    loss, figures = loss_of(DPO(DPOConfig(beta=0.5)), batch, seen, logprobs)
+    loss, figures = loss_of(DPO(DPOConfig(beta=0.5, clip=0)), batch, seen, logprobs)
     loss.backward()
     assert loss.item() == pytest.approx(math.log(1 + math.sqrt(math.e)), rel=1e-6)
     slope = 0.5 * (1 - 1 / (1 + math.exp(0.5)))  # β σ(−β Δ)
@@ -56,7 +72,7 @@ def test_loss_and_gradient_equal_the_formula_in_float64(smoothing):
     pairs = [(0, 1), (2, 1), (3, 2)]  # sequences in two pairs
     ours, theirs = ([draw.normal(-2, 1, length).astype(np.float32) for length in lengths] for _ in range(2))
     logprobs = [torch.tensor(one, requires_grad=True) for one in ours]
-    config = DPOConfig(beta=0.3, label_smoothing=smoothing)
+    config = DPOConfig(beta=0.3, clip=0, label_smoothing=smoothing)
     loss, _ = loss_of(DPO(config), replace(batch, pairs=pairs), looked(batch, reference=theirs), logprobs)
     loss.backward()
 

@@ -14,7 +14,7 @@ from tests.support.batches import array, batch_of, looked, loss_of, sequence
 from trainer_service.algorithms.kto import KTO, WINDOW
 from trainer_service.algorithms.seam import Batch, Needs
 
-ALGORITHM = KTO(KTOConfig(beta=0.5))
+ALGORITHM = KTO(KTOConfig(beta=0.5, clip=0))  # as in the paper
 
 
 def rated(*sequences, **ratings: bool) -> Batch:
@@ -101,6 +101,23 @@ def test_loss_and_gradient_equal_the_formula_in_float64():
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for one, other in zip(logprobs, exact, strict=True):
         np.testing.assert_allclose(one.grad.numpy(), other.grad.numpy(), rtol=1e-4)
+
+
+def test_a_rating_does_not_push_a_token_that_it_has_moved_beyond_the_clip():
+    """Within a batch: three tokens of the reply that is rated up, three of the other, each moved from −1."""
+    batch = rated(sequence([0] * 3), sequence([0] * 3), s0=True, s1=False)
+    looks = {"reference": [array(-1, -1, -1)] * 4, "proximal": [array(-1, -1, -1)] * 4}
+    moved = [(0.25, 0.1, -2.0), (-0.25, -0.1, 2.0)]  # |log 1.2| is 0.18
+    logprobs = [torch.tensor([x - 1 for x in one], requires_grad=True) for one in moved]
+    loss, figures = loss_of(KTO(KTOConfig(beta=0.5, clip=0.2)), batch, looked(batch, **looks), logprobs)
+    loss.backward()
+    same, _ = loss_of(ALGORITHM, rated(*batch.sequences[:2], s0=True, s1=False), looked(batch, **looks), logprobs)
+    assert loss.item() == pytest.approx(same.item()), "the value of a reply is that of all of its tokens"
+    margin = 0.5 * (0.25 + 0.1 - 2)
+    slope = 0.5 * math.exp(-margin) / (1 + math.exp(-margin)) ** 2 / 2
+    assert logprobs[0].grad.tolist() == pytest.approx([0, -slope, -slope])
+    assert logprobs[1].grad.tolist() == pytest.approx([0, slope, slope])
+    assert figures["clip_fraction"] == pytest.approx(1 / 3)
 
 
 def weights(memory: dict[str, float], *ups: bool, **settings: float) -> list[float]:

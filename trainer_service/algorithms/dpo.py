@@ -8,6 +8,9 @@ y_w is preferred over y_l: somebody said so, or y_w is the correction of y_l, or
 and y_l the worst run of a task that began with the same prompt. The last is Song et al. 2024 ("Trial and Error",
 arXiv 2403.02502): of a run of several turns, what the model sampled counts, what tools answered does not.
 
+Departure: a token that has moved beyond `clip` within the batch, up in y_w and down in y_l, has no gradient: without a
+bound, what bad replies share with good ones is unlearned with them.
+
 log π is at the temperature that the reply was sampled with. E is the mean over the preferences of the minibatch.
 """
 
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from shared.config import DPOConfig
 from trainer_service.algorithms.seam import Batch, Constants, Figures, Looked, Memory, Needs, Now, Unit, pick
+from trainer_service.algorithms.surrogates import held
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class DPO:
 
     @property
     def needs(self) -> Needs:
-        return Needs.REFERENCE
+        return Needs.REFERENCE | (Needs.PROXIMAL if self.config.clip else Needs.NOTHING)
 
     def units(self, batch: Batch) -> list[Unit]:
         """One for each preference: the preferred sequence, then the other."""
@@ -41,14 +45,22 @@ class DPO:
 
     def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
         sums = [np.full(1, said.sum(dtype=np.float64), np.float32) for said in pick(looked.reference, units)]
-        return {"reference": sums}, {"preferences": float(len(units))}
+        constants: Constants = {"reference": sums}
+        if self.config.clip:
+            constants["proximal"] = pick(looked.proximal, units)
+        return constants, {"preferences": float(len(units))}
 
     def size(self, units: list[Unit], constants: Constants) -> float:
         return float(len(units))
 
     def loss(self, now: Now, constants: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         smoothing = self.config.label_smoothing
-        gained_S = now.sum_S(now.logprobs_K) - constants["reference"]
+        logprobs_K = now.logprobs_K
+        if self.config.clip:
+            sign_S = torch.ones_like(constants["reference"])
+            sign_S[1::2] = -1
+            logprobs_K, _ = held(now, constants, sign_S, self.config.clip)
+        gained_S = now.sum_S(logprobs_K) - constants["reference"]
         margin_P = self.config.beta * (gained_S[0::2] - gained_S[1::2])
         logsigmoid = torch.nn.functional.logsigmoid
         loss = -((1 - smoothing) * logsigmoid(margin_P) + smoothing * logsigmoid(-margin_P)).sum()

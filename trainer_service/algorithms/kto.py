@@ -11,6 +11,8 @@ Departures:
 1. z is one number for the whole batch, of the policy at its start. A micro-batch's own would be noise.
 2. λ balances ups and downs (section 4.2 asks for λ_up n_up ≈ λ_down n_down), by the counts of this batch and of earlier
    ones, of which no more than WINDOW ratings count.
+3. A token that has moved beyond `clip` within the batch, the way that its rating pushes it, has no gradient: without a
+   bound, what bad replies share with good ones is unlearned with them.
 
 log π is at the temperature that the reply was sampled with. E is the mean over the rated sequences of the minibatch.
 """
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from shared.config import KTOConfig
 from trainer_service.algorithms.seam import Batch, Constants, Figures, Looked, Memory, Needs, Now, Unit, one_each, pick
+from trainer_service.algorithms.surrogates import held
 
 WINDOW = 1024  # earlier ratings that the balance of ups and downs is taken over, besides the batch's
 
@@ -54,6 +57,7 @@ class KTO:
         rated = len(batch.ratings)
         weights = _balance(memory, sum(ups), rated - sum(ups), self.config.largest_weight)
         constants: Constants = {
+            "proximal": pick(looked.proximal, units),
             "reference": [np.full(1, one, np.float32) for one in reference],
             "kl": [np.full(1, kl, np.float32)] * len(units),
             "sign": [np.full(1, 1.0 if up else -1.0, np.float32) for up in ups],
@@ -65,10 +69,13 @@ class KTO:
         return float(len(units))
 
     def loss(self, now: Now, constants: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        gained_S = now.sum_S(now.logprobs_K) - constants["reference"] - constants["kl"]
+        logprobs_K, held_K = held(now, constants, constants["sign"], self.config.clip)
+        gained_S = now.sum_S(logprobs_K) - constants["reference"] - constants["kl"]
         margin_S = self.config.beta * constants["sign"] * gained_S
         loss = (constants["weight"] * (1 - torch.sigmoid(margin_S))).sum()
-        return loss, {"rating_loss": loss.detach(), "accuracy": (margin_S.detach() > 0).sum()}
+        share_S = now.sum_S(held_K.float()) / now.sum_S(torch.ones_like(logprobs_K))
+        sums = {"rating_loss": loss.detach(), "accuracy": (margin_S.detach() > 0).sum(), "clip_fraction": share_S.sum()}
+        return loss, sums
 
 
 def _answer_of_another(batch: Batch, place: int, other: int) -> int:

@@ -25,6 +25,7 @@ Shapes: K tokens of a micro-batch, S sequences of it, A actions of one sequence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -160,6 +161,15 @@ def _drift_figures(drift: list[Floats], weights: list[Floats]) -> Figures:
         "effective_sample_size": float(ratio.mean() ** 2 / (ratio**2).mean()),
         "kl_to_sampler": float((ratio - 1 - log_ratio).mean()),
     }
+
+
+def held(now: Now, constants: dict[str, Tensor], sign_S: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """log π of each action, without a gradient where it has moved beyond `clip` within the batch, in the direction of
+    its sequence's sign; and which these are: [K], [K]. The probability is then above 1 + ε times what it was, or below
+    1 / (1 + ε) of it. A clip of 0 holds nothing."""
+    moved_K = sign_S[now.sequence_K] * (now.logprobs_K.detach() - constants["proximal"])
+    held_K = moved_K > (math.log1p(clip) if clip else math.inf)
+    return torch.where(held_K, now.logprobs_K.detach(), now.logprobs_K), held_K
 
 
 def policy_size(constants: Constants, config: SurrogateConfig) -> float:
