@@ -174,6 +174,40 @@ def test_nothing_starts_while_more_rows_are_ready_than_the_bound(explorer, tmp_p
     assert report["runs"] == sum(explorer.http.get("/status").json()["rows"].values())
 
 
+def test_ctrl_c_starts_nothing_new_and_commits_what_ended_of_a_group(explorer, tmp_path):
+    presses = ["1"]
+
+    async def interrupted(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        await say_async(model)
+        if run.run_id in presses:
+            presses.remove(run.run_id)
+            signal.raise_signal(signal.SIGINT)
+        return 1.0
+
+    report = learn(explorer, tmp_path, interrupted, at_once=1, runs_per_task=4)
+    assert (report.runs, report.stopped) == (2, "interrupted")
+    assert [row.state for row in rows(explorer)] == ["READY"] * 2
+    assert learn(explorer, tmp_path, interrupted, runs_per_task=4).runs == 24
+    assert [row.state for row in rows(explorer)] == ["READY"] * 24
+
+
+class CutOff(flywheel.AsyncClient):
+    """Its commits do not arrive."""
+
+    async def commit(self, **_: Any) -> Any:
+        raise flywheel.Unreachable("cut off")
+
+
+async def test_a_group_whose_commit_did_not_arrive_is_committed_by_the_next_start(explorer, tmp_path):
+    given = {**COLLECT, "folder": tmp_path / "runs"}
+    async with CutOff(explorer.url) as client:
+        with pytest.raises(flywheel.Unreachable, match="cut off"):
+            await flywheel.alearn(count, TASKS[:1], client=client, **given)
+    assert [(row.state, row.reward is None) for row in rows(explorer)] == [("RECORDED", False)]
+    await flywheel.alearn(count, TASKS[:1], url=explorer.url, **given)
+    assert [row.state for row in rows(explorer)] == ["READY"]
+
+
 def test_an_evaluation_is_pinned_and_nothing_of_it_is_recorded(explorer, tmp_path, scripted_engine):
     found = flywheel.evaluate(count, TASKS, model=0, url=explorer.url, runs_per_task=2, params={"temperature": 0.0})
     assert (found.version, found.n, found.mean, found.failed) == (0, 12, 2.5, 0)
