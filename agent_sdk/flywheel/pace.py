@@ -79,7 +79,7 @@ class Pacer:
         ended, rows = (sum(column) for column in zip(*self._groups, strict=True)) if self._groups else (0, 0)
         rows_of_run = rows / ended if ended else _ROWS_OF_FIRST_RUNS
         waiting = self._ready + self._open * rows_of_run
-        return waiting <= self.bound - (runs - 1) * rows_of_run or waiting < (size or 0)  # or a trainer would wait
+        return waiting <= max(size or 0, self.bound - (runs - 1) * rows_of_run)  # with less a trainer would wait
 
     @property
     def bound(self) -> int:
