@@ -82,7 +82,7 @@ def test_what_a_collector_wrote_of_another_provider_is_imported_with_what_was_sa
     assert run_here(tools_live.config, "import", str(tmp_path / "rows.jsonl")) == 0
     asked, answered = recorded(tools_live, last)
     assert (asked.msg_id, asked.reward) == ("other-0", None)
-    assert (answered.msg_id, answered.reward, answered.parent_id) == ("other-1", 1.25, asked.id)
+    assert (answered.msg_id, answered.reward, answered.parent_id) == ("other-1", 1.25, "other-0")
     assert json.loads(answered.reply)["content"] == "It is sunny in Paris."
     assert kinds_said(tools_live, "other-0") == ["demonstration"]
     assert kinds_said(tools_live, "other-1") == ["metric", "metric", "reward", "rating", "comment"]
