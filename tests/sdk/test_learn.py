@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from shared.ledger import transitions
 from tests.sdk import learn_program
 from tests.sdk.conftest import rows, said, say, say_async
 from tests.support.processes import REPOSITORY
-from tests.support.servers import wait_until
+from tests.support.servers import publish, wait_until
 
 TASKS = [{"n": n} for n in range(6)]
 COLLECT: dict[str, Any] = {"require_trainer": False, "progress": False}
@@ -208,6 +210,20 @@ async def test_a_group_whose_commit_did_not_arrive_is_committed_by_the_next_star
     assert [row.state for row in rows(explorer)] == ["READY"]
 
 
+def test_a_line_of_progress_says_how_far_it_is_and_the_time_to_go(explorer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+
+    async def waits(task: Any, model: flywheel.Model) -> float:
+        await say_async(model)
+        await asyncio.sleep(0.4)
+        return 1.0
+
+    learn(explorer, tmp_path, waits, at_once=1, progress=True)
+    assert re.search(
+        r"learn: \d/6 runs, \d\.\d/s, version .*, ready \d, failed 0, \d\.\d min to go", capsys.readouterr().err
+    )
+
+
 def test_an_evaluation_is_pinned_and_nothing_of_it_is_recorded(explorer, tmp_path, scripted_engine):
     found = flywheel.evaluate(count, TASKS, model=0, url=explorer.url, runs_per_task=2, params={"temperature": 0.0})
     assert (found.version, found.n, found.mean, found.failed) == (0, 12, 2.5, 0)
@@ -223,6 +239,29 @@ def test_learn_evaluates_and_stops_early(explorer, tmp_path):
     assert [evaluation.mean for evaluation in report.evaluations] == [0.5]
     assert len(rows(explorer)) == 6
     assert json.loads((tmp_path / "runs/report.json").read_text())["evaluations"][0]["n"] == 2
+
+
+def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, tmp_path):
+    newer = iter((2, 3))
+
+    def serve(version: int) -> None:
+        publish(explorer, version)
+        wait_until(lambda: explorer.http.get("/status").json()["versions"]["serving"] == version)
+
+    def publishes(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        say(model)
+        if run.run_id != "eval" and (version := next(newer, None)) is not None:
+            serve(version)
+            time.sleep(1.1)  # /status is asked for once a second
+        return 0.5
+
+    serve(1)
+    stop = flywheel.EarlyStop(patience=2)
+    given: dict[str, Any] = {"eval_tasks": TASKS[:1], "eval_every_versions": 1, "at_once": 1, "stop": stop}
+    report = learn(explorer, tmp_path, publishes, [{"n": n} for n in range(20)], **given)
+    assert (report.stopped, report.version_first) == ("early", 1)
+    assert report.runs < 5
+    assert [evaluation.version for evaluation in report.evaluations] == [1, 2, 3]
 
 
 def test_a_folder_of_other_work_is_refused_with_what_differs(explorer, tmp_path):
