@@ -96,14 +96,22 @@ class Pacer:
             self.status = await self._client.status()
             self._held_poll_s = min(max((time.monotonic() - began) / _POLL_SHARE, _HELD_POLL_S[0]), _HELD_POLL_S[1])
             self._asked_at, self._ready = time.monotonic(), self.status.ready
-            if self.status.is_training:
+            if self.status.is_training and self.status.held is None:
                 self._trained_at = self._asked_at
             elif self._require_trainer and self._asked_at - self._trained_at >= self._patience_s:
-                raise NotTraining(
-                    f"no trainer has been alive at {self._client.url} for {self._patience_s:g} s, so nothing would be "
-                    "learned: start `flywheel up` or `flywheel trainer`, or give require_trainer=False to collect only"
-                )
+                raise NotTraining(self._why_not(self.status.held))
         return self.status
+
+    def _why_not(self, held: str | None) -> str:
+        if held is not None:
+            return (
+                f"the trainer has been held by its breaker for {self._patience_s:g} s: {held}; "
+                "then `flywheel trainer --resume`, and call learn again"
+            )
+        return (
+            f"no trainer has been alive at {self._client.url} for {self._patience_s:g} s, so nothing would be "
+            "learned: start `flywheel up` or `flywheel trainer`, or give require_trainer=False to collect only"
+        )
 
     async def wait(self, stopping: asyncio.Event, runs: int = 1) -> None:
         """Return when a group of so many runs may be started, or work is stopping."""

@@ -160,6 +160,15 @@ def test_without_a_trainer_it_says_so(explorer, tmp_path):
         learn(explorer, tmp_path, require_trainer=True, patience_s=0.0)
 
 
+def test_a_trainer_that_its_breaker_holds_trains_nothing(explorer, tmp_path):
+    reason = "reward_drop=2.0 is above trainer.breaker.reward_drop=1.5 in update 7; look at the newest rewards"
+    with explorer.ledger.write() as connection:
+        transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
+        transitions.trip_breaker(connection, name="t", tripped={"figure": "reward_drop", "reason": reason})
+    with pytest.raises(flywheel.NotTraining, match=f"{reason}.*--resume"):
+        learn(explorer, tmp_path, require_trainer=True, patience_s=0.0)
+
+
 def test_nothing_starts_while_more_rows_are_ready_than_the_bound(explorer, tmp_path):
     with explorer.ledger.write() as connection:
         transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
