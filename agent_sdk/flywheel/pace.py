@@ -8,6 +8,7 @@ each commit how many rows became READY, which counts several choices of a reply,
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flywheel.async_client import AsyncClient
     from flywheel.results import Committed, Status
 
+log = logging.getLogger("flywheel")
 DEFAULT_READY_ROWS = 1024
 _ROWS_OF_FIRST_RUNS = 8.0  # that a run is taken to make while none was committed: else at_once runs would start
 _GROUPS = 64  # committed last, of which the mean is taken
@@ -55,6 +57,7 @@ class Pacer:
         self._open = 0  # runs that started and are not committed
         self._groups: deque[tuple[int, int]] = deque(maxlen=_GROUPS)  # runs, and their rows
         self._changed = asyncio.Event()
+        self._is_warned = False
         self._held_poll_s = _HELD_POLL_S[1]
 
     def starts(self) -> None:
@@ -96,11 +99,21 @@ class Pacer:
             self.status = await self._client.status()
             self._held_poll_s = min(max((time.monotonic() - began) / _POLL_SHARE, _HELD_POLL_S[0]), _HELD_POLL_S[1])
             self._asked_at, self._ready = time.monotonic(), self.status.ready
+            self._warn(self.status.batch_size)
             if self.status.is_training and self.status.held is None:
                 self._trained_at = self._asked_at
             elif self._require_trainer and self._asked_at - self._trained_at >= self._patience_s:
                 raise NotTraining(self._why_not(self.status.held))
         return self.status
+
+    def _warn(self, batch_size: int | None) -> None:
+        if self._bound is not None and batch_size is not None and self._bound < batch_size and not self._is_warned:
+            self._is_warned = True
+            log.warning(
+                "max_ready_rows=%d is less than a batch of the trainer, %d rows: where trainer.batch_timeout_s is not "
+                "set, learn and the trainer wait for each other; give at least %d",
+                self._bound, batch_size, batch_size,
+            )  # fmt: skip
 
     def _why_not(self, held: str | None) -> str:
         if held is not None:

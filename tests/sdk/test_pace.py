@@ -138,6 +138,15 @@ async def test_broken_runs_leave_no_mark():
     assert await starts(held), "twice 4 to come"
 
 
+@pytest.mark.parametrize(("bound", "warnings"), [(15, 1), (16, 0), (None, 0)])
+async def test_a_bound_below_the_trainer_s_batch_is_warned_of_once(caplog, bound, warnings):
+    held = pacer(0, bound=bound, batch_size=16)
+    for _ in range(2):
+        await held.look(0.0)
+    assert len(caplog.messages) == warnings
+    assert all("max_ready_rows=15" in message and "at least 16" in message for message in caplog.messages)
+
+
 @pytest.mark.parametrize(("batch_size", "bound"), [(16, 32), (None, 1024)])
 async def test_the_bound_is_two_batches_of_the_trainer(batch_size, bound):
     held = pacer(0, bound=None, batch_size=batch_size)
