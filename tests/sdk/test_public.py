@@ -59,11 +59,20 @@ def imported(node: ast.AST) -> set[str]:
     return {(node.module or "").split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
 
 
-def test_importing_it_imports_no_openai_and_none_of_the_services():
-    code = (
-        "import flywheel, sys; print(*sorted({'openai', 'shared', 'services', 'numpy', 'pydantic'} & set(sys.modules)))"
-    )
+def loaded_after(code: str) -> list[str]:
+    """Those of some modules that a fresh process has imported after it ran the code."""
+    some = {"openai", "openai.resources.chat.completions", "shared", "services", "numpy", "pydantic"}
+    code = f"import sys, flywheel\n{code}\nprint(*sorted({some} & set(sys.modules)))"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=SDK, env={"PYTHONPATH": str(SDK)}, capture_output=True, text=True, check=True
     )
-    assert ended.stdout.strip() == ""
+    return ended.stdout.split()
+
+
+def test_importing_it_imports_no_openai_and_none_of_the_services():
+    assert loaded_after("") == []
+
+
+def test_a_runner_imports_openai_when_it_starts_and_not_under_traffic():
+    code = "flywheel.TrainingRunner('http://127.0.0.1:9', reward=lambda run, reply: 1.0).start()"
+    assert {"openai", "openai.resources.chat.completions"} <= set(loaded_after(code))
