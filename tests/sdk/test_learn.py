@@ -348,6 +348,7 @@ def test_kill_9_at_random_moments_counts_each_run_once_and_rewards_no_broken_run
     rewarded = Counter((row.task_id, row.run_id) for row in rows(explorer) if row.reward is not None)
     assert set(rewarded) == counted, "the rewarded runs are those of the report"
     assert {row.reward for row in rows(explorer)} == {1.0, None}
+    assert {row.state for row in rows(explorer) if row.reward is not None} == {"READY"}, "each was committed"
     assert set(Counter(signal.msg_id for signal in said(explorer)).values()) == {1}, "each was said once"
 
 
