@@ -70,7 +70,7 @@ class Pacer:
         self._ready = said.ready
         self._changed.set()
         rows = max(rows, said.committed)
-        if rows:  # none: all of them broke
+        if runs and rows:  # no runs: an earlier start's group; no rows: all of them broke
             self._groups.append((runs, rows))
 
     def _has_room(self, runs: int) -> bool:

@@ -32,12 +32,17 @@ def test_the_examples_in_docstrings_run(file):
 
 
 def test_every_public_name_has_a_docstring_with_an_example():
-    for name in flywheel.__all__:
-        found = getattr(flywheel, name)
+    of_rewards = {name: found for name, found in vars(flywheel.rewards).items() if name[0] != "_" and callable(found)}
+    own = {name: found for name, found in of_rewards.items() if found.__module__.startswith("flywheel")}
+    assert {"exact", "number", "boxed", "gsm8k", "contains", "ToolUse", "Weighted", "from_openai_grader"} <= set(own)
+    for name, found in {**{name: getattr(flywheel, name) for name in flywheel.__all__}, **own}.items():
         if inspect.ismodule(found):
             assert found.__doc__
             continue
         assert ">>>" in (inspect.getdoc(found) or ""), f"{name} has no example"
+        for part, value in vars(found).items() if inspect.isclass(found) else ():
+            if part[0] != "_" and (inspect.isfunction(value) or isinstance(value, (property, classmethod))):
+                assert inspect.getdoc(value), f"{name}.{part} has no docstring"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
