@@ -81,6 +81,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	cd agent_sdk && ../$(BIN)/mypy --config-file ../pyproject.toml --python-version 3.10 -p flywheel
 	cd agent_sdk && ../$(BIN)/lint-imports
 
 clean:

@@ -5,32 +5,49 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flywheel.errors import ConfigError
-from flywheel.wire import Ask, call_json, check_number, encode
+from flywheel.errors import ConfigError, Refused
+from flywheel.wire import Ask, Steps, call_json, check_number, encode
 
 if TYPE_CHECKING:
     from flywheel.async_client import AsyncClient
     from flywheel.client import Client
 
 
+def _checked(name: str, version: object) -> int:
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise ConfigError(f"{name}={version!r}: give the number of a version, as client.versions() has it")
+    return version
+
+
 def _traffic(weights: Mapping[int, float]) -> Ask:
     for version, weight in weights.items():
+        _checked("version", version)
         check_number(f"weights[{version}]", weight)
-    if not weights or min(weights.values()) < 0 or sum(weights.values()) <= 0:
+    if None in weights.values() or not weights or min(weights.values()) < 0 or sum(weights.values()) <= 0:
         raise ConfigError(f"weights={dict(weights)!r}: give each version a share of at least 0, one of them more")
     return Ask("PUT", "/traffic", encode({"weights": {str(version): weight for version, weight in weights.items()}}))
 
 
 def _promote(version: int) -> Ask:
-    return Ask("POST", f"/versions/{int(version)}/promote", b"{}")
+    return Ask("POST", f"/versions/{_checked('version', version)}/promote", b"{}")
 
 
 def _rollback(to: int) -> Ask:
-    return Ask("POST", "/rollback", encode({"to": int(to)}))
+    return Ask("POST", "/rollback", encode({"to": _checked("to", to)}))
+
+
+def _steps(ask: Ask, retry_s: float) -> Steps[dict[str, Any]]:
+    try:
+        return (yield from call_json(ask, retry_s))
+    except Refused as exc:
+        if exc.status != 501:
+            raise
+        message = f"{exc}; this explorer serves the newest version by itself: pin one by client.model(12)"
+        raise Refused(501, message, code=exc.code, param=exc.param) from exc
 
 
 class Admin:
-    """Client.admin. An explorer that has no such routes yet answers 501, which raises Refused.
+    """Client.admin. An explorer that has no such routes yet answers 501, which raises Refused with what to do.
 
     >>> import flywheel
     >>> flywheel.Client("http://127.0.0.1:8010").admin.traffic({12: -1.0})
@@ -42,7 +59,7 @@ class Admin:
         self._client = client
 
     def _call(self, ask: Ask) -> dict[str, Any]:
-        return self._client.drive(call_json(ask, self._client.explorer.retry_s))
+        return self._client.drive(_steps(ask, self._client.explorer.retry_s))
 
     def traffic(self, weights: Mapping[int, float]) -> dict[str, Any]:
         """Share the chats among versions: {13: 0.1, 12: 0.9}."""
@@ -64,7 +81,7 @@ class AsyncAdmin:
         self._client = client
 
     async def _call(self, ask: Ask) -> dict[str, Any]:
-        return await self._client.drive(call_json(ask, self._client.explorer.retry_s))
+        return await self._client.drive(_steps(ask, self._client.explorer.retry_s))
 
     async def traffic(self, weights: Mapping[int, float]) -> dict[str, Any]:
         """Share the chats among versions: {13: 0.1, 12: 0.9}."""

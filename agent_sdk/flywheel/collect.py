@@ -6,11 +6,9 @@ It stands in the agent's httpx client. The caller's path only keeps the bytes as
 from __future__ import annotations
 
 import json
-import math
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +17,12 @@ from typing import Any
 
 import httpx
 
+from flywheel.collection import Row, merge
 from flywheel.errors import ConfigError
 from flywheel.replies import read_reply, thoughts_of, tool_calls_of
 from flywheel.transport import current_run
 from flywheel.wire import check_number
 
-Row = dict[str, Any]
 FIELDS = ("messages", "thoughts", "tool_calls", "rewards", "user_feedback")
 _MOST_BYTES = 16 * 2**20  # of one reply
 
@@ -174,36 +172,6 @@ class Collector:
             found = row if self._redact is None else self._redact(row)
             if found is not None:
                 yield {name: value for name, value in found.items() if value is not None}
-
-
-def merge(log: Path, out: Path) -> int:
-    """Join a collector's log: each row once, with the rewards and the feedback that came later. Returns how many rows.
-
-    reward is the sum of the named rewards. A last line that was cut is left out.
-    """
-    said: dict[str, Row] = defaultdict(dict)
-    for line in _lines(log):
-        if "of" in line:
-            for name in ("rewards", "user_feedback"):
-                said[line["of"]].setdefault(name, {}).update(line.get(name) or {})
-    count = 0
-    with out.open("w", encoding="utf-8") as file:
-        for row in _lines(log):
-            if "of" in row:
-                continue
-            more = {name: value for name, value in said.get(row.get("msg_id", ""), {}).items() if value}
-            if "rewards" in more:
-                more["reward"] = math.fsum(more["rewards"].values())
-            file.write(json.dumps({**row, **more}, ensure_ascii=False) + "\n")
-            count += 1
-    return count
-
-
-def _lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
 
 
 class _Keep:

@@ -15,6 +15,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from functools import cache, partial
+from typing import Any
 
 import httpx
 
@@ -29,6 +30,46 @@ _Origin = tuple[str, str, int | None]
 def tls_context() -> ssl.SSLContext:
     """Made once: reading the certificates takes longer than a chat."""
     return httpx.create_ssl_context()
+
+
+class _Cookies(httpx.Cookies):
+    """httpx makes two requests and responses of urllib's for each answer, whether it sets a cookie or not."""
+
+    def extract_cookies(self, response: httpx.Response) -> None:
+        if "set-cookie" in response.headers:
+            super().extract_cookies(response)
+
+
+class HttpClient(httpx.Client):
+    """httpx's client, which looks for cookies only in answers that set some."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._found = _Cookies(options.get("cookies"))
+
+    @property
+    def cookies(self) -> httpx.Cookies:
+        return self._found
+
+    @cookies.setter
+    def cookies(self, cookies: Any) -> None:
+        self._found = _Cookies(cookies)
+
+
+class AsyncHttpClient(httpx.AsyncClient):
+    """The same for asyncio."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._found = _Cookies(options.get("cookies"))
+
+    @property
+    def cookies(self) -> httpx.Cookies:
+        return self._found
+
+    @cookies.setter
+    def cookies(self, cookies: Any) -> None:
+        self._found = _Cookies(cookies)
 
 
 class Connections:

@@ -12,7 +12,7 @@ FlywheelError
 │   ├── UnsafeTool        a shadow run reached for a tool that it must not call
 │   └── JudgeFailed       a judge gave no usable verdict: there is no reward
 └── LearnError         learning cannot go on
-    ├── NotTraining       no trainer is alive
+    ├── NotTraining       no trainer is alive, or its breaker holds it
     ├── TooManyFailures   too many runs failed
     └── JournalMismatch   the folder holds the journal of other work
 """
@@ -142,7 +142,7 @@ class LearnError(FlywheelError):
 
 
 class NotTraining(LearnError):
-    """No trainer is alive, so that nothing would be learned from further runs.
+    """No trainer is alive, or its breaker holds it, so that nothing would be learned from further runs.
 
     >>> issubclass(NotTraining, FlywheelError)
     True

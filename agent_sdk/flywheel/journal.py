@@ -40,13 +40,15 @@ class Journal:
     """One folder's journal. Raises JournalMismatch when the folder holds that of other work.
 
     `work` says what the work is; `session` counts the starts. Of earlier starts: `ended`, the places of runs that
-    ended, `unsent`, the lines whose feedback may not have arrived, and `evaluations`.
+    ended, `unsent`, the lines whose feedback may not have arrived, `uncommitted`, the tasks of runs that ended and may
+    not be committed, and `evaluations`.
     """
 
     def __init__(self, path: Path, work: dict[str, Any], resume: bool) -> None:
         self.path = path
         self.ended: set[str] = set()
         self.unsent: dict[str, dict[str, Any]] = {}
+        self.uncommitted: set[str] = set()
         self.evaluations: list[dict[str, Any]] = []
         self.session = 1
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +88,9 @@ class Journal:
         elif kind == "ended":
             self.ended.add(place)
             self.unsent[place] = line
+            self.uncommitted.add(place.rpartition("#")[0])
+        elif kind == "committed":
+            self.uncommitted.discard(line["task_id"])
         elif kind == "sent":
             self.unsent.pop(place, None)
         elif kind == "void":

@@ -152,18 +152,20 @@ class LLMJudge:
             "json_schema": {"name": "verdict", "strict": True, "schema": schema},
         }
         trouble: Exception | None = None
+        tries, said = 2, ""
         async with self._model.async_openai(timeout=self._timeout_s) as client:
-            for _ in range(2):
+            while tries:
+                tries -= 1
                 try:
                     said = await self._say(client, messages, form)
                     return read(_parse(said))
-                except openai.BadRequestError as exc:  # a server that knows no JSON schemas
-                    form, trouble = {}, exc
                 except openai.OpenAIError as exc:
-                    raise JudgeFailed(f"the judge {self._model.name} gave no answer: {exc}") from exc
-                except (ValueError, KeyError, TypeError, AttributeError) as exc:
+                    if not form or not isinstance(exc, openai.BadRequestError):
+                        raise JudgeFailed(f"the judge {self._model.name} gave no answer: {exc}") from exc
+                    form, tries = {}, tries + 1  # the server may know no JSON schemas
+                except (ValueError, LookupError, TypeError, AttributeError) as exc:
                     trouble = exc
-                    messages += [{"role": "assistant", "content": said or ""}]
+                    messages += [{"role": "assistant", "content": said}]
                     messages += [
                         {"role": "user", "content": f"That cannot be used ({exc}). Give the JSON object alone."}
                     ]

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import httpx
 
 from flywheel import frameworks
-from flywheel.connections import Connections, tls_context
+from flywheel.connections import AsyncHttpClient, Connections, HttpClient, tls_context
 from flywheel.errors import ConfigError
 from flywheel.transport import AsyncRunTransport, Chats, RunTransport
 
@@ -82,12 +82,12 @@ class Model:
     def http_client(self) -> httpx.Client:
         """An httpx client whose chats are the run's, with this model's parameters."""
         inner = self.connections.sync() if self.connections else httpx.HTTPTransport()
-        return httpx.Client(transport=RunTransport(inner, self._chats()), timeout=_TIMEOUT)
+        return HttpClient(transport=RunTransport(inner, self._chats()), timeout=_TIMEOUT)
 
     def async_http_client(self) -> httpx.AsyncClient:
         """The same for asyncio."""
         inner = self.connections.asynchronous() if self.connections else Connections().asynchronous(owned=True)
-        return httpx.AsyncClient(transport=AsyncRunTransport(inner, self._chats()), timeout=_TIMEOUT)
+        return AsyncHttpClient(transport=AsyncRunTransport(inner, self._chats()), timeout=_TIMEOUT)
 
     def _chats(self) -> Chats:
         return Chats(self.run, self.overrides, self.params)

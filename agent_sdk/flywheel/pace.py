@@ -1,24 +1,31 @@
 """The pace of learn: nothing new is started while training is behind, or nobody trains.
 
-What is started now is trained after all that waits: so the rows that runs in flight will make count, too, by the mean
-of the runs that ended. Else many runs at once would be more batches than the bound, whatever it is.
+What is started now is trained after all that waits: so the rows that open runs will make count, too. A run is open
+until its group is committed. How many rows it will make is the mean of the runs committed last; the explorer says with
+each commit how many rows became READY, which counts several choices of a reply, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from flywheel.errors import Away, NotTraining, Unreachable
 
 if TYPE_CHECKING:
     from flywheel.async_client import AsyncClient
-    from flywheel.results import Status
+    from flywheel.results import Committed, Status
 
+log = logging.getLogger("flywheel")
 DEFAULT_READY_ROWS = 1024
-_HELD_POLL_S = 0.2  # while starts are held back: a trainer must not run out of rows
+_ROWS_OF_FIRST_RUNS = 8.0  # that a run is taken to make while none was committed: else at_once runs would start
+_GROUPS = 64  # committed last, of which the mean is taken
+_HELD_POLL_S = (0.03, 0.2)  # while starts are held back: a trainer must not run out of rows
+_POLL_SHARE = 0.1  # of the time that may be spent on polls then
 
 
 class Pacer:
@@ -46,27 +53,36 @@ class Pacer:
         self._trained_at = time.monotonic()
         self.status: Status | None = None
         self.waited_s = 0.0
-        self._in_flight = 0  # runs
-        self._since = 0  # rows of runs that ended since /status was asked for
-        self._ended = [0, 0]  # runs, and their rows
+        self._ready = 0  # rows, as the explorer said last
+        self._open = 0  # runs that started and are not committed
+        self._groups: deque[tuple[int, int]] = deque(maxlen=_GROUPS)  # runs, and their rows
+        self._changed = asyncio.Event()
+        self._is_warned = False
+        self._held_poll_s = _HELD_POLL_S[1]
 
     def starts(self) -> None:
         """A run starts."""
-        self._in_flight += 1
+        self._open += 1
 
-    def ends(self, rows: int) -> None:
-        """A run ended with so many rows; rows: 0 of one that broke."""
-        self._in_flight -= 1
-        self._since += rows
-        if rows:
-            self._ended = [self._ended[0] + 1, self._ended[1] + rows]
+    def committed(self, runs: int, rows: int, said: Committed) -> None:
+        """So many runs were committed, of which so many replies are known here; said: the explorer's answer."""
+        self._open -= runs
+        self._ready = said.ready
+        self._changed.set()
+        rows = max(rows, said.committed)
+        if runs and rows:  # no runs: an earlier start's group; no rows: all of them broke
+            self._groups.append((runs, rows))
 
-    def _has_room(self, status: Status) -> bool:
-        if status.ready > self.bound:
+    def _has_room(self, runs: int) -> bool:
+        if self._ready > self.bound:
             return False
-        runs, rows = self._ended
-        coming = self._since + self._in_flight * (rows / runs if runs else 1.0)
-        return self._in_flight == 0 or status.ready + coming <= self.bound
+        size = self.status.batch_size if self.status is not None else None
+        if size is None and self._open == 0:
+            return True
+        ended, rows = (sum(column) for column in zip(*self._groups, strict=True)) if self._groups else (0, 0)
+        rows_of_run = rows / ended if ended else _ROWS_OF_FIRST_RUNS
+        waiting = self._ready + self._open * rows_of_run
+        return waiting <= max(size or 0, self.bound - (runs - 1) * rows_of_run)  # with less a trainer would wait
 
     @property
     def bound(self) -> int:
@@ -79,31 +95,52 @@ class Pacer:
     async def look(self, max_age_s: float = math.inf) -> Status:
         """The status, asked for again when it is older than poll_s. Raises NotTraining, Away and Unreachable."""
         if self.status is None or time.monotonic() - self._asked_at >= min(max_age_s, self._poll_s):
+            began = time.monotonic()
             self.status = await self._client.status()
-            self._asked_at, self._since = time.monotonic(), 0
-            if self.status.is_training:
+            self._held_poll_s = min(max((time.monotonic() - began) / _POLL_SHARE, _HELD_POLL_S[0]), _HELD_POLL_S[1])
+            self._asked_at, self._ready = time.monotonic(), self.status.ready
+            self._warn(self.status.batch_size)
+            if self.status.is_training and self.status.held is None:
                 self._trained_at = self._asked_at
             elif self._require_trainer and self._asked_at - self._trained_at >= self._patience_s:
-                raise NotTraining(
-                    f"no trainer has been alive at {self._client.url} for {self._patience_s:g} s, so nothing would be "
-                    "learned: start `flywheel up` or `flywheel trainer`, or give require_trainer=False to collect only"
-                )
+                raise NotTraining(self._why_not(self.status.held))
         return self.status
 
-    async def wait(self, stopping: asyncio.Event) -> None:
-        """Return when something new may be started, or work is stopping."""
+    def _warn(self, batch_size: int | None) -> None:
+        if self._bound is not None and batch_size is not None and self._bound < batch_size and not self._is_warned:
+            self._is_warned = True
+            log.warning(
+                "max_ready_rows=%d is less than a batch of the trainer, %d rows: where trainer.batch_timeout_s is not "
+                "set, learn and the trainer wait for each other; give at least %d",
+                self._bound, batch_size, batch_size,
+            )  # fmt: skip
+
+    def _why_not(self, held: str | None) -> str:
+        if held is not None:
+            return (
+                f"the trainer has been held by its breaker for {self._patience_s:g} s: {held}; "
+                "then `flywheel trainer --resume`, and call learn again"
+            )
+        return (
+            f"no trainer has been alive at {self._client.url} for {self._patience_s:g} s, so nothing would be "
+            "learned: start `flywheel up` or `flywheel trainer`, or give require_trainer=False to collect only"
+        )
+
+    async def wait(self, stopping: asyncio.Event, runs: int = 1) -> None:
+        """Return when a group of so many runs may be started, or work is stopping."""
         began, age_s = time.monotonic(), self._poll_s
         while not stopping.is_set():
             status = await self.look(age_s)
-            age_s = _HELD_POLL_S
-            if status.is_training and self._has_room(status):
+            age_s = self._held_poll_s
+            if status.is_training and self._has_room(runs):
                 break
             if not status.is_training and not self._require_trainer:
                 break
-            try:
-                await asyncio.wait_for(stopping.wait(), min(_HELD_POLL_S, self._poll_s))
-            except asyncio.TimeoutError:
-                continue
+            self._changed.clear()
+            ends = [asyncio.ensure_future(event.wait()) for event in (stopping, self._changed)]
+            await asyncio.wait(ends, timeout=min(self._held_poll_s, self._poll_s), return_when=asyncio.FIRST_COMPLETED)
+            for one in ends:
+                one.cancel()
         self.waited_s += time.monotonic() - began
 
     async def version(self) -> int | None:

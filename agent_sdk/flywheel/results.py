@@ -97,6 +97,18 @@ class Status:
         return any(trainer.get("alive") for trainer in self.raw.get("trainers", []))
 
     @property
+    def held(self) -> str | None:
+        """Why every trainer that is alive waits for somebody to look: its breaker has tripped. None when one trains.
+
+        >>> Status({"trainers": [{"alive": True, "tripped": {"reason": "reward_drop=2 is above 1.5"}}]}).held
+        'reward_drop=2 is above 1.5'
+        """
+        tripped = [trainer.get("tripped") for trainer in self.raw.get("trainers", []) if trainer.get("alive")]
+        if not tripped or not all(tripped):
+            return None
+        return str(tripped[0].get("reason") or tripped[0].get("figure"))
+
+    @property
     def batch_size(self) -> int | None:
         """Rows of a batch of the trainer; None when the explorer does not say."""
         found = self.raw.get("batch_size")

@@ -79,6 +79,8 @@ class TrainingRunner:
         """Begin to select and replay; a second call does nothing. Production is served before, too."""
         with self._lock:
             if self._shadow is None:
+                import openai.resources.chat.completions  # noqa: F401 — a first replay would hold production up by it
+
                 self._shadow = Shadow(self._options, self.stats)
 
     def stop(self, drain_s: float = 30.0) -> None:

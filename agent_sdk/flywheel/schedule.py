@@ -7,7 +7,7 @@ import contextlib
 import math
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from flywheel.config import LearnConfig
 from flywheel.episode import Attempts
@@ -19,6 +19,17 @@ from flywheel.tasks import NamedTask, shuffled
 from flywheel.wire import send_feedback
 
 _DRAIN_S = 10.0  # what runs have to finish in after Ctrl-C
+
+
+@dataclass(eq=False)
+class _Group:
+    """Runs of a task that are committed together."""
+
+    task_id: str
+    begun: int = 0  # runs
+    is_whole: bool = False  # no more of them will begin
+    ended: int = 0
+    rows: int = 0
 
 
 class Learning:
@@ -38,6 +49,7 @@ class Learning:
         self._evaluated: int | None = -1  # the version; -1: none yet
         self._slots = asyncio.Semaphore(how.at_once)
         self._running: set[asyncio.Task[None]] = set()
+        self._open: list[_Group] = []  # not committed
         self._error: BaseException | None = None
 
     async def go(self, tasks: list[NamedTask]) -> None:
@@ -52,6 +64,8 @@ class Learning:
                     await self._group(task, f"{self.how.name}/{epoch}/{task.digest}")
             await self._until_ended()
             self._raise_error()
+            for group in [one for one in self._open if one.ended]:  # the rest of which was not started
+                await self._commit(group)
             await self._evaluate()
         except asyncio.CancelledError:
             self.report.stopped = "interrupted"
@@ -62,44 +76,53 @@ class Learning:
     async def _send_again(self) -> None:
         """What ended in an earlier start and may not have been sent: the keys are the same, so that it counts once."""
         client, journal = self.attempts.client, self.attempts.journal
-        task_ids = set()
         for place, line in list(journal.unsent.items()):
             for key, body in line["feedback"]:
                 with contextlib.suppress(NothingKnown):  # the ledger was emptied since: there is nothing to reward
                     await client.drive(send_feedback(body, key, False, client.explorer.retry_s))
-            task_ids.add(place.rpartition("#")[0])
             journal.note({"kind": "sent", "place": place})
-        for task_id in task_ids:
-            await client.commit(task_id=task_id)
 
     async def _group(self, task: NamedTask, task_id: str) -> None:
         """Start the runs of a task that the journal does not have, together; they are committed together."""
-        numbers = range(self.how.runs_per_task)
-        missing = [n for n in numbers if f"{task_id}#{n}" not in self.attempts.journal.ended]
+        journal = self.attempts.journal
+        missing = [n for n in range(self.how.runs_per_task) if f"{task_id}#{n}" not in journal.ended]
+        group = _Group(task_id)
         if not missing:
+            if task_id in journal.uncommitted:
+                await self._commit(group)
             return
-        await self.pacer.wait(self.stopping)
+        await self.pacer.wait(self.stopping, len(missing))
         await self._evaluate_when_due()
-        left = [len(missing)]
+        self._open.append(group)
         for number in missing:
             await self._slots.acquire()
             self._raise_error()
+            if self.stopping.is_set():
+                return
             self.pacer.starts()
-            job = asyncio.create_task(self._run(task, task_id, number, left))
+            group.begun += 1
+            job = asyncio.create_task(self._run(task, group, number))
             self._running.add(job)
             job.add_done_callback(self._ended)
+        group.is_whole = True
 
-    async def _run(self, task: NamedTask, task_id: str, number: int, left: list[int]) -> None:
-        rows = 0
+    async def _run(self, task: NamedTask, group: _Group, number: int) -> None:
         try:
-            rows = await self.attempts.run(task, task_id, number)
+            rows = await self.attempts.run(task, group.task_id, number)
         finally:
-            self.pacer.ends(rows)
             self._slots.release()
-            left[0] -= 1
+        group.rows += rows
+        group.ended += 1
         self.attempts.failures.check()
-        if left[0] == 0:
-            await self.attempts.client.commit(task_id=task_id)
+        if group.ended == group.begun and group.is_whole:
+            await self._commit(group)
+
+    async def _commit(self, group: _Group) -> None:
+        said = await self.attempts.client.commit(task_id=group.task_id)
+        self.attempts.journal.note({"kind": "committed", "task_id": group.task_id})
+        self.pacer.committed(group.begun, group.rows, said)
+        if group in self._open:
+            self._open.remove(group)
 
     def _ended(self, job: asyncio.Task[None]) -> None:
         self._running.discard(job)

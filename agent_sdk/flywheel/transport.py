@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from flywheel.connections import Connections
+from flywheel.connections import AsyncHttpClient, Connections, HttpClient
 
 TASK_HEADER = "X-Flywheel-Task"
 RUN_HEADER = "X-Flywheel-Run"
@@ -209,7 +209,7 @@ def http_client(**options: Any) -> httpx.Client:
     >>> model = openai.OpenAI(base_url="http://127.0.0.1:8010/v1", api_key="unused", http_client=http_client())
     """
     options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
-    return httpx.Client(transport=RunTransport(Connections().sync(owned=True), Chats(None, {}, {})), **options)
+    return HttpClient(transport=RunTransport(Connections().sync(owned=True), Chats(None, {}, {})), **options)
 
 
 def async_http_client(**options: Any) -> httpx.AsyncClient:
@@ -221,4 +221,4 @@ def async_http_client(**options: Any) -> httpx.AsyncClient:
     """
     options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
     inner = Connections().asynchronous(owned=True)
-    return httpx.AsyncClient(transport=AsyncRunTransport(inner, Chats(None, {}, {})), **options)
+    return AsyncHttpClient(transport=AsyncRunTransport(inner, Chats(None, {}, {})), **options)

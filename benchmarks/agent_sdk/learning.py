@@ -101,11 +101,18 @@ def _resident_mb() -> float:
 
 def overload(runs: int, folder: Path) -> dict[str, Any]:
     """What became of rows when workers are faster than the trainer: with the pace that learn keeps, and without."""
+    paced: dict[str, Any] = {"max_ready_rows": None}
+    cases: dict[str, dict[str, Any]] = {
+        "paced": paced,
+        "paced_groups_of_8": {**paced, "runs_per_task": 8},
+        "unpaced": {},
+    }
     found: dict[str, Any] = {}
-    for name, options in {"paced": {"max_ready_rows": None}, "unpaced": {}}.items():
+    for name, options in cases.items():
         found[name] = {}
         with server("trained", found[name]) as url:
             began = time.perf_counter()
-            report = learn(url, runs, folder, require_trainer=True, **options)
+            report = learn(url, runs // options.get("runs_per_task", 1), folder, require_trainer=True, **options)
             found[name] |= {"rows_a_second": 4 * report.runs / (time.perf_counter() - began)}
-    return found
+    workers_to_trainer = found["unpaced"]["rows_a_second"] / found["paced"]["rows_a_second"]
+    return {**found, "workers_to_trainer": workers_to_trainer}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,9 @@ from sqlalchemy import func, select
 
 from benchmarks.agent_sdk import ROOT
 
-BATCH = 16  # rows of an update: small, so that the trainer is slower than the workers
+# Rows of an update and passes over them: such that the workers are at least three times as fast as the trainer.
+BATCH = 16
+EPOCHS = 6
 
 
 @contextmanager
@@ -60,7 +63,10 @@ def serve_trained() -> None:
         folder = Path(name)
         whole = Whole(folder, make_tiny_model(folder / "base"), ScriptedEngine().url, "sqlite")
         try:
-            whole.finish(batch_size=BATCH, batch_timeout_s=5.0, max_staleness_versions=8)
+            breaker = whole.config.trainer.breaker.model_copy(update={"reward_drop": None})  # rewards mean nothing here
+            whole.finish(
+                batch_size=BATCH, epochs=EPOCHS, batch_timeout_s=5.0, max_staleness_versions=8, breaker=breaker
+            )
             wait_until(lambda: all(_trains(whole.url)), 120)
             print(whole.url, flush=True)
             sys.stdin.read()
@@ -102,10 +108,14 @@ async def serve_nothing(answer: bytes) -> None:
     """Take every request; answer it, or never."""
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.read(65536):
-            if answer:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                found = re.search(rb"\r\ncontent-length: *(\d+)", head)
+                await reader.readexactly(int(found[1]) if found else 0)
                 writer.write(answer)
-        writer.close()
+        except (asyncio.IncompleteReadError, ConnectionError):  # the caller has left
+            writer.close()
 
     listening = await asyncio.start_server(take, "127.0.0.1", 0)
     host, port = listening.sockets[0].getsockname()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 from collections import Counter, defaultdict
+from typing import Any
 
 import flywheel
+import openai
 import pytest
 
-from tests.e2e.test_4_frameworks import recorded
+from tests.e2e.test_4_frameworks import QUESTION, WEATHER, kinds_said, recorded
 from tests.sdk.frameworks import CLIENTS, FRAMEWORKS, run_framework
-from tests.support.processes import REPOSITORY
+from tests.sdk.test_client import answering
+from tests.support.processes import REPOSITORY, run_here
 
 pytestmark = pytest.mark.engine
 RUNS = 32
@@ -45,13 +49,43 @@ def test_32_node_programs_at_once_belong_to_the_runs_of_their_environments(tools
 
     async def all_of_them() -> None:
         async with flywheel.AsyncClient(url) as client:
-            for begin in range(0, RUNS, 8):  # a process takes 50 MB
-                await asyncio.gather(*(one(client, number) for number in range(begin, begin + 8)))
+            await asyncio.gather(*(one(client, number) for number in range(RUNS)))
 
     asyncio.run(all_of_them())
     rows = recorded(tools_live, last)
     assert Counter(row.task_id for row in rows) == {f"node-{number}": 4 for number in range(RUNS)}
     assert all(row.reward == int(row.task_id.removeprefix("node-")) for row in rows)
+
+
+def told_by_another_provider(number: int, request: Any) -> Any:
+    """First a tool call, then an answer."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    said = {"content": None, "tool_calls": [call]} if number == 0 else {"content": "It is sunny in Paris."}
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", **said}}
+    reply = {"id": f"other-{number}", "object": "chat.completion", "created": 1, "model": "other", "choices": [choice]}
+    return 200, {"Content-Type": "application/json"}, json.dumps(reply).encode()
+
+
+def test_what_a_collector_wrote_of_another_provider_is_imported_with_what_was_said_of_it(tools_live, tmp_path):
+    messages: list[Any] = [QUESTION]
+    with answering(told_by_another_provider) as url, flywheel.Collector(tmp_path / "log.jsonl") as collector:
+        http = collector.http_client()
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="k", http_client=http) as provider:
+            first = provider.chat.completions.create(model="other", messages=messages, tools=[WEATHER])
+            messages += [first.choices[0].message.to_dict()]
+            messages += [{"role": "tool", "tool_call_id": "call_1", "content": "Paris: sunny"}]
+            second = provider.chat.completions.create(model="other", messages=messages, tools=[WEATHER])
+        collector.reward(second.id, task_completion=0.75, efficiency=0.5)
+        collector.feedback(second.id, rating="up", comment="quick")
+        assert collector.export(tmp_path / "rows.jsonl") == 2
+    last = max((row.id for row in recorded(tools_live)), default=0)
+    assert run_here(tools_live.config, "import", str(tmp_path / "rows.jsonl")) == 0
+    asked, answered = recorded(tools_live, last)
+    assert (asked.msg_id, asked.reward) == ("other-0", None)
+    assert (answered.msg_id, answered.reward, answered.parent_id) == ("other-1", 1.25, "other-0")
+    assert json.loads(answered.reply)["content"] == "It is sunny in Paris."
+    assert kinds_said(tools_live, "other-0") == ["demonstration"]
+    assert kinds_said(tools_live, "other-1") == ["metric", "metric", "reward", "rating", "comment"]
 
 
 def test_learn_and_evaluate_on_the_real_engine(tools_live, tmp_path):

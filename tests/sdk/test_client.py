@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ def answering(answer: Callable[[int, BaseHTTPRequestHandler], Answer | None]) ->
             self.end_headers()
             self.wfile.write(content)
 
-        do_GET = do_POST
+        do_GET = do_PUT = do_POST
 
         def log_message(self, *_: Any) -> None: ...
 
@@ -197,8 +198,64 @@ def test_a_repeat_under_a_key_counts_once_and_another_body_is_refused(client, ex
     assert len(said(explorer)) == 1
 
 
-def test_what_the_explorer_has_not_built_yet_raises_its_501(client):
-    for call in (lambda: client.admin.promote(1), lambda: client.admin.rollback(to=0)):
-        with pytest.raises(flywheel.Refused) as caught:
+Operating = list[tuple[str, str, bytes]]
+
+
+@contextmanager
+def operated() -> Iterator[tuple[str, Operating]]:
+    """An explorer that has the routes of operators, and what it was asked."""
+    asked: Operating = []
+
+    def answer(_number: int, request: Any) -> Answer:
+        asked.append((request.command, request.path, request.body))
+        return 200, {}, b'{"status": "success"}'
+
+    with answering(answer) as url:
+        yield url, asked
+
+
+OPERATED = [
+    ("PUT", "/traffic", b'{"weights":{"12":0.9,"13":0.1}}'),
+    ("POST", "/versions/13/promote", b"{}"),
+    ("POST", "/rollback", b'{"to":12}'),
+]
+
+
+def test_operators_share_traffic_promote_and_roll_back():
+    with operated() as (url, asked), flywheel.Client(url) as client:
+        assert client.admin.traffic({12: 0.9, 13: 0.1}) == {"status": "success"}
+        client.admin.promote(13)
+        client.admin.rollback(to=12)
+    assert asked == OPERATED
+
+
+async def test_operators_do_so_in_asyncio_too():
+    with operated() as (url, asked):
+        async with flywheel.AsyncClient(url) as client:
+            await client.admin.traffic({12: 0.9, 13: 0.1})
+            await client.admin.promote(13)
+            await client.admin.rollback(to=12)
+    assert asked == OPERATED
+
+
+def test_what_is_no_version_and_no_share_is_named_before_anything_is_sent():
+    client = flywheel.Client("http://127.0.0.1:9")
+    for call, named in (
+        (lambda: client.admin.promote(1.5), "version=1.5"),
+        (lambda: client.admin.promote("13"), "version='13'"),
+        (lambda: client.admin.rollback(to=-1), "to=-1"),
+        (lambda: client.admin.traffic({}), "weights={}"),
+        (lambda: client.admin.traffic({12: None}), "None"),
+        (lambda: client.admin.traffic({12: 0.0}), "12: 0.0"),
+        (lambda: client.admin.traffic({"12": 1.0}), "'12'"),
+    ):
+        with pytest.raises(flywheel.ConfigError, match=re.escape(named)):
             call()
-        assert caught.value.status in (400, 404, 501)
+
+
+def test_an_explorer_that_has_no_such_routes_yet_is_named_with_what_to_do(client):
+    calls = (client.admin.traffic, {0: 1.0}), (client.admin.promote, 1), (client.admin.rollback, 0)
+    for call, argument in calls:
+        with pytest.raises(flywheel.Refused, match=r"serves the newest version.*client\.model\(12\)") as caught:
+            call(argument)
+        assert (caught.value.status, caught.value.code) == (501, "not_implemented")

@@ -35,6 +35,13 @@ def test_chats_streams_rewards_and_feedback_are_joined(explorer, scripted_engine
     assert whole["messages"][-1]["content"] == first.choices[0].message.content
     assert whole["thoughts"] == [{"step": 1, "content": "a greeting"}]
     assert (whole["reward"], whole["user_feedback"]) == (pytest.approx(1.4), {"rating": 4, "comment": "good"})
+    assert whole["signals"] == [
+        {"kind": "metric", "name": "task_completion", "value": 0.8},
+        {"kind": "metric", "name": "efficiency", "value": 0.6},
+        {"kind": "metric", "name": "rating", "value": 4.0},
+        {"kind": "reward", "value": whole["reward"]},
+        {"kind": "comment", "text": "good"},
+    ]
     said = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
     assert (streamed["msg_id"], streamed["messages"][-1]["content"]) == (events[0].id, said)
     assert (collector.stats.rows, collector.stats.failed, collector.stats.dropped) == (2, 0, 0)

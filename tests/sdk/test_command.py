@@ -7,7 +7,9 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import flywheel
 import pytest
 from flywheel.__main__ import main
 
@@ -29,12 +31,39 @@ def test_the_readme_s_lines_run(explorer, scripted_engine, tmp_path, monkeypatch
 IN_DOCS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/agents.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("snippet", IN_DOCS, ids=["people", "collector", "versions"])
+@pytest.mark.parametrize("snippet", IN_DOCS, ids=["people", "environment", "collector", "versions"])
 def test_the_lines_of_the_documentation_run(explorer, tmp_path, monkeypatch, snippet):
     monkeypatch.setenv("FLYWHEEL_URL", explorer.url)
     monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "snippet"}
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(snippet, "agents.md", "exec"), {"__name__": "snippet"})
+        exec(compile(snippet, "agents.md", "exec"), namespace)
+        if "guesses" in namespace:
+            report = flywheel.learn(namespace["guesses"], [{}], require_trainer=False, progress=False)
+            assert report.rewarded == 1
+
+
+@pytest.mark.parametrize("snippet", [*SNIPPETS, *IN_DOCS], ids=lambda snippet: snippet.splitlines()[2][:40])
+def test_each_way_in_is_ten_lines_or_few_more(snippet):
+    assert len([line for line in snippet.splitlines() if line.strip()]) <= 12
+
+
+# Of the documents that other frameworks describe themselves in.
+CLASSES = """
+    AgentScopeReActAgent AgentScopeReActWorkflow ModelWrapper OpenAIChatModel ReActAgent TrinityChatModel LearnConfig
+    OpenAIChatFormatter ResponseStructure TrainingRunner TrainingContext TrainingAnnotation SelectionDecision
+    SamplingRateStrategy ExplicitMarkingStrategy TrainingSelectionStrategy RewardCalculator ProductionAgent AgentCloner
+    CustomStrategy CustomReward FeedbackRequest SimpleWorkflow MathWorkflow MultiTurnWorkflow AlfworldWorkflow WORKFLOWS
+    WorkflowOutput JudgeOutput DatasetConfig AlgorithmConfig TunerModelConfig TinkerConfig OnlineTrainer TrinityRFT
+    RLRuntime DataCollector HotUpdater MathAgentTrainer ToolUseTrainer ToolUseEvaluator MultiAgentGame GameTrainer
+    RewardFunction TaskReward LLMJudge HumanPreferenceCollector DPOTrainer ModelManager ABTestFramework
+"""
+
+
+@pytest.mark.parametrize("name", CLASSES.split())
+def test_their_name_has_one_of_ours(name):
+    table = (REPOSITORY / "docs/agents.md").read_text().partition("## Their name, our name")[2]
+    assert any(re.search(rf"\b{name}\b", line.split(" | ")[0]) for line in table.splitlines())
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from shared.ledger import transitions
 from tests.sdk import learn_program
 from tests.sdk.conftest import rows, said, say, say_async
 from tests.support.processes import REPOSITORY
-from tests.support.servers import wait_until
+from tests.support.servers import publish, wait_until
 
 TASKS = [{"n": n} for n in range(6)]
 COLLECT: dict[str, Any] = {"require_trainer": False, "progress": False}
@@ -180,6 +182,15 @@ def test_without_a_trainer_it_says_so(explorer, tmp_path):
         learn(explorer, tmp_path, require_trainer=True, patience_s=0.0)
 
 
+def test_a_trainer_that_its_breaker_holds_trains_nothing(explorer, tmp_path):
+    reason = "reward_drop=2.0 is above trainer.breaker.reward_drop=1.5 in update 7; look at the newest rewards"
+    with explorer.ledger.write() as connection:
+        transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
+        transitions.trip_breaker(connection, name="t", tripped={"figure": "reward_drop", "reason": reason})
+    with pytest.raises(flywheel.NotTraining, match=f"{reason}.*--resume"):
+        learn(explorer, tmp_path, require_trainer=True, patience_s=0.0)
+
+
 def test_nothing_starts_while_more_rows_are_ready_than_the_bound(explorer, tmp_path):
     with explorer.ledger.write() as connection:
         transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
@@ -194,6 +205,54 @@ def test_nothing_starts_while_more_rows_are_ready_than_the_bound(explorer, tmp_p
     report = json.loads((folder / "report.json").read_text())
     assert report["stopped"] == "interrupted"
     assert report["runs"] == sum(explorer.http.get("/status").json()["rows"].values())
+
+
+def test_ctrl_c_starts_nothing_new_and_commits_what_ended_of_a_group(explorer, tmp_path):
+    presses = ["1"]
+
+    async def interrupted(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        await say_async(model)
+        if run.run_id in presses:
+            presses.remove(run.run_id)
+            signal.raise_signal(signal.SIGINT)
+        return 1.0
+
+    report = learn(explorer, tmp_path, interrupted, at_once=1, runs_per_task=4)
+    assert (report.runs, report.stopped) == (2, "interrupted")
+    assert [row.state for row in rows(explorer)] == ["READY"] * 2
+    assert learn(explorer, tmp_path, interrupted, runs_per_task=4).runs == 24
+    assert [row.state for row in rows(explorer)] == ["READY"] * 24
+
+
+class CutOff(flywheel.AsyncClient):
+    """Its commits do not arrive."""
+
+    async def commit(self, **_: Any) -> Any:
+        raise flywheel.Unreachable("cut off")
+
+
+async def test_a_group_whose_commit_did_not_arrive_is_committed_by_the_next_start(explorer, tmp_path):
+    given = {**COLLECT, "folder": tmp_path / "runs"}
+    async with CutOff(explorer.url) as client:
+        with pytest.raises(flywheel.Unreachable, match="cut off"):
+            await flywheel.alearn(count, TASKS[:1], client=client, **given)
+    assert [(row.state, row.reward is None) for row in rows(explorer)] == [("RECORDED", False)]
+    await flywheel.alearn(count, TASKS[:1], url=explorer.url, **given)
+    assert [row.state for row in rows(explorer)] == ["READY"]
+
+
+def test_a_line_of_progress_says_how_far_it_is_and_the_time_to_go(explorer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+
+    async def waits(task: Any, model: flywheel.Model) -> float:
+        await say_async(model)
+        await asyncio.sleep(0.4)
+        return 1.0
+
+    learn(explorer, tmp_path, waits, at_once=1, progress=True)
+    assert re.search(
+        r"learn: \d/6 runs, \d\.\d/s, version .*, ready \d, failed 0, \d\.\d min to go", capsys.readouterr().err
+    )
 
 
 def test_an_evaluation_is_pinned_and_nothing_of_it_is_recorded(explorer, tmp_path, scripted_engine):
@@ -211,6 +270,29 @@ def test_learn_evaluates_and_stops_early(explorer, tmp_path):
     assert [evaluation.mean for evaluation in report.evaluations] == [0.5]
     assert len(rows(explorer)) == 6
     assert json.loads((tmp_path / "runs/report.json").read_text())["evaluations"][0]["n"] == 2
+
+
+def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, tmp_path):
+    newer = iter((2, 3))
+
+    def serve(version: int) -> None:
+        publish(explorer, version)
+        wait_until(lambda: explorer.http.get("/status").json()["versions"]["serving"] == version)
+
+    def publishes(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        say(model)
+        if run.run_id != "eval" and (version := next(newer, None)) is not None:
+            serve(version)
+            time.sleep(1.1)  # /status is asked for once a second
+        return 0.5
+
+    serve(1)
+    stop = flywheel.EarlyStop(patience=2)
+    given: dict[str, Any] = {"eval_tasks": TASKS[:1], "eval_every_versions": 1, "at_once": 1, "stop": stop}
+    report = learn(explorer, tmp_path, publishes, [{"n": n} for n in range(20)], **given)
+    assert (report.stopped, report.version_first) == ("early", 1)
+    assert report.runs < 5
+    assert [evaluation.version for evaluation in report.evaluations] == [1, 2, 3]
 
 
 def test_a_folder_of_other_work_is_refused_with_what_differs(explorer, tmp_path):
@@ -288,6 +370,7 @@ def test_kill_9_at_random_moments_counts_each_run_once_and_rewards_no_broken_run
     rewarded = Counter((row.task_id, row.run_id) for row in rows(explorer) if row.reward is not None)
     assert set(rewarded) == counted, "the rewarded runs are those of the report"
     assert {row.reward for row in rows(explorer)} == {1.0, None}
+    assert {row.state for row in rows(explorer) if row.reward is not None} == {"READY"}, "each was committed"
     assert set(Counter(signal.msg_id for signal in said(explorer)).values()) == {1}, "each was said once"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from flywheel.pace import Pacer
-from flywheel.results import Status
+from flywheel.results import Committed, Status
 
 
 class Talker:
@@ -23,17 +23,25 @@ class Talker:
         return Status({"rows": {"READY": self.ready}, "trainers": trainers, "batch_size": self.batch_size})
 
 
-async def starts(pacer: Pacer) -> bool:
-    """Whether something may start now."""
+async def starts(pacer: Pacer, runs: int = 1, within_s: float = 0.05) -> bool:
+    """Whether a group of so many runs may start now."""
     stopping = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.05, stopping.set)
+    asyncio.get_running_loop().call_later(within_s, stopping.set)
     began = asyncio.get_running_loop().time()
-    await pacer.wait(stopping)
-    return not stopping.is_set() and asyncio.get_running_loop().time() - began < 0.05
+    await pacer.wait(stopping, runs)
+    return not stopping.is_set() and asyncio.get_running_loop().time() - began < within_s
 
 
-def pacer(ready: int, bound: int | None = 8, **options: Any) -> Pacer:
-    return Pacer(Talker(ready, **options), bound, True)  # type: ignore[arg-type]
+class Held(Pacer):
+    """A pacer whose explorer is at hand."""
+
+    def __init__(self, ready: int, bound: int | None, **options: Any) -> None:
+        self.explorer = Talker(ready, **options)
+        super().__init__(self.explorer, bound, True)  # type: ignore[arg-type]
+
+
+def pacer(ready: int, bound: int | None = 8, **options: Any) -> Held:
+    return Held(ready, bound, **options)
 
 
 @pytest.mark.parametrize(("ready", "may"), [(0, True), (8, True), (9, False)])
@@ -41,39 +49,102 @@ async def test_nothing_starts_while_more_rows_are_ready_than_the_bound(ready, ma
     assert await starts(pacer(ready)) is may
 
 
-async def test_runs_in_flight_count_by_what_the_ended_ones_made():
+def ended(held: Held, runs: int, rows: int, ready: int, became_ready: int | None = None) -> None:
+    """A group started, ended and was committed."""
+    for _ in range(runs):
+        held.starts()
+    held.explorer.ready = ready
+    held.committed(runs, rows, Committed(rows if became_ready is None else became_ready, ready))
+
+
+async def test_open_runs_count_by_what_the_committed_ones_made():
     held = pacer(0)
     await held.look()
-    for _ in range(2):
-        held.starts()
-        held.ends(4)
+    ended(held, 2, 8, ready=8)
     held.starts()
-    assert not await starts(held), "8 rows since the status, and 4 to come"
+    assert not await starts(held), "8 ready, as the commit said, and 4 to come"
     held = pacer(4)
-    held.starts()
-    held.ends(4)
-    await held.look(0.0)
+    ended(held, 1, 4, ready=4)
+    assert await starts(held), "4 ready, and nothing is open"
     held.starts()
     assert await starts(held), "4 ready and 4 to come"
     held.starts()
     assert not await starts(held)
 
 
-async def test_a_group_of_more_rows_than_the_bound_is_started_when_nothing_else_is_in_flight():
-    held = pacer(8)
+async def test_a_reply_s_choices_count_each_as_the_commit_says():
+    held = pacer(0)
+    ended(held, 1, 1, ready=0, became_ready=8)
     held.starts()
-    held.ends(100)
-    await held.look(0.0)
+    assert await starts(held), "8 to come"
+    held.starts()
+    assert not await starts(held)
+
+
+async def test_the_first_runs_are_few_while_nobody_knows_how_many_rows_they_make():
+    held = pacer(0, bound=32)
+    begun = 0
+    while begun < 32 and await starts(held):
+        held.starts()
+        begun += 1
+    assert begun == 5
+
+
+async def test_a_group_that_ended_counts_until_it_is_committed():
+    held = pacer(0)
+    ended(held, 1, 4, ready=0)
+    for _ in range(3):
+        held.starts()
+    assert not await starts(held)
+    held.committed(3, 12, Committed(12, 0))
     assert await starts(held)
+
+
+async def test_a_group_of_more_rows_than_the_bound_is_started_when_nothing_else_is_open():
+    held = pacer(8)
+    ended(held, 1, 100, ready=8)
+    assert await starts(held)
+
+
+async def test_a_group_starts_when_all_of_it_has_room_or_the_trainer_would_wait():
+    held = pacer(0, bound=32, batch_size=16)
+    ended(held, 8, 32, ready=0)
+    assert await starts(held, runs=8)
+    held.starts()
+    for _ in range(3):
+        held.starts()
+    assert await starts(held, runs=8), "what is to come is a batch, and then the trainer would wait"
+    held.starts()
+    assert not await starts(held, runs=8), "20 rows are to come, and the group would make 52 of it"
+    assert await starts(held, runs=4)
+
+
+async def test_a_commit_lets_the_next_one_start_at_once():
+    held = pacer(0, bound=4)
+    ended(held, 1, 4, ready=0)
+    for _ in range(2):
+        held.starts()
+    asyncio.get_running_loop().call_later(0.01, held.committed, 2, 8, Committed(8, 0))
+    assert await starts(held, within_s=10)
 
 
 async def test_broken_runs_leave_no_mark():
-    held = pacer(0, bound=2)
+    held = pacer(0, bound=8)
+    ended(held, 1, 4, ready=0)
     for _ in range(20):
-        held.starts()
-        held.ends(0)
+        ended(held, 1, 0, ready=0)
     held.starts()
-    assert await starts(held)
+    held.starts()
+    assert await starts(held), "twice 4 to come"
+
+
+@pytest.mark.parametrize(("bound", "warnings"), [(15, 1), (16, 0), (None, 0)])
+async def test_a_bound_below_the_trainer_s_batch_is_warned_of_once(caplog, bound, warnings):
+    held = pacer(0, bound=bound, batch_size=16)
+    for _ in range(2):
+        await held.look(0.0)
+    assert len(caplog.messages) == warnings
+    assert all("max_ready_rows=15" in message and "at least 16" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(("batch_size", "bound"), [(16, 32), (None, 1024)])

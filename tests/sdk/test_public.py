@@ -32,12 +32,17 @@ def test_the_examples_in_docstrings_run(file):
 
 
 def test_every_public_name_has_a_docstring_with_an_example():
-    for name in flywheel.__all__:
-        found = getattr(flywheel, name)
+    of_rewards = {name: found for name, found in vars(flywheel.rewards).items() if name[0] != "_" and callable(found)}
+    own = {name: found for name, found in of_rewards.items() if found.__module__.startswith("flywheel")}
+    assert {"exact", "number", "boxed", "gsm8k", "contains", "ToolUse", "Weighted", "from_openai_grader"} <= set(own)
+    for name, found in {**{name: getattr(flywheel, name) for name in flywheel.__all__}, **own}.items():
         if inspect.ismodule(found):
             assert found.__doc__
             continue
         assert ">>>" in (inspect.getdoc(found) or ""), f"{name} has no example"
+        for part, value in vars(found).items() if inspect.isclass(found) else ():
+            if part[0] != "_" and (inspect.isfunction(value) or isinstance(value, (property, classmethod))):
+                assert inspect.getdoc(value), f"{name}.{part} has no docstring"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -59,11 +64,20 @@ def imported(node: ast.AST) -> set[str]:
     return {(node.module or "").split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
 
 
-def test_importing_it_imports_no_openai_and_none_of_the_services():
-    code = (
-        "import flywheel, sys; print(*sorted({'openai', 'shared', 'services', 'numpy', 'pydantic'} & set(sys.modules)))"
-    )
+def loaded_after(code: str) -> list[str]:
+    """Those of some modules that a fresh process has imported after it ran the code."""
+    some = {"openai", "openai.resources.chat.completions", "shared", "services", "numpy", "pydantic"}
+    code = f"import sys, flywheel\n{code}\nprint(*sorted({some} & set(sys.modules)))"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=SDK, env={"PYTHONPATH": str(SDK)}, capture_output=True, text=True, check=True
     )
-    assert ended.stdout.strip() == ""
+    return ended.stdout.split()
+
+
+def test_importing_it_imports_no_openai_and_none_of_the_services():
+    assert loaded_after("") == []
+
+
+def test_a_runner_imports_openai_when_it_starts_and_not_under_traffic():
+    code = "flywheel.TrainingRunner('http://127.0.0.1:9', reward=lambda run, reply: 1.0).start()"
+    assert {"openai", "openai.resources.chat.completions"} <= set(loaded_after(code))

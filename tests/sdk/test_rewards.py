@@ -91,6 +91,8 @@ def judged() -> Iterator[Judged]:
     def start(answer: Callable[[int, dict[str, Any]], Any], **options: Any) -> flywheel.LLMJudge:
         def reply(number: int, request: Any) -> Any:
             found = answer(number, json.loads(request.body))
+            if isinstance(found, bytes):
+                return 200, {"Content-Type": "application/json"}, found
             if isinstance(found, int):
                 return (
                     found,
@@ -133,7 +135,15 @@ def test_an_answer_that_cannot_be_used_is_asked_for_once_more(judged, first):
     assert judge.judge("q", "a").reward == 0.5
 
 
-@pytest.mark.parametrize("always", ["I will not judge that.", None, scores(9, 9), 500, 401])
+def test_a_server_that_knows_no_schemas_does_not_cost_the_second_try(judged):
+    answers = [400, "no json", scores(5, 5)]
+    judge = judged(lambda n, body: answers[n])
+    assert judge.judge("q", "a").reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "always", ["I will not judge that.", None, scores(9, 9), 500, 401, 400, b'{"choices": []}', b"{}"]
+)
 def test_a_judge_that_stays_unusable_gives_no_reward(judged, always):
     with pytest.raises(flywheel.JudgeFailed, match="judge"):
         judged(lambda n, body: always).judge("q", "a")

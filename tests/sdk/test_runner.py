@@ -184,6 +184,22 @@ def test_marked_calls_are_replayed_under_their_task(explorer):
     assert len({row.run_id for row in rows(explorer)}) == 2
 
 
+def test_a_mark_holds_from_a_plain_call_on_and_expires(explorer):
+    runner = flywheel.TrainingRunner(explorer.url, agent, score, select=flywheel.Marked(ttl_s=0.2))
+    serve = runner.watch(agent, production=PRODUCTION)
+
+    async def marks() -> None:
+        flywheel.mark("refund", task_id="t-2", channel="mail")
+        await serve({"text": "while it holds"})
+        await asyncio.sleep(0.25)
+        await serve({"text": "when it has expired"})
+
+    with runner:
+        asyncio.run(marks())
+    assert (runner.stats.seen, runner.stats.rewarded) == (2, 1)
+    assert [row.task_id for row in rows(explorer)] == ["t-2"]
+
+
 def test_a_function_may_select_by_the_reply(explorer):
     async def chosen(call: flywheel.Call) -> bool:
         return call.reply.endswith("t1") and not call.request.get("seen")
