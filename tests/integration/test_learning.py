@@ -35,8 +35,13 @@ def next_token_logprobs(policy, prompts: np.ndarray) -> torch.Tensor:
         return policy(input_ids=torch.from_numpy(prompts)).logits[:, -1].log_softmax(-1)
 
 
-def sample_rows(policy, draw: np.random.Generator, version: int, *, shuffled: bool) -> list[Experience]:
+def sample_rows(
+    policy, draw: np.random.Generator, version: int, *, shuffled: bool, paired: bool = False
+) -> list[Experience]:
+    """paired: each two are replies to one prompt."""
     prompts = draw.integers(4, 200, (ROWS, 5))
+    if paired:
+        prompts[1::2] = prompts[::2]
     logprobs = next_token_logprobs(policy, prompts).double().exp().numpy()
     replies = [draw.choice(len(p), p=p / p.sum()) for p in logprobs]
     rewards = [float(reply % 2 == 0) for reply in replies]
@@ -62,11 +67,10 @@ def sample_rows(policy, draw: np.random.Generator, version: int, *, shuffled: bo
 
 
 def as_preferences(rows: list[Experience]) -> list[Experience]:
-    """Each two replies as answers to one prompt, of which the better one is preferred."""
+    """Of each two replies to one prompt the better one is preferred."""
     told = []
-    for first, other in zip(rows[::2], rows[1::2], strict=True):
-        second = replace(other, tokens=replace(other.tokens, prompt_ids=first.tokens.prompt_ids))
-        worse, better = sorted((first, second), key=lambda row: row.reward)
+    for pair in zip(rows[::2], rows[1::2], strict=True):
+        worse, better = sorted(pair, key=lambda row: row.reward)
         if better.reward != worse.reward:
             better = replace(better, preferred_over=(Other(worse.msg_id, worse.tokens, worse.sampling),))
         told += [worse, better]
@@ -91,8 +95,8 @@ def learn(root: Path, base: Path, *, shuffled: bool, **settings) -> tuple[float,
 
     before, draw = expected(), np.random.default_rng(0)
     for step in range(UPDATES):
-        rows = sample_rows(policy, draw, step, shuffled=shuffled)
-        rows = AS_SAID.get(settings.get("algorithm", ""), list)(rows)
+        said = AS_SAID.get(settings.get("algorithm", ""), list)
+        rows = said(sample_rows(policy, draw, step, shuffled=shuffled, paired=said is as_preferences))
         stats = update.update(rows_batch(rows), step=step, version=step)
         assert stats.get("logprob_gap_max", 0.0) < 1e-4
     return before, expected()
