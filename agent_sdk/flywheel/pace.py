@@ -119,7 +119,7 @@ class Pacer:
         if held is not None:
             return (
                 f"the trainer has been held by its breaker for {self._patience_s:g} s: {held}; "
-                "then `flywheel trainer --resume`, and call learn again"
+                "call learn again after `flywheel trainer --resume`"
             )
         return (
             f"no trainer has been alive at {self._client.url} for {self._patience_s:g} s, so nothing would be "

@@ -23,7 +23,7 @@ from benchmarks.agent_sdk import ROOT
 
 # Rows of an update and passes over them: such that the workers are at least three times as fast as the trainer.
 BATCH = 16
-EPOCHS = 6
+EPOCHS = 4
 
 
 @contextmanager
