@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 if TYPE_CHECKING:
     from services.trinity.convert import Conversion
 
+WORKFLOW = "workflow.py"
 HELP = "write flywheel.yaml from a configuration of Trinity-RFT"
 
 
@@ -30,19 +31,30 @@ def run(args: Namespace) -> int:
     from services.trinity.convert import convert
     from services.trinity.read import read
 
-    learn_file = args.out.with_name("learn.yaml")
     given, remarks = read(args.files, os.environ)
     done = convert(given)
     done.remarks[:0] = remarks
-    learn = done.learn()
-    for file in [args.out, *([learn_file] if learn is not None else [])]:
+    texts = _agents_side(done, args.out)
+    for file in [args.out, *texts]:
         if file.exists():
             raise ConfigError(f"{file} exists; name another file with -o, in another folder")
     _write(args, done.flywheel())
-    if learn is not None:  # in JSON's notation, which YAML includes and the SDK reads without a YAML parser
-        learn_file.write_text(json.dumps(learn, indent=2) + "\n", encoding="utf-8")
-    _show(done, args.out, learn_file if learn is not None else None)
+    for file, text in texts.items():
+        file.write_text(text, encoding="utf-8")
+    _show(done, args.out, list(texts))
     return 1 if done.lost and not args.lenient else 0
+
+
+def _agents_side(done: Conversion, out: Path) -> dict[Path, str]:
+    """learn.yaml, and workflow.py unless an example has the workflow; nothing without a task set."""
+    learn = done.learn()
+    if learn is None:
+        return {}
+    file = out.with_name("learn.yaml")
+    texts = {file: json.dumps(learn, indent=2) + "\n"}  # JSON is YAML, and the SDK reads it without a YAML parser
+    if done.example is None:
+        texts[out.with_name(WORKFLOW)] = done.workflow()
+    return texts
 
 
 def _write(args: Namespace, tree: dict[str, Any]) -> None:
@@ -80,7 +92,7 @@ def _seen_from(folder: Path, path: str) -> str:
     return path if given.is_absolute() or folder == Path.cwd() else os.path.relpath(given, folder)
 
 
-def _show(done: Conversion, out: Path, learn_file: Path | None) -> None:
+def _show(done: Conversion, out: Path, agents_side: list[Path]) -> None:
     from rich.console import Console
 
     from services.trinity.convert import counts
@@ -96,9 +108,19 @@ def _show(done: Conversion, out: Path, learn_file: Path | None) -> None:
     for remark in done.remarks:
         console.print(remark)
     console.print(f"{len(done.lines)} keys; {len(done.lost)} of them, marked !, change what is trained")
-    console.print(f"written: {out}")
-    if learn_file is not None:
-        tasks, held_out = done.settings.get("tasks", "TASKS.jsonl"), done.settings.get("eval_tasks")
-        evaluate = f" --eval {held_out}" if held_out else ""
-        console.print(f"written: {learn_file}, for the agent's side:")
-        console.print(f"python -m flywheel learn MODULE:FUNCTION {tasks}{evaluate} --config {learn_file}")
+    for file in (out, *agents_side):
+        console.print(f"written: {file}")
+    if agents_side:
+        console.print("the agent's side, when `flywheel up` runs:")
+        console.print(_learn_command(done, agents_side[0]))
+
+
+def _learn_command(done: Conversion, learn_file: Path) -> str:
+    if done.example is not None:
+        return f"flywheel demo {done.example} --url http://127.0.0.1:{done.settings.get('explorer.port', 8010)}"
+    tasks, held_out = done.settings.get("tasks", "TASKS.jsonl"), done.settings.get("eval_tasks")
+    evaluate = f" --eval {held_out}" if held_out else ""
+    folder = learn_file.parent
+    path = "" if folder.resolve() == Path.cwd() else f"PYTHONPATH={folder} "
+    module = WORKFLOW.removesuffix(".py")
+    return f"{path}python -m flywheel learn {module}:workflow {tasks}{evaluate} --config {learn_file}"

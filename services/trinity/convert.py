@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.trinity import algorithms, table
+from services.trinity import algorithms, table, workflow
 from services.trinity.key import Fate, Given, NoCounterpart, NotNeeded, Settings
 from services.trinity.takes import ARGUMENTS, is_hub_name
 from services.trinity.takes_trainer import kl
@@ -47,6 +47,7 @@ class Conversion:
     lines: list[Line] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     source: dict[str, str] = field(default_factory=dict)
+    given: Given = field(default_factory=Given)
 
     @property
     def lost(self) -> list[Line]:
@@ -65,6 +66,15 @@ class Conversion:
         return _nested(ours, []) if "learn.name" in self.settings else None
 
     @property
+    def example(self) -> str | None:
+        """The folder of the example that does what Trinity's workflow does."""
+        return workflow.example(self.given)
+
+    def workflow(self) -> str:
+        """What workflow.py holds."""
+        return workflow.text(self.given)
+
+    @property
     def arguments(self) -> list[str]:
         """engine.extra_args: a flag, and its value if it has one."""
         given = {path: value for path, value in self.settings.items() if path.startswith(ARGUMENTS)}
@@ -75,7 +85,7 @@ def convert(given: Given) -> Conversion:
     """Raises ConfigError when no key is one of Trinity's, or a value is of a type that cannot be read."""
     if not any(table.find(name) for name in given):
         raise ConfigError("no key of the file is one of Trinity's; name Trinity's YAML file")
-    done = Conversion()
+    done = Conversion(given=given)
     if has_tasks(given):
         done.settings["learn.name"] = str(given.first("name", "monitor.name", default="rft"))
     for name, value in given.items():
@@ -121,7 +131,7 @@ def _ours(done: Conversion, name: str, settings: Settings, given: Given) -> Sett
     """The settings with the algorithm's name in them. Raises NotNeeded or NoCounterpart for one that has no place."""
     ours = {path.replace("ALGORITHM", algorithms.ours(given)): value for path, value in settings.items()}
     for path, value in ours.items():
-        if path.startswith("learn.") and not has_tasks(given):
+        if path.startswith(("learn.", workflow.FILE, "examples.")) and not has_tasks(given):
             if path == "learn.params.temperature" and value != 1.0 and given.get("mode") != "train":
                 raise NoCounterpart(_TEMPERATURE, changes_training=True)
             raise NotNeeded(_NO_TASKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from services.trinity import takes_trainer as takes
+from services.trinity import workflow
 from services.trinity.key import Key, lost, moved, unneeded
 
 _OPTIMIZER = "trainer.deepspeed.optimizer.params"
@@ -12,7 +13,8 @@ _ORDER = "rows are claimed oldest first"
 _PART = "a part of the algorithm; choose one that has it"
 _LEDGER = "all rows are in one ledger"
 _IMPORT = "import the rows with `flywheel import`, and name sft beside the algorithm in trainer.algorithms"
-_WORKFLOW = "write a function of (task, model, run); `flywheel.rewards` has the usual rewards"
+_WORKFLOW = "complete for Trinity's single chats; an environment of Trinity's is one of our examples; else you write it"
+_REWARD = "for numbers; else you write it, with `flywheel.rewards`"
 _BIND = "bind it to your workflow, as functools.partial does"
 _ROW = "the workflow gets the row, and takes from it what it wants"
 _STEPS = "learn ends with its epochs; give it so many tasks, or press Ctrl-C"
@@ -92,9 +94,19 @@ BUFFER: tuple[Key, ...] = (
              "max_retry_times,max_retry_interval,enable_progress_bar,algorithm_type,task_type,schema_type}",
              "tasks are a file"),
     unneeded(_ANY + _FORMAT, _ROW),
-    lost(_ANY + "format.{system_prompt,reply_prefix}", "write it into your workflow's messages"),
-    lost("buffer.explorer_input.{taskset.,tasksets.*.,eval_tasksets.*.,}{default_workflow_type,"
-         "default_eval_workflow_type,default_reward_fn_type}", _WORKFLOW),
+    moved(_TASKSET + "format.system_prompt", workflow.PROMPT, "of a single chat", workflow.prompt),
+    lost(_EVAL + "format.system_prompt", "write it into your workflow's messages"),
+    lost(_ANY + "format.reply_prefix", "write it into your workflow's messages"),
+    moved("buffer.explorer_input.{taskset.,tasksets.*.,}default_workflow_type", workflow.FILE, _WORKFLOW,
+          workflow.workflow),
+    moved("buffer.explorer_input.{taskset.,tasksets.*.,}default_reward_fn_type", workflow.REWARD, _REWARD,
+          workflow.reward),
+    moved("buffer.explorer_input.eval_tasksets.*.default_workflow_type", workflow.FILE, "the same for held-out tasks",
+          workflow.same("default_workflow_type")),
+    moved("buffer.explorer_input.{taskset.,tasksets.*.,eval_tasksets.*.,}default_eval_workflow_type", workflow.FILE,
+          "the same for held-out tasks", workflow.same("default_workflow_type")),
+    moved("buffer.explorer_input.eval_tasksets.*.default_reward_fn_type", workflow.REWARD,
+          "the same for held-out tasks", workflow.same("default_reward_fn_type")),
     lost(_ANY + "{workflow_args,reward_fn_args}.**", _BIND),
     moved(_TASKSET + "rollout_args.{temperature,top_p,top_k}", "learn.params.*"),
     moved(_TASKSET + "rollout_args.max_tokens", "learn.params.max_tokens"),
@@ -124,7 +136,8 @@ BUFFER: tuple[Key, ...] = (
     moved("data.dataset_path", "learn TASKS", "old layout; a .jsonl or .csv file", takes.task_file("tasks")),
     unneeded("data.{train_split,eval_split,subset_name,load_kwargs.**}", "of the rows that the file of tasks holds"),
     unneeded("data." + _FORMAT, _ROW),
-    lost("data.{default_workflow_type,default_reward_fn_type}", _WORKFLOW),
+    moved("data.default_workflow_type", workflow.FILE, _WORKFLOW, workflow.workflow),
+    moved("data.default_reward_fn_type", workflow.REWARD, _REWARD, workflow.reward),
     unneeded("data.{dj_config_path,dj_process_desc,agent_model_name,agent_model_config.**,clean_strategy,"
              "min_size_ratio,min_priority_score,priority_weights.**,data_dist,db_url,max_retry_times,"
              "max_retry_interval,data_workflow_url,source_data_path}", "old layout; process tasks before learn"),

@@ -1,0 +1,140 @@
+"""workflow.py: the workflow and the reward that Trinity knows by name, as functions that `flywheel learn` takes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
+
+FILE = "workflow.py"
+REWARD, PROMPT = f"{FILE}:reward", f"{FILE}:PROMPT"  # what else stands in it
+_SETS = "buffer.explorer_input."
+_CHATS = ("simple_workflow", "math_workflow", "math_boxed_workflow")
+EXAMPLES = {
+    "agentscope_react_workflow": "math",
+    "agentscope_react_math_workflow": "math",
+    "as_react_workflow": "math",
+    "alfworld_workflow": "alfworld",
+    "step_wise_alfworld_workflow": "alfworld",
+    "email_search_workflow": "email_search",
+    "frozen_lake_workflow": "frozen_lake",
+    "webshop_workflow": "webshop",
+}
+_REWARDS = {  # Trinity's by ours, and what ours does otherwise
+    "math_reward": ("number", "the last number counts; Trinity's form with <think> and <answer> earns nothing"),
+    "math_boxed_reward": ("boxed", "a formula counts word for word"),
+    "accuracy_reward": ("boxed", "a formula counts word for word, and outside of a box nothing does"),
+}
+_REWARD_OF = {"math_workflow": "math_reward", "math_boxed_workflow": "math_boxed_reward"}
+_OWN_PROMPT = "Trinity's {name} has a system prompt of its own: write the one that you want"
+
+_HEAD = '''"""What Trinity's {name} does with a row, by flywheel convert-config."""
+
+import flywheel{rewards}
+'''
+_CHAT = '''
+PROMPT = {prompt!r}{remark}
+
+
+async def workflow(task, model: flywheel.Model):
+    """One chat for each row of the file of tasks. Returns its reward."""
+    messages = [{{"role": "user", "content": task[{question!r}]}}]
+    if PROMPT:
+        messages.insert(0, {{"role": "system", "content": PROMPT}})
+    async with model.async_openai() as client:
+        reply = await client.chat.completions.create(model=model.name, messages=messages)
+    return reward(reply.choices[0].message.content or "", task[{answer!r}])
+'''
+_REWARD = '''
+
+def reward(said: str, truth: str) -> float:
+    """Trinity's {name}: {otherwise}."""
+    return rewards.{ours}(said, truth)
+'''
+_OWN_REWARD = '''
+
+def reward(said: str, truth: str) -> float:
+    """What an answer earned."""
+    raise NotImplementedError("write here what {name} does; flywheel.rewards has the usual functions")
+'''
+_OWN = '''
+
+async def workflow(task, model: flywheel.Model):
+    """All that an agent does for a row of the file of tasks. Returns its reward."""
+    raise NotImplementedError("write here what {name} does; docs/agents.md says how")
+'''
+
+
+def workflow(value: Any, given: Given) -> Settings:
+    """Our example for an environment of Trinity's; else the file, which is complete for Trinity's single chats."""
+    name = _plain(value)
+    return {f"examples.{EXAMPLES[name]}": value} if name in EXAMPLES else {FILE: value}
+
+
+def reward(value: Any, given: Given) -> Settings:
+    """The reward of a workflow that has none by itself."""
+    if example(given):
+        raise NotNeeded("the example has a reward of its own")
+    return {REWARD: value}
+
+
+def same(known: str) -> Take:
+    """A key of held-out tasks: learn runs the same workflow and the same reward over them."""
+
+    def take(value: Any, given: Given) -> Settings:
+        if value == _of_set(given, known):
+            raise NotNeeded("held-out tasks have the same")
+        raise NoCounterpart("evaluate held-out tasks by `flywheel.evaluate` with a function of their own")
+
+    return take
+
+
+def prompt(value: Any, given: Given) -> Settings:
+    """The system prompt of a single chat."""
+    if _plain(_of_set(given, "default_workflow_type")) not in _CHATS:
+        raise NoCounterpart("write it into your workflow's messages")
+    return {PROMPT: value}
+
+
+def example(given: Given) -> str | None:
+    """The folder of the example that does what Trinity's workflow does."""
+    return EXAMPLES.get(_plain(_of_set(given, "default_workflow_type")))
+
+
+def text(given: Given) -> str:
+    """What the file holds."""
+    known = _of_set(given, "default_workflow_type")
+    name, shown = _plain(known), _shown(known, "your workflow")
+    if name not in _CHATS:
+        return _HEAD.format(name=shown, rewards="") + _OWN.format(name=shown)
+    prompt, own_reward = _of_set(given, "format.system_prompt"), _of_set(given, "default_reward_fn_type")
+    trinity = own_reward or _REWARD_OF.get(name)
+    adds_prompt = prompt is None and name != "simple_workflow"
+    chat = _CHAT.format(
+        prompt=prompt or "",
+        remark=f"  # {_OWN_PROMPT.format(name=name)}" if adds_prompt else "",
+        question=_of_set(given, "format.prompt_key") or "prompt",
+        answer=_of_set(given, "format.response_key") or "response",
+    )
+    if trinity not in _REWARDS:
+        written = _OWN_REWARD.format(name=_shown(trinity, "your reward function"))
+        return _HEAD.format(name=shown, rewards="") + chat + written
+    ours, otherwise = _REWARDS[trinity]
+    head = _HEAD.format(name=shown, rewards="\nfrom flywheel import rewards")
+    return head + chat + _REWARD.format(name=trinity, ours=ours, otherwise=otherwise)
+
+
+def _shown(name: Any, unnamed: str) -> str:
+    """A name that may stand in a program's text."""
+    return str(name) if re.fullmatch(r"[\w.:-]+", str(name or "")) else unnamed
+
+
+def _of_set(given: Given, name: str) -> Any:
+    """A key of the first task set, of all task sets, or of the old layout."""
+    return given.first(*(f"{place}{name}" for place in (f"{_SETS}taskset.", f"{_SETS}tasksets.0.", _SETS, "data.")))
+
+
+def _plain(value: Any) -> str:
+    """The name of a workflow without what says how Trinity runs it."""
+    return str(value or "").removeprefix("async_")

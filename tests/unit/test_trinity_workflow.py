@@ -1,0 +1,122 @@
+"""Trinity-RFT's workflows and rewards are taken over by their names: workflow.py, or one of our examples."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from flywheel import Model
+
+from services import cli
+from services.trinity import workflow
+from services.trinity.convert import Line
+from services.trinity.key import Fate
+from tests.support.trinity_files import KINDS, as_yaml, converted
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SETS = "buffer.explorer_input."
+WORKFLOW, HELD_OUT = f"{SETS}default_workflow_type", f"{SETS}default_eval_workflow_type"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def convert(**keys: str) -> int:
+    """The exit status of the command over a task set with these keys."""
+    Path("trinity.yaml").write_text(as_yaml({**KINDS["grpo"], **keys}), encoding="utf-8")
+    return cli.main(["convert-config", "trinity.yaml"])
+
+
+def written(**keys: str) -> ModuleType:
+    """workflow.py as it is written for these keys, imported."""
+    assert convert(**keys) == 0
+    module = ModuleType("workflow")
+    exec(compile(Path("workflow.py").read_text(encoding="utf-8"), "workflow.py", "exec"), module.__dict__)
+    return module
+
+
+def line_of(key: str, **keys: str) -> Line:
+    lines = converted(as_yaml({**KINDS["grpo"], **keys})).lines
+    return next(line for line in lines if line.key == key)
+
+
+@pytest.mark.parametrize("name", ["math_boxed_workflow", "async_math_boxed_workflow"])
+def test_a_single_chat_runs_as_it_is_written(name, scripted_engine):
+    module = written(**{WORKFLOW: name, f"{SETS}taskset.format.system_prompt": 'Put "it" into a box.'})
+    assert (module.reward(r"\boxed{7}", "7"), module.reward("7", "7")) == (1.0, 0.0)
+    task = {"question": "1 + 6?", "answer": "7"}
+    model = Model.of(f"{scripted_engine.url}/v1", "agent", key="none")
+    scripted_engine.script.message = {"content": r"It is \boxed{7}."}
+    assert asyncio.run(module.workflow(task, model)) == 1.0
+    (body,) = scripted_engine.script.bodies
+    assert body["messages"] == [
+        {"role": "system", "content": 'Put "it" into a box.'},
+        {"role": "user", "content": "1 + 6?"},
+    ]
+
+
+def test_a_prompt_that_trinity_adds_by_itself_is_said():
+    module = written(**{WORKFLOW: "math_workflow"})
+    assert module.PROMPT == "" and module.reward("so it is 42.", "42") == 1.0
+    assert "Trinity's math_workflow has a system prompt of its own" in Path("workflow.py").read_text(encoding="utf-8")
+
+
+def test_a_reward_that_only_its_author_knows_is_left_to_be_written():
+    module = written(**{WORKFLOW: "simple_workflow", f"{SETS}default_reward_fn_type": "countdown_reward"})
+    with pytest.raises(NotImplementedError, match="countdown_reward"):
+        module.reward("a", "b")
+
+
+def test_a_workflow_that_only_its_author_knows_is_left_to_be_written(capsys):
+    module = written(**{WORKFLOW: "our_own_workflow"})
+    with pytest.raises(NotImplementedError, match="our_own_workflow"):
+        asyncio.run(module.workflow({}, None))
+    assert "python -m flywheel learn workflow:workflow tasks.jsonl --config learn.yaml" in capsys.readouterr().out
+
+
+def test_a_name_is_no_way_into_the_program_s_text():
+    module = written(**{WORKFLOW: 'x"); raise SystemExit("', f"{SETS}default_reward_fn_type": '"""'})
+    with pytest.raises(NotImplementedError, match="your workflow"):
+        asyncio.run(module.workflow({}, None))
+
+
+def test_an_environment_of_trinity_s_is_one_of_our_examples(capsys):
+    assert convert(**{WORKFLOW: "frozen_lake_workflow"}) == 0
+    said = capsys.readouterr().out
+    assert re.search(rf"^  {re.escape(WORKFLOW)} +-> examples.frozen_lake", said, re.MULTILINE)
+    assert "flywheel demo frozen_lake --url http://127.0.0.1:" in said
+    assert Path("learn.yaml").exists() and not Path("workflow.py").exists()
+    reward = f"{SETS}default_reward_fn_type"
+    assert line_of(reward, **{WORKFLOW: "frozen_lake_workflow", reward: "math_reward"}).fate is Fate.NOT_NEEDED
+    assert {path.name for path in EXAMPLES.iterdir()} >= set(workflow.EXAMPLES.values())
+
+
+@pytest.mark.parametrize(
+    ("held_out", "fate"), [("math_workflow", Fate.NOT_NEEDED), ("math_eval_workflow", Fate.NO_COUNTERPART)]
+)
+def test_held_out_tasks_have_the_same_workflow_or_are_said(held_out, fate):
+    assert line_of(HELD_OUT, **{WORKFLOW: "math_workflow", HELD_OUT: held_out}).fate is fate
+
+
+def test_a_system_prompt_of_a_workflow_that_is_not_a_single_chat_is_said():
+    prompt = f"{SETS}taskset.format.system_prompt"
+    assert line_of(prompt, **{WORKFLOW: "our_own_workflow", prompt: "Win."}).fate is Fate.NO_COUNTERPART
+
+
+def test_a_workflow_that_exists_is_not_written_over(capsys):
+    Path("workflow.py").write_text("mine")
+    assert convert() == 2
+    assert "workflow.py exists" in capsys.readouterr().err
+    assert Path("workflow.py").read_text() == "mine" and not Path("flywheel.yaml").exists()
+
+
+def test_from_another_folder_the_command_says_where_the_workflow_is(capsys):
+    Path("conf").mkdir()
+    Path("trinity.yaml").write_text(as_yaml(KINDS["grpo"]), encoding="utf-8")
+    assert cli.main(["convert-config", "trinity.yaml", "-o", "conf/flywheel.yaml"]) == 0
+    assert "PYTHONPATH=conf python -m flywheel learn workflow:workflow" in capsys.readouterr().out
