@@ -87,7 +87,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "base")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
     """Commands as forks of one process that has imported everything."""
     forks = Lives(tmp_path_factory.mktemp("lives") / "log")
