@@ -96,9 +96,7 @@ def summary(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         who: {key: statistics.median(each[key] for each in figures) for key in figures[0]}
         for who, figures in turns.items()
     }
-    ratios = [
-        beside["p99_ms"] / alone["p99_ms"] for alone, beside in zip(turns["alone"], turns["beside"], strict=True)
-    ]
+    ratios = [beside["p99_ms"] / alone["p99_ms"] for alone, beside in zip(turns["alone"], turns["beside"], strict=True)]
     failed = sum(figures["failed"] for each in turns.values() for figures in each)
     ratio = statistics.median(ratios)
     holds = ratio <= AT_MOST and not failed

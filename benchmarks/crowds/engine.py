@@ -1,6 +1,6 @@
 """The fake engine of crowds: a stream of it never ends, and is as fast as its reader.
 
-    python -m benchmarks.crowds.engine PORT PROMPT_TOKENS REPLY_TOKENS
+python -m benchmarks.crowds.engine PORT PROMPT_TOKENS REPLY_TOKENS
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class FloodingUpstream(Upstream):
         )
         event = self.events[1].replace(ID, name, 1).removesuffix(b"\n\n") + b" " * 16_000 + b"\n\n"
         while not transport.is_closing():
-            transport.write(b"%x\r\n%s\r\n" % (len(event), event))
-            while transport.get_write_buffer_size() > HIGH_WATER and not transport.is_closing():
-                await asyncio.sleep(0.05)
-            await asyncio.sleep(0)
+            has_room = transport.get_write_buffer_size() < HIGH_WATER
+            if has_room:
+                transport.write(b"%x\r\n%s\r\n" % (len(event), event))
+            await asyncio.sleep(0 if has_room else 0.05)
 
 
 if __name__ == "__main__":

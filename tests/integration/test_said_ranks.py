@@ -34,7 +34,9 @@ def rows(model: Path) -> list[Experience]:
     return [replace(row, tokens=replace(row.tokens, prompt_ids=ids)) for row, ids in zip(made, prompts, strict=True)]
 
 
-def train(lives: Lives, root: Path, model: Path, rows: list[Experience], **trainer: Any) -> tuple[dict[str, Any], dict[str, float]]:
+def train(
+    lives: Lives, root: Path, model: Path, rows: list[Experience], **trainer: Any
+) -> tuple[dict[str, Any], dict[str, float]]:
     """One update. Returns the weights and the figures."""
     prepare(root, model, **MIX, **trainer)
     config, ledger = load_config(root / "flywheel.yaml"), open_ledger(root)

@@ -34,7 +34,9 @@ async def agent(request: int, model: flywheel.Model | None) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_production_does_not_notice_that_explorer_and_trainer_die_and_come_back(scripted_engine, lives, model, tmp_path):
+def test_production_does_not_notice_that_explorer_and_trainer_die_and_come_back(
+    scripted_engine, lives, model, tmp_path
+):
     whole = Whole(tmp_path, model, scripted_engine.url, "sqlite", lives)
     acknowledged: list[str] = []
     runner = flywheel.TrainingRunner(
