@@ -125,14 +125,15 @@ class Upstream(asyncio.Protocol):
         self._transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")  # its end follows at once, as in vLLM
 
 
-async def main() -> None:
+async def serve(engine: type[Upstream]) -> None:
+    """Until the process is ended, as the command line says."""
     port, n_prompt, n_reply = (int(argument) for argument in sys.argv[1:4])
-    Upstream.whole, Upstream.events = whole_reply(n_prompt, n_reply), stream_events(n_prompt, n_reply)
-    server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", port)
+    engine.whole, engine.events = whole_reply(n_prompt, n_reply), stream_events(n_prompt, n_reply)
+    server = await asyncio.get_running_loop().create_server(engine, "127.0.0.1", port)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
     import uvloop
 
-    uvloop.run(main())
+    uvloop.run(serve(Upstream))

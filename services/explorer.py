@@ -208,7 +208,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
             open_streams=OpenStreams(reader, writer, membership),
             router=Router(config.model.name, engines=len(pool.engines)),
             pool=pool,
-            dispatcher=Dispatcher(pool, http, metrics, pins),
+            dispatcher=Dispatcher(pool, http, metrics, pins.use if pins else None),
             auth=Auth(explorer),
             metrics=metrics,
             metrics_text=MetricsText(reader, metrics),

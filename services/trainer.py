@@ -52,6 +52,7 @@ def run_trainer(config: Config, work: Callable[[Config, Ranks, StopRequest], Non
             (work or lead)(config, ranks, stop)
         else:
             follow(config, ranks, stop)
+        ranks.leave()
     return 0
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.engine import make_url
 from xdist.scheduler import LoadFileScheduling
 
+from shared.ledger.connect import Ledger
 from tests.support.lives import Lives
 from tests.support.models import make_tiny_model
 from tests.support.postgres import Postgres
@@ -37,6 +41,26 @@ def own_umask() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def schema_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A new SQLite ledger that this process opens is a copy of one that was migrated at the start of the session."""
+    made = tmp_path_factory.mktemp("schema") / "ledger.sqlite3"
+    Ledger.open(f"sqlite:///{made}").close()
+    opened = Ledger.open
+
+    def open_copy(url: str, *more: Any, **options: Any) -> Ledger:
+        parsed = make_url(url)
+        if parsed.get_backend_name() == "sqlite" and parsed.database and not Path(parsed.database).exists():
+            with contextlib.suppress(OSError):  # the real one says what is wrong
+                Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(made, parsed.database)
+        return opened(url, *more, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ledger, "open", open_copy)
+        yield
+
+
 @pytest.fixture
 def scripted_engine() -> Iterator[ScriptedEngine]:
     engine = ScriptedEngine()
@@ -54,11 +78,11 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest) -> str | None:
-    """An empty database of each kind; None: SQLite in the root folder."""
+    """An empty ledger of each kind; None: SQLite in the root folder."""
     if request.param == "sqlite":
         return None
     server: Postgres = request.getfixturevalue("postgres")
-    return server.new_database()
+    return server.new_ledger()
 
 
 @pytest.fixture
@@ -87,7 +111,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "base")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
     """Commands as forks of one process that has imported everything."""
     forks = Lives(tmp_path_factory.mktemp("lives") / "log")

@@ -67,6 +67,18 @@ class Ranks:
         """On rank 0: the others may go."""
         self.order(_END)
 
+    def leave(self) -> None:
+        """At the end: rank 0, in whose process the store may be, stays until the others have read all orders.
+
+        For those that are gone it waits PATIENCE_S.
+        """
+        if not self.is_first:
+            self._store.set(f"left-{self.rank}", b"")
+        elif self.size > 1:
+            others = [f"left-{rank}" for rank in range(1, self.size)]
+            with contextlib.suppress(dist.DistStoreError):
+                self._store.wait(others, timedelta(seconds=PATIENCE_S))
+
     def orders(self, stop: StopRequest) -> Iterator[tuple[str, list[Any]]]:
         """On the other ranks: each order in turn, until the last. Raises RankLost when rank 0 is gone.
 

@@ -33,7 +33,7 @@ from flywheel.model import Model
 from flywheel.play import Played, TextEnvironment, play
 from flywheel.report import Evaluation, Report
 from flywheel.results import Committed, Receipt, Receipts, Status, Version
-from flywheel.rewards import Reward
+from flywheel.reward import Reward
 from flywheel.run import Run
 from flywheel.runner import TrainingRunner
 from flywheel.selection import Call, Marked, SamplingRate, Selected, Selection, mark, marked

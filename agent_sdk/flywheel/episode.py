@@ -14,7 +14,7 @@ from flywheel.async_client import AsyncClient
 from flywheel.config import LearnConfig
 from flywheel.errors import ConfigError, JudgeFailed, NothingKnown, NothingRecorded, TimedOut, TooManyFailures
 from flywheel.journal import Journal
-from flywheel.rewards import Reward
+from flywheel.reward import Reward
 from flywheel.run import AsyncRun
 from flywheel.tasks import NamedTask
 from flywheel.transport import current_run

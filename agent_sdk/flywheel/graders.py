@@ -18,7 +18,7 @@ from typing import Any
 
 from flywheel.errors import ConfigError, JudgeFailed
 from flywheel.model import Model
-from flywheel.rewards import Reward
+from flywheel.reward import Reward
 
 Values = Mapping[str, Any]  # item, sample
 _TEMPLATE = re.compile(r"\{\{\s*([\w.\[\]]+)\s*\}\}")

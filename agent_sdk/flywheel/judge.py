@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from flywheel.errors import ConfigError, JudgeFailed
 from flywheel.model import Model
-from flywheel.rewards import Reward
+from flywheel.reward import Reward
 
 T = TypeVar("T")
 _RULES = (

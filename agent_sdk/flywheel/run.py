@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flywheel.errors import ConfigError, NothingKnown, NothingRecorded
 from flywheel.model import Model, path_url
-from flywheel.rewards import Reward
+from flywheel.reward import Reward
 from flywheel.transport import Guard, current_run, origin_of
 from flywheel.wire import Steps, feedback_body, get_run, send_feedback
 

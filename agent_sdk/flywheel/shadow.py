@@ -18,7 +18,7 @@ from typing import Any
 
 from flywheel.async_client import AsyncClient
 from flywheel.errors import FlywheelError, UnsafeTool
-from flywheel.rewards import read_reward
+from flywheel.reward import read_reward
 from flywheel.run import AsyncRun, Credit, new_task_id
 from flywheel.selection import Call, Selected, Selection
 from flywheel.tools import ReadOnlyTools, Recording, ShadowGuard

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from flywheel.errors import ConfigError, TimedOut
-from flywheel.rewards import Reward, read_reward
+from flywheel.reward import Reward, read_reward
 
 Function = Callable[..., Any]
 T = TypeVar("T")

@@ -77,10 +77,12 @@ def start_gateways(
     return gateways
 
 
-def start_upstream(n_prompt: int, n_reply: int, folder: Path, stack: ExitStack) -> int:
+def start_upstream(
+    n_prompt: int, n_reply: int, folder: Path, stack: ExitStack, module: str = "benchmarks.upstream"
+) -> int:
     """The fake engine; its port."""
     port = free_port()
-    command = [sys.executable, "-m", "benchmarks.upstream", str(port), str(n_prompt), str(n_reply)]
+    command = [sys.executable, "-m", module, str(port), str(n_prompt), str(n_reply)]
     stack.enter_context(_running(command, OTHER_CORE, folder / "upstream.log", REPOSITORY))
     return port
 

@@ -16,6 +16,7 @@ from explorer_service.api.errors import ApiError, bad_request
 _MAX_AHEAD_BYTES = 65_536  # of requests that are sent before the answer to the one before them
 _MAX_TARGET_BYTES = 8192  # method and version included
 _MAX_BODILESS_BYTES = 65_536  # of chunks: extensions and trailers in a row
+_LEAST_PIECE_BYTES = 16_384  # of a body that is not complete: less of it waits for more
 _MAX_BLANK_LINES = 1000  # in a chunked body; JSON has none
 
 _END = b"\r\n\r\n"
@@ -91,6 +92,9 @@ class Requests:
                 self._hold_ahead(data[at:])
                 return
             if self.stage is Stage.BODY:
+                if self._waits_for_more(data, at):
+                    self._held = data[at:]
+                    return
                 stop = self._end_of_body_piece(data, at)
                 yield data[at:stop]
             else:
@@ -165,6 +169,13 @@ class Requests:
             raise ApiError(414, f"the request line is longer than {_MAX_TARGET_BYTES} bytes", code="target_too_long")
 
     # ---------------------------------------------------------------------------- bodies
+
+    def _waits_for_more(self, data: bytes, at: int) -> bool:
+        """Whether these bytes are too few to wake the request for: a caller may send them one by one."""
+        size = len(data) - at
+        if size >= _LEAST_PIECE_BYTES:
+            return False
+        return _END not in self._tail + data[at:] if self._left is None else size < self._left
 
     def _end_of_body_piece(self, data: bytes, at: int) -> int:
         """Where the next piece of the body ends, that begins at `at`: at its end at the latest."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from explorer_service.engines.http import EngineHttp
 from explorer_service.engines.pool import EnginePool, EngineSlot
 from explorer_service.errors import AdapterForgotten, EngineLost, EngineUnavailable, VersionNotServed, WeightsUnproven
 from explorer_service.metrics import ExplorerMetrics
-from explorer_service.traffic.pins import Pins
 
 T = TypeVar("T")
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
@@ -115,10 +114,16 @@ class Exchange:
 class Dispatcher:
     """Chooses an engine for each request, sends it there, and turns to another one when that breaks off."""
 
-    def __init__(self, pool: EnginePool, http: EngineHttp, metrics: ExplorerMetrics, pins: Pins | None = None) -> None:
-        """pins: where engines load adapters."""
+    def __init__(
+        self,
+        pool: EnginePool,
+        http: EngineHttp,
+        metrics: ExplorerMetrics,
+        pin: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        """pin: where engines load adapters, brings the version that a request names into service."""
         self.pool = pool
-        self._pins = pins
+        self._pin = pin
         self._http = http
         self._metrics = metrics
 
@@ -156,8 +161,8 @@ class Dispatcher:
             raise error
 
     async def _send(self, request: EngineRequest, avoid: list[str]) -> Exchange:
-        if self._pins is not None and request.version is not None:
-            await self._pins.use(request.version)
+        if self._pin is not None and request.version is not None:
+            await self._pin(request.version)
         slot = await self.pool.acquire(request.version, seeded=request.seeded, affinity=request.affinity, avoid=avoid)
         started = time.perf_counter()
         self._metrics.chat_in_flight.inc()
@@ -165,7 +170,7 @@ class Dispatcher:
         try:
             data = request.encode(slot.model)
             response = await self._http.post(slot.engine.url, request.path, data, headers)
-            if self._pins is not None and response.status == 404 and request.unknown_model is None:
+            if self._pin is not None and response.status == 404 and request.unknown_model is None:
                 await self._require_known(slot, response)
         except (EngineUnavailable, TimeoutError) as exc:
             self.end(slot, started)

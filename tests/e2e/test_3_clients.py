@@ -94,8 +94,8 @@ def test_the_turns_of_an_unchanged_agent_are_one_conversation(live, client):
     assert len({row.conversation_id for row in found}) == 1
 
 
-def readme(language: str) -> str:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+def readme(language: str, page: str = "README.md") -> str:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[0]
 
 
@@ -111,3 +111,15 @@ def test_the_readmes_curl_runs(live, base_url):
     assert ended.returncode == 0, ended.stderr
     assert '"state":"applied"' in ended.stdout
     assert '"committed":' in ended.stdout
+
+
+def test_the_lines_for_compose_run(live, base_url, tmp_path):
+    """Keys are asked for where some are set; none are here."""
+    (tmp_path / ".env").write_text("ADMIN_KEY=a\nCHAT_KEY=b\nFEEDBACK_KEY=c\n")
+    code = readme("bash", "docs/compose.md").replace("http://127.0.0.1:8010", base_url.removesuffix("/v1"))
+    code = code.replace("curl -s", "curl -sS --fail-with-body").replace("chatcmpl-…", live.chat()["id"])
+    ended = subprocess.run(
+        ["bash", "-ec", code], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert '"state":"applied"' in ended.stdout and '"committed":' in ended.stdout

@@ -12,7 +12,7 @@ from shared.ledger.queries import count_by_state, list_versions
 from shared.versions import verify_version, version_path
 from tests.support.experiences import make_experiences
 from tests.support.processes import wait_for
-from tests.support.trained_roots import begin, newest, open_ledger, prepare, start
+from tests.support.trained_roots import begin, newest, open_ledger, prepare
 
 SETTINGS = {"lora": {"rank": 12}, "deepspeed": {"optimizer": {"params": {"eps": 1e-6}}}, "epochs": 1}
 LAST = 4
@@ -35,10 +35,10 @@ def finish(root: Path, process) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, model, rows) -> Path:
+def undisturbed(tmp_path_factory, lives, model, rows) -> Path:
     root = tmp_path_factory.mktemp("undisturbed")
     prepare(root, model, rows, **SETTINGS)
-    with start(root) as process:
+    with begin(lives, root) as process:
         finish(root, process)
         assert "rank=12 reserved=16" in process.output()
     return root
@@ -92,10 +92,10 @@ def test_versions_that_no_state_contains_are_withdrawn_their_rows_trained_again_
     assert len(kept) == 3 and {"v000000", "v000005"} <= kept
 
 
-def test_two_ranks_end_with_the_adapter_of_one(tmp_path, model, rows, undisturbed):
+def test_two_ranks_end_with_the_adapter_of_one(tmp_path, lives, model, rows, undisturbed):
     settings = {**SETTINGS, "deepspeed": {**SETTINGS["deepspeed"], **STAGE_3}}
     prepare(tmp_path, model, rows[:16], ranks=2, **settings)
-    with start(tmp_path) as process:
+    with begin(lives, tmp_path) as process:
         wait_for(lambda: newest(tmp_path) == 2 or not process.alive, "two versions", 60)
         assert process.stop() == 0 and "Traceback" not in process.output()
     expected = adapter(undisturbed, 2)

@@ -23,8 +23,8 @@ from tests.support.servers import make_config
 
 
 @pytest.fixture
-def url(tmp_path, database_url) -> str:
-    return ledger_url(database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
+def url(tmp_path, database_url, postgres) -> str:
+    return ledger_url(postgres.new_database() if database_url else f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
 
 
 def test_the_steps_lead_to_the_tables_that_the_code_knows(url):

@@ -15,7 +15,7 @@ from tests.support.processes import REPOSITORY
 
 DOCUMENT = REPOSITORY / "docs" / "openapi.yaml"
 SCHEMATHESIS = REPOSITORY / ".venv-clients" / "bin" / "schemathesis"
-EXAMPLES = 400 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 30  # for each operation and phase
+EXAMPLES = 400 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 20  # for each operation and phase
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from shared.ledger.queries import count_by_state
 from shared.versions import verify_version, version_path
 from tests.support.experiences import make_experiences
+from tests.support.lives import Life
 from tests.support.processes import Process, run_flywheel, wait_for
-from tests.support.trained_roots import LAST, ROWS, newest, open_ledger, prepare, start, weights
+from tests.support.trained_roots import LAST, ROWS, begin, newest, open_ledger, prepare, start, weights
 
 EVERYTHING_PARTITIONED = {"stage3_param_persistence_threshold": 0}
 ADAM = {"optimizer": {"params": {"eps": 1e-6}}}  # Adam divides a gradient by its size: rounding shall be no gradient
@@ -30,7 +31,7 @@ def rows(model):
     return make_experiences(model, ROWS)
 
 
-def finish(root: Path, process: Process) -> dict[str, torch.Tensor]:
+def finish(root: Path, process: Process | Life) -> dict[str, torch.Tensor]:
     """Let it come to the last version. Returns that version's weights."""
     with process:
         wait_for(lambda: newest(root) == LAST or not process.alive, "the last version", 120)
@@ -45,17 +46,17 @@ def finish(root: Path, process: Process) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory, model, rows) -> dict[str, torch.Tensor]:
+def one_rank(tmp_path_factory, lives, model, rows) -> dict[str, torch.Tensor]:
     root = tmp_path_factory.mktemp("one")
     prepare(root, model, rows, deepspeed=ADAM)
-    return finish(root, start(root))
+    return finish(root, begin(lives, root))
 
 
 @pytest.mark.parametrize(("stage", "budget"), ALL if FULL else SOME)
-def test_two_ranks_end_with_the_weights_of_one(stage, budget, tmp_path, model, rows, one_rank):
+def test_two_ranks_end_with_the_weights_of_one(stage, budget, tmp_path, lives, model, rows, one_rank):
     deepspeed = {**ADAM, "zero_optimization": {"stage": stage, **EVERYTHING_PARTITIONED}}
     prepare(tmp_path, model, rows, ranks=2, deepspeed=deepspeed, max_tokens_per_micro_batch=budget)
-    found = finish(tmp_path, start(tmp_path))
+    found = finish(tmp_path, begin(lives, tmp_path) if stage else start(tmp_path))  # and from the very start, once
     for name, tensor in one_rank.items():
         assert torch.allclose(found[name], tensor, atol=2e-5), name
 
@@ -78,23 +79,22 @@ def test_torchrun_by_hand_starts_the_same_ranks_and_they_end_with_it_however_it_
 
 
 @pytest.mark.parametrize("rank", [0, 1] if FULL else [1])
-def test_a_rank_that_is_killed_ends_all_and_the_next_start_goes_on(rank, tmp_path, model, rows, one_rank):
-    prepare(tmp_path, model, rows[:16], ranks=2, deepspeed=ADAM)
-    with start(tmp_path) as process:
-        wait_for(lambda: newest(tmp_path) >= 1 or not process.alive, "a version", 60)
+def test_a_rank_that_is_killed_ends_all_and_the_next_start_goes_on(rank, tmp_path, lives, model, rows, one_rank):
+    prepare(tmp_path, model, rows, ranks=2, deepspeed=ADAM)
+    with begin(lives, tmp_path) as process:
+        wait_for(lambda: newest(tmp_path) >= 1 or not process.alive, "a version", 60, 0.01)
         victim = ranks_of(process)[rank]
         os.kill(victim.pid, signal.SIGKILL)
         assert process.wait(30) == 1
         assert not victim.is_running() and "a rank has ended; all end" in process.output()
-    prepare(tmp_path, model, rows[16:], ranks=2, deepspeed=ADAM)
-    found = finish(tmp_path, start(tmp_path))
+    found = finish(tmp_path, begin(lives, tmp_path))
     assert all(torch.allclose(found[name], tensor, atol=2e-5) for name, tensor in one_rank.items())
 
 
 @pytest.mark.parametrize("rank", [0, 1] if FULL else [0])
-def test_a_rank_that_hangs_ends_all_once_a_collective_took_too_long(rank, tmp_path, model, rows):
+def test_a_rank_that_hangs_ends_all_once_a_collective_took_too_long(rank, tmp_path, lives, model, rows):
     prepare(tmp_path, model, rows, ranks=2, deepspeed=ADAM, rank_timeout_s=3.0)
-    with start(tmp_path) as process:
+    with begin(lives, tmp_path) as process:
         wait_for(lambda: newest(tmp_path) >= 1 or not process.alive, "a version", 60)
         found = ranks_of(process)
         found[rank].suspend()
@@ -103,25 +103,27 @@ def test_a_rank_that_hangs_ends_all_once_a_collective_took_too_long(rank, tmp_pa
     assert "trainer.rank_timeout_s" in process.output() and "Traceback" not in process.output()
 
 
-def ranks_of(process: Process) -> list[psutil.Process]:
-    found = [child for child in psutil.Process(process.pid).children() if "services.cli" in child.cmdline()]
-    return sorted(found, key=lambda child: int(child.environ()["RANK"]))
+def ranks_of(process: Process | Life) -> list[psutil.Process]:
+    """In their order: it is that of their starts."""
+    children = psutil.Process(process.pid).children()
+    found = [child for child in children if child.name().startswith("rank-") or "services.cli" in child.cmdline()]
+    return sorted(found, key=lambda child: child.pid)
 
 
-def test_a_state_of_one_rank_goes_on_with_two(tmp_path, model, rows, one_rank):
+def test_a_state_of_one_rank_goes_on_with_two(tmp_path, lives, model, rows, one_rank):
     prepare(tmp_path, model, rows[:16], deepspeed=ADAM)
-    with start(tmp_path) as process:
+    with begin(lives, tmp_path) as process:
         wait_for(lambda: newest(tmp_path) == 2, "two versions", 60)
         assert process.stop() == 0
     deepspeed = {**ADAM, "zero_optimization": {"stage": 3, **EVERYTHING_PARTITIONED}}
     prepare(tmp_path, model, rows[16:], ranks=2, deepspeed=deepspeed)
-    found = finish(tmp_path, start(tmp_path))
+    found = finish(tmp_path, begin(lives, tmp_path))
     assert all(torch.allclose(found[name], tensor, atol=2e-5) for name, tensor in one_rank.items())
 
 
-def test_a_loss_that_is_not_finite_is_undone_on_all_ranks_together(tmp_path, model, rows):
+def test_a_loss_that_is_not_finite_is_undone_on_all_ranks_together(tmp_path, lives, model, rows):
     prepare(tmp_path, model, rows[:8], ranks=2, learning_rate=1e30)
-    with start(tmp_path) as process:
+    with begin(lives, tmp_path) as process:
         assert process.wait(60) == 1
     assert process.output().count("the update failed; its rows go back") == 5, "8, 8, 4, 2 and 1 rows, in one life"
     assert "updates fail whatever the rows are" in process.output() and "Traceback" not in process.output()

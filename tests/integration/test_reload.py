@@ -221,7 +221,8 @@ class FailingLedger:
 
 
 @pytest.fixture
-def failing_ledger() -> Iterator[FailingLedger]:
+def failing_ledger(monkeypatch) -> Iterator[FailingLedger]:
+    monkeypatch.setattr("explorer_service.reload.controller.HEALTH_INTERVAL_S", 0.1)  # until it looks again
     ledger = FailingLedger()
     event.listen(Engine, "before_cursor_execute", ledger.look_at)
     yield ledger

@@ -18,9 +18,10 @@ from shared.reward import Signal, learned_kinds
 from shared.versions import version_path
 from tests.integration.test_ranks import ADAM, EVERYTHING_PARTITIONED
 from tests.support.experiences import make_experiences
+from tests.support.lives import Lives
 from tests.support.processes import wait_for
 from tests.support.samples import sample
-from tests.support.trained_roots import BATCH, newest, open_ledger, prepare, start
+from tests.support.trained_roots import BATCH, begin, newest, open_ledger, prepare
 
 MIX = {"algorithms": {"dpo": 1.0, "kto": 1.0, "sft": 0.5}}
 
@@ -33,7 +34,9 @@ def rows(model: Path) -> list[Experience]:
     return [replace(row, tokens=replace(row.tokens, prompt_ids=ids)) for row, ids in zip(made, prompts, strict=True)]
 
 
-def train(root: Path, model: Path, rows: list[Experience], **trainer: Any) -> tuple[dict[str, Any], dict[str, float]]:
+def train(
+    lives: Lives, root: Path, model: Path, rows: list[Experience], **trainer: Any
+) -> tuple[dict[str, Any], dict[str, float]]:
     """One update. Returns the weights and the figures."""
     prepare(root, model, **MIX, **trainer)
     config, ledger = load_config(root / "flywheel.yaml"), open_ledger(root)
@@ -49,7 +52,7 @@ def train(root: Path, model: Path, rows: list[Experience], **trainer: Any) -> tu
             about: dict[str, Any] = {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": learned}
             transitions.apply_feedback(connection, msg_ids=[row.msg_id], signals=said, **about)
         transitions.commit(connection)
-    with start(root) as process:
+    with begin(lives, root) as process:
         wait_for(lambda: newest(root) == 1 or not process.alive, "a version", 120)
         assert process.stop() == 0, process.output()
     with ledger.read() as connection:
@@ -58,12 +61,12 @@ def train(root: Path, model: Path, rows: list[Experience], **trainer: Any) -> tu
     return load_file(root / version_path(1) / "model.safetensors"), stats
 
 
-def test_two_ranks_learn_what_one_learns_from_all_that_was_said(tmp_path, model, rows):
+def test_two_ranks_learn_what_one_learns_from_all_that_was_said(tmp_path, lives, model, rows):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    one, figures = train(tmp_path / "one", model, rows, deepspeed=ADAM)
+    one, figures = train(lives, tmp_path / "one", model, rows, deepspeed=ADAM)
     deepspeed = {**ADAM, "zero_optimization": {"stage": 3, **EVERYTHING_PARTITIONED}}
-    two, same = train(tmp_path / "two", model, rows, ranks=2, deepspeed=deepspeed, max_tokens_per_micro_batch=40)
+    two, same = train(lives, tmp_path / "two", model, rows, ranks=2, deepspeed=deepspeed, max_tokens_per_micro_batch=40)
     for name, tensor in one.items():
         assert torch.allclose(two[name], tensor, atol=2e-5), name
     assert (figures["dpo/preferences"], figures["kto/rated"], figures["sft/learnt_tokens"]) == (6, 8, 8)

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from shared.config import LoraConfig, load_config
 from shared.errors import ConfigError
 from shared.ledger.connect import Ledger
 from tests.support.experiences import trainer_config
+from tests.support.lives import Lives
 from tests.support.models import make_tiny_model
 from tests.support.processes import run_flywheel, write_config
 from tests.support.servers import free_port
@@ -50,6 +52,22 @@ def refusal(*arguments: str, status: int, **environ: str) -> str:
     return line
 
 
+@pytest.fixture
+def refused(lives: Lives, tmp_path: Path) -> Callable[..., str]:
+    """As `refusal`, of commands that import much: as forks of a process that has done so. The status is 1."""
+
+    def refused(*arguments: str) -> str:
+        log = tmp_path / "refused.log"
+        log.unlink(missing_ok=True)
+        with lives.begin(list(arguments), log) as life:
+            assert life.wait(60) == 1, life.output()[-1500:]
+            assert "Traceback" not in life.output()
+            (line,) = [line for line in life.output().splitlines() if line.startswith("flywheel: ")]
+        return line
+
+    return refused
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_configuration_is_refused_with_status_2(command, tmp_path):
     file = config_file(tmp_path, trainer__batch_sise=8)
@@ -62,15 +80,15 @@ def test_a_missing_configuration_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["up", "engine", "trainer"])
-def test_a_missing_model_folder_is_named(command, tmp_path):
-    line = refusal(command, "-c", str(config_file(tmp_path)), status=1)
+def test_a_missing_model_folder_is_named(command, tmp_path, refused):
+    line = refused(command, "-c", str(config_file(tmp_path)))
     assert str(tmp_path / "base") in line and "model.path" in line
 
 
-def test_a_folder_that_holds_no_weights_is_named(tmp_path):
+def test_a_folder_that_holds_no_weights_is_named(tmp_path, refused):
     model = make_tiny_model(tmp_path / "base")
     (model / "model.safetensors").unlink()
-    line = refusal("trainer", "-c", str(config_file(tmp_path)), status=1)
+    line = refused("trainer", "-c", str(config_file(tmp_path)))
     assert str(model) in line
 
 
@@ -94,10 +112,10 @@ def test_an_engines_port_in_use_is_named_with_its_setting(tmp_path):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_database_that_is_away_is_named_without_its_password(command, tmp_path):
+def test_a_database_that_is_away_is_named_without_its_password(command, tmp_path, refused):
     make_tiny_model(tmp_path / "base")
     url = f"postgresql://flywheel:secret@127.0.0.1:{free_port()}/flywheel"
-    line = refusal(command, "-c", str(config_file(tmp_path, database_url=url)), status=1)
+    line = refused(command, "-c", str(config_file(tmp_path, database_url=url)))
     assert "the database postgresql" in line and "is it up and reachable?" in line
     assert "secret" not in line
 
@@ -232,7 +250,7 @@ def test_the_rank_that_engines_reserve_is_the_next_that_vllm_takes():
     assert {rank: LoraConfig(rank=rank).engine_rank for rank in ranks} == ranks
 
 
-def test_a_damaged_base_version_is_named(tmp_path):
+def test_a_damaged_base_version_is_named(tmp_path, refused):
     from trainer_service.publish import ensure_base_version
 
     config = trainer_config(tmp_path / "data", make_tiny_model(tmp_path / "base"))
@@ -244,7 +262,7 @@ def test_a_damaged_base_version_is_named(tmp_path):
         file.write(b"garbage")
     file = write_config(config, tmp_path / "flywheel.yaml")
     for command in ("engine", "trainer"):
-        line = refusal(command, "-c", str(file), status=1)
+        line = refused(command, "-c", str(file))
         assert "v000000" in line or "versions" in line
 
 

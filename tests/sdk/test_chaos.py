@@ -34,8 +34,10 @@ async def agent(request: int, model: flywheel.Model | None) -> str:
 
 
 @pytest.mark.timeout(900)
-def test_production_does_not_notice_that_explorer_and_trainer_die_and_come_back(scripted_engine, model, tmp_path):
-    whole = Whole(tmp_path, model, scripted_engine.url, "sqlite")
+def test_production_does_not_notice_that_explorer_and_trainer_die_and_come_back(
+    scripted_engine, lives, model, tmp_path
+):
+    whole = Whole(tmp_path, model, scripted_engine.url, "sqlite", lives)
     acknowledged: list[str] = []
     runner = flywheel.TrainingRunner(
         whole.url, agent, noting(acknowledged), select=flywheel.SamplingRate(0.1), commit_every_s=0.5, timeout_s=10

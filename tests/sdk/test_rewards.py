@@ -12,7 +12,7 @@ import flywheel
 import pytest
 from flywheel import rewards
 from flywheel.judge import kappa
-from flywheel.rewards import read_reward
+from flywheel.reward import read_reward
 from hypothesis import given
 from hypothesis import strategies as st
 

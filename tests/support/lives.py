@@ -1,7 +1,8 @@
 """Many lives of Flywheel's commands, each a fork of one process that has imported everything: for tests that kill.
 
 What takes a trainer most of ten seconds, importing PyTorch and DeepSpeed, is done once. Nothing else is shared: no
-computation has begun before the fork. Run as a module, it reads a line of JSON for each thing asked of it.
+computation has begun before the fork. The ranks of a trainer are forks of the command that starts them. Run as a
+module, it reads a line of JSON for each thing asked of it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Lives:
 
     def begin(self, arguments: list[str], log: Path, **environ: str) -> Life:
         """Run `flywheel ARGUMENTS`; its output is added to `log`. environ: the faults (see tests.support.faults)."""
-        return Life(self, self._ask({"arguments": arguments, "log": str(log), "environ": environ}))
+        return Life(self, self._ask({"arguments": arguments, "log": str(log), "environ": environ}), log)
 
     def wait(self, pid: int, block: bool) -> int:
         """The exit status of a life, negative for a signal; 256 while it lasts."""
@@ -57,25 +58,29 @@ class Lives:
 class Life:
     """One running command."""
 
-    def __init__(self, lives: Lives, pid: int) -> None:
-        self._lives, self._pid = lives, pid
+    def __init__(self, lives: Lives, pid: int, log: Path) -> None:
+        self.pid = pid
+        self._lives, self._log = lives, log
         self._status = 256
 
     @property
     def alive(self) -> bool:
         if self._status == 256:
-            self._status = self._lives.wait(self._pid, block=False)
+            self._status = self._lives.wait(self.pid, block=False)
         return self._status == 256
+
+    def output(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
 
     def kill(self) -> None:
         if self.alive:
-            os.kill(self._pid, signal.SIGKILL)
-            self._status = self._lives.wait(self._pid, block=True)
+            os.kill(self.pid, signal.SIGKILL)
+            self._status = self._lives.wait(self.pid, block=True)
 
     def stop(self) -> int:
         """Ask it to end; returns its exit status."""
         if self.alive:
-            os.kill(self._pid, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGTERM)
         return self.wait(60)
 
     def wait(self, timeout_s: float) -> int:
@@ -122,8 +127,11 @@ def _serve() -> None:
 
 
 def _live(arguments: list[str], log: str, environ: dict[str, str]) -> None:
+    from services import ranks
     from tests.support import faults
+    from tests.support.forked_ranks import ForkedRank
 
+    ranks._start = ForkedRank  # type: ignore[assignment]
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, own in ((nothing, 0), (output, 1), (output, 2)):

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import psycopg
 
+from shared.ledger.connect import Ledger
 from tests.support.servers import free_port
 
 NOBODY = 65534
@@ -36,6 +37,7 @@ class Postgres:
         self.binaries = self._find_binaries()
         self.port = free_port()
         self._count = 0
+        self._template: str | None = None
         self.data = self._folder / "data"
         self.data.mkdir()
         if self._user:
@@ -129,13 +131,21 @@ class Postgres:
     def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
         return psycopg.connect(f"postgresql://postgres@127.0.0.1:{self.port}/postgres", autocommit=True)
 
-    def new_database(self) -> str:
+    def new_database(self, options: str = "") -> str:
         """The URL of an empty database."""
         self._count += 1
         name = f"flywheel_{self._count}"
         with self._connect() as connection:
-            connection.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]
+            connection.execute(f"CREATE DATABASE {name} {options}")  # type: ignore[arg-type]
         return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
+
+    def new_ledger(self) -> str:
+        """The URL of a database with an empty ledger: a copy of one that was migrated once."""
+        if self._template is None:
+            url = self.new_database()
+            Ledger.open(url.replace("postgresql://", "postgresql+psycopg://")).close()
+            self._template = url.rpartition("/")[2]
+        return self.new_database(f"TEMPLATE {self._template}")
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGQUIT)  # immediate shutdown: nothing of it is kept

@@ -33,16 +33,16 @@ from tests.torture.whole import BATCH, PARTS, Deaths, NamedPoints, Whole
 
 pytestmark = pytest.mark.torture
 FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
-KILLS = 500 if FULL else 12
-CUTS = 100 if FULL else 3
+KILLS = 500 if FULL else 8
+CUTS = 100 if FULL else 2
 DATABASES = pytest.mark.parametrize("database", ["sqlite", "postgresql"])
 PAUSE_S = 0.03  # between a customer's visits: the trainer keeps up
 
 
 @pytest.mark.timeout(3600)
 @DATABASES
-def test_killed_one_by_one_all_is_counted(tmp_path, model, scripted_engine, database):
-    whole = Whole(tmp_path, model, scripted_engine.url, database)
+def test_killed_one_by_one_all_is_counted(tmp_path, lives, model, scripted_engine, database):
+    whole = Whole(tmp_path, model, scripted_engine.url, database, lives)
     books = Books(whole.url, PAUSE_S)
     draw = random.Random(3)
     deaths = Deaths(whole, draw)

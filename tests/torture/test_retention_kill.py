@@ -30,7 +30,7 @@ from tests.torture.whole import PARTS, Deaths, Whole
 
 pytestmark = pytest.mark.torture
 FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
-KILLS = 200 if FULL else 12
+KILLS = 200 if FULL else 8
 MOST = 3  # versions that keep their files
 DELETION = ("before Janitor", "after Janitor", "before janitor", "after janitor")
 STATEMENTS = {f"give_up_files {number}" for number in range(1, 7)}  # of one version; with more of them there are more
@@ -38,8 +38,8 @@ STATEMENTS = {f"give_up_files {number}" for number in range(1, 7)}  # of one ver
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
-def test_whoever_dies_nothing_that_is_needed_is_deleted(tmp_path, model, scripted_engine, database):
-    whole = Whole(tmp_path, model, scripted_engine.url, database, max_versions=MOST)
+def test_whoever_dies_nothing_that_is_needed_is_deleted(tmp_path, lives, model, scripted_engine, database):
+    whole = Whole(tmp_path, model, scripted_engine.url, database, lives, max_versions=MOST)
     books = Books(whole.url, 0.03)
     draw = random.Random(5)
     deaths = Deaths(whole, draw)

@@ -27,7 +27,7 @@ from tests.support.servers import free_port
 from trainer_service.claim import Claimer
 
 pytestmark = pytest.mark.torture
-SECONDS = 600.0 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 8.0
+SECONDS = 600.0 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 4.0
 
 
 class Learner:

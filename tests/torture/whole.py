@@ -23,7 +23,8 @@ PATIENCE_S = 4.0  # for a part to come by the point it is to die at
 class Whole:
     """Explorer and trainer over one scripted engine, on SQLite or a PostgreSQL of their own.
 
-    cuts: power cuts will be played. careless: the database answers a COMMIT before it is durable.
+    forks: what starts them; None: a process of its own, which `cuts` need. cuts: power cuts will be played.
+    careless: the database answers a COMMIT before it is durable.
     max_versions: by default all, for they are compared in the end.
     """
 
@@ -33,6 +34,7 @@ class Whole:
         model: Path,
         engine_url: str,
         database: str,
+        forks: Lives | None = None,
         *,
         cuts: bool = False,
         careless: bool = False,
@@ -60,7 +62,8 @@ class Whole:
             if self.postgres:
                 self.postgres.start()
         self._sabotage = {"SABOTAGE": "commit_without_fsync"} if careless and not self.postgres else {}
-        self.forks = Lives(folder / "lives.log", **environ)
+        self._owns_forks = forks is None
+        self.forks = forks or Lives(folder / "lives.log", **environ)
         self.lives: dict[str, Life] = {}
         self.kills: Counter[str] = Counter()
 
@@ -114,7 +117,8 @@ class Whole:
     def close(self) -> None:
         for life in self.lives.values():
             life.kill()
-        self.forks.stop()
+        if self._owns_forks:
+            self.forks.stop()
         if self.postgres:
             self.postgres.stop()
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from threading import Thread
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from torch import distributed as dist
 
 from services.engine.launch import command_line
 from shared.config import Config
 from shared.experience import Experience, Tokens
 from shared.process import visible_devices
+from shared.stop_request import StopRequest
 from tests.support.experiences import rows
 from trainer_service.broadcast import pack_arrays, pack_rows, unpack_arrays, unpack_rows
 from trainer_service.ranks import Ranks
@@ -47,6 +50,21 @@ def test_every_item_is_one_ranks_and_costs_are_even(size):
     assert sorted(number for share in shares for number in share) == list(range(len(costs)))
     totals = [sum(costs[number] for number in share) for share in shares]
     assert max(totals) - min(totals) <= min(costs)
+
+
+def test_rank_0_stays_until_the_others_have_read_their_last_order():
+    """Its process has the store: without it a rank that reads late would take rank 0 for lost."""
+    store = dist.HashStore()
+    first, second = (Ranks(rank, 2, rank, store, 1.0) for rank in range(2))
+    first.end()
+    leaving = Thread(target=first.leave)
+    leaving.start()
+    leaving.join(0.2)
+    assert leaving.is_alive()
+    assert list(second.orders(StopRequest())) == []
+    second.leave()
+    leaving.join(5)
+    assert not leaving.is_alive()
 
 
 def config(**sections: object) -> Config:

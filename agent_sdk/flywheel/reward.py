@@ -1,0 +1,64 @@
+"""What a reward function returns, and how it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flywheel.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a reward function may return: a number, the parts it is made of, a comment. value None: only metrics.
+
+    >>> Reward(0.8, {"steps": 4}).value
+    0.8
+    """
+
+    value: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    comment: str | None = None
+
+
+def read_reward(result: object, where: str = "the reward function") -> Reward | None:
+    """What a reward function returned, as a Reward; None where it gave none. Raises ConfigError naming `where`.
+
+    A number or a truth value is the reward; a mapping has it under "reward" and metrics beside it, or is named parts
+    whose sum is the reward.
+
+    >>> read_reward({"reward": 1, "steps": 4})
+    Reward(value=1.0, metrics={'steps': 4.0}, comment=None)
+    >>> read_reward({"correctness": 1.0, "format": 0.5}).value
+    1.5
+    """
+    if result is None or isinstance(result, Reward):
+        found = result
+    elif isinstance(result, Mapping):
+        found = _read_mapping(result, where)
+    else:
+        found = Reward(_number(result, where))
+    if found is not None:
+        for name, value in {"reward": found.value, **found.metrics}.items():
+            if value is not None and not math.isfinite(value):
+                raise ConfigError(f"{where} gave {name}={value}: a reward is a finite number, or None for none")
+    return found
+
+
+def _read_mapping(result: Mapping[Any, Any], where: str) -> Reward:
+    parts = {str(name): value for name, value in result.items() if name not in ("reward", "metrics", "comment")}
+    parts.update(result.get("metrics") or {})
+    metrics = {name: _number(value, f"{where}, {name}") for name, value in parts.items()}
+    if "reward" not in result:
+        return Reward(math.fsum(metrics.values()), metrics, result.get("comment"))
+    value = result["reward"]
+    return Reward(None if value is None else _number(value, where), metrics, result.get("comment"))
+
+
+def _number(value: object, where: str) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where} gave {value!r}: return a number, a mapping of numbers, a Reward or None") from None

@@ -1,0 +1,107 @@
+"""`python -m benchmarks.crowds`: see __init__.py."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+import benchmarks.crowds
+from benchmarks.crowds.crowds import CROWDS, TARGETS, Crowd, nobody
+from benchmarks.front_door.client import ChatFailed, Client, connected, http_request, wait_ready
+from benchmarks.front_door.figures import rounded
+from benchmarks.front_door.gateways import OTHER_CORE, REPOSITORY, Gateway, start_gateways, start_upstream
+from benchmarks.front_door.load import measure_chats
+
+HONEST = 32
+STEADY_PAUSE_S = 0.05  # from a caller's chat to its next one
+AT_MOST = 2.0  # times the p99 of the same callers alone
+PROMPT, REPLY = 100, 64  # tokens
+
+
+def main() -> None:
+    args = _arguments()
+    os.sched_setaffinity(0, {OTHER_CORE})
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    with tempfile.TemporaryDirectory(prefix="flywheel-crowds-", dir=REPOSITORY) as name, ExitStack() as stack:
+        folder = Path(name)
+        upstream = start_upstream(PROMPT, REPLY, folder, stack, "benchmarks.crowds.engine")
+        _, gateway = start_gateways(("flywheel",), None, None, upstream, folder, stack)
+        uvloop.run(wait_ready(gateway))
+        uvloop.run(measure_chats(gateway, HONEST, TARGETS + 2 * HONEST))  # warm, and rows to rate
+        for turn in range(args.turns):
+            print(f"turn {turn + 1} of {args.turns}", file=sys.stderr)
+            for load, pause_s in (("busy", 0.0), ("steady", STEADY_PAUSE_S)):
+                for crowd in args.only:
+                    of_crowd = found.setdefault(f"{crowd}, {load}", {"alone": [], "beside": []})
+                    for who, beside in (("alone", nobody), ("beside", CROWDS[crowd])):
+                        figures = uvloop.run(measure(gateway, folder, beside, args.seconds, pause_s))
+                        of_crowd[who].append(figures)
+    print(json.dumps(rounded({name: summary(turns) for name, turns in found.items()})))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=benchmarks.crowds.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
+    parser.add_argument("--only", nargs="+", choices=CROWDS, default=list(CROWDS))
+    return parser.parse_args()
+
+
+async def measure(gateway: Gateway, folder: Path, crowd: Crowd, seconds: float, pause_s: float) -> dict[str, float]:
+    """The honest callers' chats beside a crowd."""
+    request = http_request(gateway)
+    latencies: list[float] = []
+    failed = 0
+    async with connected(gateway, HONEST) as clients:
+        for client in clients:  # not counted: a connection's first chat
+            await client.send(request)
+        async with crowd(gateway, folder) as figures:
+            until = time.perf_counter() + seconds
+
+            async def call(client: Client, number: int) -> None:
+                nonlocal failed
+                await asyncio.sleep(pause_s * number / HONEST)
+                while time.perf_counter() < until:
+                    try:
+                        latencies.append(await client.send(request))
+                    except ChatFailed:
+                        failed += 1
+                    await asyncio.sleep(pause_s)
+
+            await asyncio.gather(*(call(client, number) for number, client in enumerate(clients)))
+    latencies.sort()
+    p50, p99 = (1000 * latencies[int(len(latencies) * share)] for share in (0.5, 0.99))
+    return {"chats": len(latencies), "failed": failed, "p50_ms": p50, "p99_ms": p99, **figures}
+
+
+def summary(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians of the turns, and of the turns' ratios."""
+    medians = {
+        who: {key: statistics.median(each[key] for each in figures) for key in figures[0]}
+        for who, figures in turns.items()
+    }
+    ratios = [beside["p99_ms"] / alone["p99_ms"] for alone, beside in zip(turns["alone"], turns["beside"], strict=True)]
+    failed = sum(figures["failed"] for each in turns.values() for figures in each)
+    ratio = statistics.median(ratios)
+    holds = ratio <= AT_MOST and not failed
+    return {**medians, "p99_ratios": ratios, "p99_ratio": ratio, "at_most": AT_MOST, "failed": failed, "holds": holds}
+
+
+if __name__ == "__main__":
+    main()

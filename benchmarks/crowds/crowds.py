@@ -1,0 +1,129 @@
+"""The crowds: each lasts while its context is open. Knows nothing of honest callers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+from benchmarks.front_door.client import http_request
+from benchmarks.front_door.gateways import Gateway
+
+SILENT, SLOW, DEAF, TARGETS = 2_000, 200, 50, 10_000
+DRIP_S = 0.1  # between two bytes of a slow body
+SETTLE_S = 2.0  # until the buffers of those who do not read are full
+RECEIVE_BUFFER = 4096
+
+
+class Misbehaviour(Exception):
+    """A crowd was not what it should be."""
+
+
+@asynccontextmanager
+async def nobody(_gateway: Gateway, _folder: Path) -> AsyncIterator[dict[str, float]]:
+    yield {}
+
+
+@asynccontextmanager
+async def silent(gateway: Gateway, _folder: Path) -> AsyncIterator[dict[str, float]]:
+    """Half of them have begun the head of a request."""
+    sockets = [await _connect(gateway) for _ in range(SILENT)]
+    for opened in sockets[::2]:
+        opened.send(b"POST /chat HTTP/1.1\r\nHost: ")
+    yield {"crowd": len(sockets)}
+    _close(sockets)
+
+
+@asynccontextmanager
+async def slow(gateway: Gateway, _folder: Path) -> AsyncIterator[dict[str, float]]:
+    head = f"POST /chat HTTP/1.1\r\nHost: 127.0.0.1:{gateway.port}\r\nContent-Type: application/json\r\n"
+    sockets = [await _connect(gateway) for _ in range(SLOW)]
+    for opened in sockets:
+        opened.send(f"{head}Content-Length: 100000\r\n\r\n".encode())
+
+    async def drip() -> None:
+        while True:
+            for opened in sockets:
+                opened.send(b" ")
+                await asyncio.sleep(DRIP_S / SLOW)
+
+    dripping = asyncio.create_task(drip())
+    yield {"crowd": len(sockets)}
+    dripping.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await dripping
+    _close(sockets)
+
+
+@asynccontextmanager
+async def deaf(gateway: Gateway, _folder: Path) -> AsyncIterator[dict[str, float]]:
+    request = http_request(gateway, stream=True)
+    sockets = [await _connect(gateway) for _ in range(DEAF)]
+    for opened in sockets:
+        opened.send(request)
+    await asyncio.sleep(SETTLE_S)
+    yield {"crowd": len(sockets)}
+    _close(sockets)
+
+
+@asynccontextmanager
+async def raters(gateway: Gateway, folder: Path) -> AsyncIterator[dict[str, float]]:
+    """One feedback after the other, each of the same rows with another reward."""
+    names = _recorded(folder)
+    taken: list[float] = []
+    ended = False
+
+    async def rate() -> None:
+        while not ended:
+            began = time.perf_counter()
+            body = json.dumps({"msg_ids": names, "reward": 0.01 * (len(taken) % 7)}).encode()
+            await _feedback(gateway, body)
+            taken.append(time.perf_counter() - began)
+
+    rating = asyncio.create_task(rate())
+    figures: dict[str, float] = {}
+    yield figures
+    ended = True
+    await rating
+    figures |= {"crowd": len(taken), "feedback_s": sum(taken) / len(taken)}
+
+
+def _recorded(folder: Path) -> list[str]:
+    with contextlib.closing(sqlite3.connect(folder / "flywheel" / "data" / "ledger.sqlite3")) as ledger:
+        names = [name for (name,) in ledger.execute("SELECT msg_id FROM experiences ORDER BY id LIMIT ?", [TARGETS])]
+    if len(names) < TARGETS:
+        raise Misbehaviour(f"only {len(names)} chats were recorded to rate")
+    return names
+
+
+async def _feedback(gateway: Gateway, body: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1 << 24)
+    head = f"POST /feedback HTTP/1.1\r\nHost: 127.0.0.1:{gateway.port}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    answer = await reader.read()
+    writer.close()
+    if not answer.startswith(b"HTTP/1.1 200"):
+        raise Misbehaviour(f"feedback was answered {answer[:200]!r}")
+
+
+async def _connect(gateway: Gateway) -> socket.socket:
+    opened = socket.socket()
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
+    opened.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", gateway.port))
+    return opened
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for opened in sockets:
+        opened.close()
+
+
+Crowd = Callable[[Gateway, Path], AbstractAsyncContextManager[dict[str, float]]]
+CROWDS: dict[str, Crowd] = {"silent": silent, "slow": slow, "deaf": deaf, "feedback": raters}

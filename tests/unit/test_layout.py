@@ -1,0 +1,72 @@
+"""The product's layout: imports run one way, files and functions stay short."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import REPOSITORY
+
+PACKAGES = {
+    **{name: REPOSITORY / name for name in ("explorer_service", "trainer_service", "services", "shared")},
+    "flywheel": REPOSITORY / "agent_sdk" / "flywheel",
+}
+FILES = [file for folder in PACKAGES.values() for file in sorted(folder.rglob("*.py"))]
+MOST_LINES, MOST_IN_A_FUNCTION = 300, 45
+WHOLE = 99  # parts of a module's name
+
+
+def module_of(package: str, file: Path) -> str:
+    parts = file.relative_to(PACKAGES[package].parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """What is imported when the code runs; what only a type checker imports is left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from imported(node)
+
+
+@pytest.mark.parametrize("depth", [2, WHOLE], ids=["rooms", "modules"])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_runs_upward(package, depth):
+    """A room is a folder or a file right below its package. In a circle one import would run upward."""
+    modules = {module_of(package, file): file for file in PACKAGES[package].rglob("*.py")}
+    needs: dict[str, set[str]] = {}
+    for module, file in modules.items():
+        own = ".".join(module.split(".")[:depth])
+        for name in imported(ast.parse(file.read_text())):
+            found = name if name in modules else name.rpartition(".")[0]
+            other = ".".join(found.split(".")[:depth])
+            if found in modules and other not in (own, package):
+                needs.setdefault(own, set()).add(other)
+    assert needs
+    graphlib.TopologicalSorter(needs).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_file_and_no_function_is_long():
+    """Migrations apart: each is a list of what was done once."""
+    long = []
+    for file in FILES:
+        text = file.read_text()
+        if text.count("\n") > MOST_LINES:
+            long.append(f"{file}: {text.count(chr(10))} lines")
+        if "migrations" in file.parts:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MOST_IN_A_FUNCTION:
+                    long.append(f"{file}: {node.name} has {lines} lines")
+    assert not long
