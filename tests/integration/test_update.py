@@ -42,7 +42,7 @@ ALGORITHMS = {
     "ppo": {},
     "reinforce_pp": {"algorithm": "reinforce_pp"},
     "raft": {"algorithm": "raft", "raft": {"above": 0.5}},
-    "hint": {"algorithm": "hint", "hint": {"neutral_reward": None}},
+    "hint": {"algorithm": "hint", "hint": {"neutral_reward": None, "teacher": "live", "kl_coef": 0.01}},
     "mix": {"algorithms": {"ppo": 1.0, "reinforce_pp": 0.5, "raft": 0.2}, "raft": {"above": 0.5}},
 }
 
