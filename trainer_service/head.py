@@ -1,9 +1,9 @@
-"""A model's output layer that scores sampled tokens in chunks: no array of all tokens' logits ever exists.
+"""A model's output layer that scores sampled tokens in chunks, so that many tokens' logits never exist at once.
 
 The backward pass computes a chunk's logits again, unless all of a row's together are few enough to be kept. Sums over
-chunks are in float32 (float64 for float64 models), so that a gradient does not depend on how many chunks there are. Derivatives of a
-token a with p = softmax(z): ∂ log p_a / ∂z = 1_a − p and ∂H / ∂z = −p (log p + H). Shapes: K sampled tokens, C of them
-in a chunk, V vocabulary, D hidden size.
+chunks are in float32 (float64 for float64 models), so that a gradient does not depend on how many chunks there are.
+Derivatives of a token a with p = softmax(z): ∂ log p_a / ∂z = 1_a − p and ∂H / ∂z = −p (log p + H). Shapes: K sampled
+tokens, C of them in a chunk, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations

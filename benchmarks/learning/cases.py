@@ -89,6 +89,7 @@ def _alone(name: str, **section: Any) -> dict[str, Any]:
 
 PPO = {"lam": 0.8, "kl_coef": 0.02, "critic_learning_rate": 1e-3, "value_clip": 0.0, "normalize_returns": False}
 SAMPLED: dict[str, Any] = {"top_k": 0, "teacher": "live"}
+HELD: dict[str, Any] = {**SAMPLED, "kl_coef": 0.2}
 MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 1.0, "hint": 0.5}, "reinforce_pp": STEADY}
 _OLD: dict[str, Any] = {"late": (OLD, OLD), "versions": 200 + OLD, "share": 0.5, "say": each(reward)}
 _FIXED: dict[str, Any] = {"share": 0.05, "versions": 80}
@@ -107,7 +108,9 @@ CASES: dict[str, Plan] = {
     "comments/hint": Plan(_alone("hint"), each(comment), **_AT_ONCE),
     "comments/hint, live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),
     "comments/hint, sampled tokens": Plan(_alone("hint", **SAMPLED, kl_coef=0.01), each(comment), **_AT_ONCE),
-    "comments/hint, sampled tokens, kl_coef 0.2": Plan(_alone("hint", **SAMPLED, kl_coef=0.2), each(comment), **_AT_ONCE),
+    "comments/hint, sampled tokens, kl_coef 0.2": Plan(
+        _alone("hint", **HELD), each(comment), **_AT_ONCE
+    ),
     "comments/hint of other rows": Plan(_alone("hint"), of_others(comment), **_AT_ONCE),
     # corrections of 5 %
     "corrections/sft": Plan(_alone("sft"), each(correction), **_FIXED),

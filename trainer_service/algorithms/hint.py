@@ -20,8 +20,8 @@ Departures, each with its reason:
 3. With top_k nothing is clipped: the derivative by a logit is p − π. All others count as one class, without which the
    divergence would not be 0 where both agree.
 4. Words that contradict the turn's reward are left out, and so are words that change nothing.
-5. The teacher is a running average of the weights, as in SDPO, unless `teacher` names others: π_prox, the weights at the
-   start of the batch, or those of the last version.
+5. The teacher is a running average of the weights, as in SDPO, unless `teacher` names others: π_prox, the weights at
+   the start of the batch, or those of the last version.
 
 E is the mean over the tokens of the minibatch whose words count.
 """
