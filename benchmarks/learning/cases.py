@@ -108,9 +108,7 @@ CASES: dict[str, Plan] = {
     "comments/hint": Plan(_alone("hint"), each(comment), **_AT_ONCE),
     "comments/hint, live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),
     "comments/hint, sampled tokens": Plan(_alone("hint", **SAMPLED, kl_coef=0.01), each(comment), **_AT_ONCE),
-    "comments/hint, sampled tokens, kl_coef 0.2": Plan(
-        _alone("hint", **HELD), each(comment), **_AT_ONCE
-    ),
+    "comments/hint, sampled tokens, kl_coef 0.2": Plan(_alone("hint", **HELD), each(comment), **_AT_ONCE),
     "comments/hint of other rows": Plan(_alone("hint"), of_others(comment), **_AT_ONCE),
     # corrections of 5 %
     "corrections/sft": Plan(_alone("sft"), each(correction), **_FIXED),
