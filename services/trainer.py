@@ -52,6 +52,7 @@ def run_trainer(config: Config, work: Callable[[Config, Ranks, StopRequest], Non
             (work or lead)(config, ranks, stop)
         else:
             follow(config, ranks, stop)
+        ranks.part()
     return 0
 
 
@@ -69,7 +70,6 @@ def lead(config: Config, ranks: Ranks, stop: StopRequest) -> None:
             log.info("stopped")
             begins = False
         ranks.end()
-    ranks.end()
 
 
 @contextlib.contextmanager

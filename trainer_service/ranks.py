@@ -64,8 +64,19 @@ class Ranks:
             self._ordered += 1
 
     def end(self) -> None:
-        """On rank 0: the others may go."""
+        """On rank 0: the others have nothing more to follow."""
         self.order(_END)
+
+    def part(self) -> None:
+        """The last call, on every rank. Rank 0 goes last, since its process keeps the store, but waits no longer than
+        PATIENCE_S."""
+        if self.size > 1 and not self.is_first:
+            self._store.set(f"parted-{self.rank}", b"")
+        elif self.size > 1:
+            self.end()
+            others = [f"parted-{rank}" for rank in range(1, self.size)]
+            with contextlib.suppress(dist.DistStoreError):
+                self._store.wait(others, timedelta(seconds=PATIENCE_S))
 
     def orders(self, stop: StopRequest) -> Iterator[tuple[str, list[Any]]]:
         """On the other ranks: each order in turn, until the last. Raises RankLost when rank 0 is gone.

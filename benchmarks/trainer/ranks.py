@@ -40,13 +40,14 @@ def main() -> None:
     learner = learner_of(config_of(ALGORITHM, *sys.argv[1:]), ranks)
     if not ranks.is_first:
         learner.follow(StopRequest())
+        ranks.part()
         return
     seconds, found = [], experiences(rows("mix"))
     for step in range(UPDATES):
         began = time.perf_counter()
         learner.train(found, step=step, version=step)
         seconds.append(time.perf_counter() - began)
-    ranks.end()
+    ranks.part()
     print(json.dumps(seconds[1:]), flush=True)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from threading import Thread
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from torch import distributed as dist
 
 from services.engine.launch import command_line
 from shared.config import Config
 from shared.experience import Experience, Tokens
 from shared.process import visible_devices
+from shared.stop_request import StopRequest
 from tests.support.experiences import rows
 from trainer_service.broadcast import pack_arrays, pack_rows, unpack_arrays, unpack_rows
 from trainer_service.ranks import Ranks
@@ -47,6 +50,19 @@ def test_every_item_is_one_ranks_and_costs_are_even(size):
     assert sorted(number for share in shares for number in share) == list(range(len(costs)))
     totals = [sum(costs[number] for number in share) for share in shares]
     assert max(totals) - min(totals) <= min(costs)
+
+
+def test_rank_0_goes_last_though_another_reads_its_last_order_late():
+    store = dist.HashStore()
+    first, other = (Ranks(rank, 2, rank, store, 1.0) for rank in range(2))
+    leaving = Thread(target=first.part)
+    leaving.start()
+    assert list(other.orders(StopRequest())) == []
+    leaving.join(0.1)
+    assert leaving.is_alive()
+    other.part()
+    leaving.join(10)
+    assert not leaving.is_alive()
 
 
 def config(**sections: object) -> Config:
