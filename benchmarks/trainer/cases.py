@@ -86,8 +86,8 @@ def _pairs(draw: np.random.Generator) -> list[Row]:
 
 
 def _said(draw: np.random.Generator) -> list[Row]:
-    """The rows of `mix`, each with 32 tokens of words."""
-    return [Row(row.prompt, row.reply, row.run, words=_some(draw, 32)) for row in _mix(draw)]
+    """Half the rows of `mix`, each with 32 tokens of words."""
+    return [Row(row.prompt, row.reply, row.run, words=_some(draw, 32)) for row in _mix(draw)[:32]]
 
 
 CASES = {"mix": _mix, "turns": _turns, "system": _system, "pairs": _pairs, "rated": _mix, "said": _said}
