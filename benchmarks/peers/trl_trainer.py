@@ -13,7 +13,7 @@ os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from benchmarks.trainer.cases import Row, is_up, rows
@@ -127,7 +127,7 @@ MAKERS = {"trl_sft": sft, "trl_sft_packed": sft_packed, "trl_grpo": grpo, "trl_d
 def main() -> None:
     name, folder = sys.argv[1:]
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # AutoTokenizer takes that of the model's type
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for line in sys.stdin:
         with tempfile.TemporaryDirectory() as scratch:
