@@ -16,7 +16,7 @@ environment with requirements/peers.txt.
 Whole updates by the trainer's own code stand in cases of their own: dpo on `pairs` and kto on `rated` beside TRL's (one
 step, micro-batches of 8 sequences sorted by length, the reference computed on the way), and hint beside reinforce_pp on
 `said` (the defaults' number of steps). `fill` is how full rows are, `memory` the peak of scoring (memory.py), `ranks`
-what a second rank gains (ranks.py; it wants two cores).
+what a second rank gains (ranks.py; it wants two cores). CASE/4 is a case with the first quarter of its rows.
 
 Tokens are those of the rows' prompts and replies for everyone, so that a contestant who computes a shared beginning
 once has more of them a second. "of_limit" is 6 · (parameters of the layers · distinct tokens + those of the output

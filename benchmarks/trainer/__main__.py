@@ -39,7 +39,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="flywheel-trainer-") as name:
         make_model(Path(name))
         for case in args.cases:
-            if case in CASES:
+            if case.partition("/")[0] in CASES:
                 report[case] = run_case(case, Path(name), args)
         if "fill" in args.cases:
             report["fill"] = fill.figures()
@@ -55,10 +55,14 @@ def _arguments() -> argparse.Namespace:
         description=benchmarks.trainer.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", metavar="PYTHON", type=lambda text: str(Path(text).absolute()))
-    parser.add_argument("--cases", nargs="*", choices=[*CASES, *OTHERS], default=[*CASES, *OTHERS])
+    parser.add_argument("--cases", nargs="*", metavar="CASE", default=[*CASES, *OTHERS])
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--turns", type=int, default=3)
-    return parser.parse_args()
+    args = parser.parse_args()
+    unknown = {case.partition("/")[0] for case in args.cases} - {*CASES, *OTHERS}
+    if unknown:
+        parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join([*CASES, *OTHERS])}")
+    return args
 
 
 def make_model(folder: Path) -> None:
@@ -77,8 +81,8 @@ def make_model(folder: Path) -> None:
 
 def run_case(case: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Everyone on one case, in turns; one turn before that is not counted, but for the peers, which take longest."""
-    found = rows(case)
-    names = [name for name in CONTESTANTS[case] if (args.peers or not _is_peer(name)) and name in (args.only or [name])]
+    found, contestants = rows(case), CONTESTANTS[case.partition("/")[0]]
+    names = [name for name in contestants if (args.peers or not _is_peer(name)) and name in (args.only or [name])]
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     rates: list[float] = []
     with ExitStack() as stack:
