@@ -25,7 +25,7 @@ from shared.adapters import ADAPTER_WEIGHTS, AdapterConfig, a_name, b_name, is_t
 from shared.config import LoraConfig
 from shared.errors import StartupError, VersionError
 from trainer_service.logprobs import Scores
-from trainer_service.models import Actor, hidden_states, load_causal_lm
+from trainer_service.models import Actor, ValueHead, hidden_states, load_causal_lm
 from trainer_service.packing import MicroBatch
 
 POLICY, CRITIC = "policy", "critic"
@@ -191,23 +191,13 @@ def _forward_rounded(layer: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     return nn.functional.linear(x, layer.weight.to(dtype).to(x.dtype))
 
 
-class ValueHead(nn.Linear):
-    """A linear layer that computes in float32, whatever the type that its weights are held in."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        return nn.functional.linear(hidden.to(wide), self.weight.to(wide), self.bias.to(wide))
-
-
 class AdaptedActorCritic(Actor):
-    """Policy and critic on one frozen base, each with its adapter; the critic has a head, which is zero at first."""
+    """Policy and critic on one frozen base, each with its adapter; the critic has a head."""
 
     def __init__(self, policy: Any, adapters: Adapters) -> None:
         super().__init__(policy)
         self._adapters = adapters
-        self.value_head = ValueHead(policy.config.get_text_config().hidden_size, 1)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.value_head = ValueHead(policy.config.get_text_config().hidden_size)
 
     def forward(self, micro: MicroBatch, *, values: bool = True, **wanted: Any) -> Scores:
         """As the actor's; with `values` those of the critic as well."""
@@ -215,7 +205,7 @@ class AdaptedActorCritic(Actor):
         if values:
             with self._adapters.use(CRITIC):
                 hidden_KD = hidden_states(self.policy.base_model, micro)
-            scores["values"] = self.value_head(hidden_KD).squeeze(-1)
+            scores["values"] = self.value_head(hidden_KD)
         return scores
 
     def critic_parameters(self) -> list[nn.Parameter]:

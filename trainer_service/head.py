@@ -1,9 +1,9 @@
-"""A model's output layer that scores sampled tokens in chunks: no array of all tokens' logits ever exists.
+"""A model's output layer that scores sampled tokens in chunks, so that many tokens' logits never exist at once.
 
-The backward pass computes a chunk's logits again where they are more than what may be kept. Sums over chunks are in
-float32 (float64 for float64 models), so that a gradient does not depend on how many chunks there are. Derivatives of a
-token a with p = softmax(z): ∂ log p_a / ∂z = 1_a − p and ∂H / ∂z = −p (log p + H). Shapes: K sampled tokens, C of them
-in a chunk, V vocabulary, D hidden size.
+The backward pass computes a chunk's logits again, unless all of a row's together are few enough to be kept. Sums over
+chunks are in float32 (float64 for float64 models), so that a gradient does not depend on how many chunks there are.
+Derivatives of a token a with p = softmax(z): ∂ log p_a / ∂z = 1_a − p and ∂H / ∂z = −p (log p + H). Shapes: K sampled
+tokens, C of them in a chunk, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer_service.logprobs import (
 )
 
 CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}  # of a chunk's logits in float32
-KEPT_BYTES = 512 * 2**20  # of logits from the forward pass to the backward pass
+KEPT_BYTES = 768 * 2**20  # of all logits, up to which they are kept from the forward pass to the backward pass
 MIN_CHUNK = 32  # tokens; with fewer the weights are read too often
 
 
@@ -81,8 +81,10 @@ class ScoringHead(nn.Linear):
         logprobs and those of the likeliest have no gradient."""
         if question is None:
             return super().forward(hidden)
-        kept = KEPT_BYTES if torch.is_grad_enabled() and self.shape.cap is None else 0
-        return _Scores.apply(hidden, self.weight, self.bias, question, self.shape, kept)  # type: ignore[no-untyped-call]
+        wide = torch.promote_types(hidden.dtype, torch.float32).itemsize
+        few = wide * len(hidden) * len(self.weight) <= KEPT_BYTES
+        keeps = few and torch.is_grad_enabled() and self.shape.cap is None
+        return _Scores.apply(hidden, self.weight, self.bias, question, self.shape, keeps)  # type: ignore[no-untyped-call]
 
     def score(self, hidden_KD: Tensor, question: Question) -> Scores:
         """Scores of the sampled tokens that hidden_KD predicts."""
@@ -125,7 +127,7 @@ class _Scores(torch.autograd.Function):
         bias_V: Tensor | None,
         question: Question,
         shape: LogitShape,
-        may_keep: int,
+        keeps: bool,
     ) -> tuple[Tensor, ...]:
         count, kind = len(hidden_KD), torch.promote_types(hidden_KD.dtype, torch.float32)
         logprobs_K = hidden_KD.new_empty(count, dtype=kind)
@@ -138,8 +140,7 @@ class _Scores(torch.autograd.Function):
         for chunk, logits_CV, work_CV in _chunks(hidden_KD, weight_VD, kind):
             sampling, actions_C = question.sampling.rows(chunk), question.actions_K[chunk]
             _logits(hidden_KD[chunk], weight_VD, bias_V, shape, logits_CV).div_(_temperature(sampling, kind))
-            may_keep -= work_CV.nbytes
-            if may_keep >= 0:
+            if keeps:
                 ctx.kept[chunk.start] = logprobs_CV = torch.log_softmax(logits_CV, -1)
             else:
                 logprobs_CV = torch.log_softmax(logits_CV, -1, out=work_CV)

@@ -199,7 +199,8 @@ class Learner:
     def try_harmless_update(self) -> None:
         """An update with a harmless row."""
         self._ranks.order("try_harmless_update")
-        self._update.update(make_batch([harmless_row()]), step=0, version=0)
+        with together():
+            self._update.update(make_batch([harmless_row()]), step=0, version=0)
 
     def follow(self, stop: StopRequest) -> None:
         """On the other ranks: do what rank 0 does, until it ends. Raises RankLost."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -87,26 +88,37 @@ class Actor(nn.Module):
         return score_actions(self.policy, micro, **wanted)
 
 
+class ValueHead(nn.Linear):
+    """One value of a hidden state, computed in float32 whatever the weights are. Its weights are zero at first."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden_KD: Tensor) -> Tensor:
+        """[K]"""
+        wide = torch.promote_types(hidden_KD.dtype, torch.float32)
+        return F.linear(hidden_KD.to(wide), self.weight.to(wide), self.bias.to(wide)).squeeze(-1)
+
+
 class ActorCritic(Actor):
     """Policy and critic as one module, so that one DeepSpeed engine steps both.
 
-    The critic has a trunk of its own, a copy of the policy's, and a linear head. The head's weights, and so all values,
-    are zero at first.
+    The critic has a trunk of its own, a copy of the policy's, and a head.
     """
 
     def __init__(self, policy: Any) -> None:
         super().__init__(policy)
         self.trunk = copy.deepcopy(policy.base_model)
-        self.value_head = nn.Linear(policy.config.get_text_config().hidden_size, 1)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.value_head = ValueHead(policy.config.get_text_config().hidden_size)
 
     def forward(self, micro: MicroBatch, *, values: bool = True, **wanted: Any) -> Scores:
         """As the actor's; with `values` those of the critic as well."""
         scores = super().forward(micro, **wanted)
         if values:
             hidden_KD = hidden_states(self.trunk, micro)
-            scores["values"] = self.value_head(hidden_KD).squeeze(-1).float()
+            scores["values"] = self.value_head(hidden_KD)
         return scores
 
     def critic_parameters(self) -> list[nn.Parameter]:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shared.config import HintConfig
-from shared.errors import StartupError
 from shared.log import StageLogger
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.logprobs import Scores
@@ -32,14 +31,10 @@ class PastPolicy:
     """Earlier weights of the policy."""
 
     def __init__(self, backend: DeepSpeedBackend, own: Sequence[nn.Parameter], config: HintConfig) -> None:
-        """own: the policy's parameters that are trained. Raises StartupError where they are in parts (ZeRO 3)."""
+        """own: the policy's parameters that are trained; whole, which ZeRO 3's are not."""
         mine = {id(parameter) for parameter in own}
         self._trained = {name: p for name, p in backend.trained_parameters().items() if id(p) in mine}
-        if any(hasattr(parameter, "ds_id") for parameter in self._trained.values()):
-            raise StartupError(
-                f"trainer.hint.teacher={config.teacher} needs whole weights, and ZeRO 3 parts them; set "
-                "trainer.deepspeed.zero_optimization.stage to 2, or the teacher to live"
-            )
+        assert not any(hasattr(parameter, "ds_id") for parameter in self._trained.values())
         self._backend = backend
         self._decay = config.teacher_decay if config.teacher == "average" else None
         self.weights: dict[str, Tensor] = {}

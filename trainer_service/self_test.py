@@ -20,6 +20,7 @@ from shared.log import StageLogger
 from trainer_service import attention, head
 from trainer_service.models import score_actions
 from trainer_service.packing import MicroBatch, Rows, pack
+from trainer_service.ranks import is_lost
 from trainer_service.trajectories import Ints, TokenSequence, sequence_alone
 
 log = StageLogger("trainer")
@@ -132,6 +133,8 @@ def _trouble(
             distances.append((score_actions(model, micro)["logprobs"] - wanted_K).abs())
         leak = max((_leak(model, micro) for micro in micros), default=0.0)
     except FOREIGN as error:
+        if is_lost(error):  # the model is not to blame
+            raise
         return str(error).split("\n")[0]
     mean = float(torch.cat(distances).mean())
     if leak > bounds.leak:

@@ -74,6 +74,7 @@ class Trajectory:
     turn_rewards: list[float | None] = field(default_factory=list)  # [N]
     outcome: float | None = None  # of the newest turn that has one
     families: list[int] = field(default_factory=list)  # of each sequence; alternatives have the same one
+    unmerged: Counter[str] = field(default_factory=Counter)  # why turns after the first began sequences: how many
     key_group: str | None = None  # two groups of keys may name their tasks alike
     key: str | None = None  # that said last how good it was
 
@@ -168,6 +169,8 @@ class _Builder:
             number = len(trajectory.sequences)
             rewritten = row.parent_id in self._ending  # what it continues, in other tokens
             known = self._ends.alternative_to(row.tokens.prompt_ids, forks=not rewritten)
+            if number:
+                trajectory.unmerged["rewritten" if rewritten else "apart" if known is None else "branch"] += 1
             trajectory.families.append(number if known is None else trajectory.families[known])
             trajectory.sequences.append(sequence_of(row))
             self._last.append("")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -162,6 +163,13 @@ def _norms(of_steps: list[list[float]]) -> Stats:
     return figures
 
 
+def _merged(batch: Batch) -> Stats:
+    """Turns that continue the sequence of the one before, and those that do not, by reason."""
+    turns, sequences = (sum(len(getattr(t, name)) for t in batch.trajectories) for name in ("turns", "sequences"))
+    reasons = sum((t.unmerged for t in batch.trajectories), Counter[str]())
+    return {"turns_merged": float(turns - sequences), **{f"turns_{why}": float(n) for why, n in reasons.items()}}
+
+
 def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, ahead: int) -> Stats:
     """Figures of a batch, whatever the algorithms are; means are over tokens unless their names say otherwise.
 
@@ -180,6 +188,7 @@ def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, 
         "staleness_versions_max": float((version - versions).max()),
         **({"rehearsed": float(batch.rehearsed)} if batch.rehearsed else {}),
         **{f"unused/{reason}": count for reason, count in batch.unused.items()},
+        **_merged(batch),
     }
     looked = [place for place in sampled if len(processed[place])]
     if looked:

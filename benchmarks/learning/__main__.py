@@ -45,7 +45,8 @@ def main() -> None:
     source = base_model(lambda *_: None)
     base = make_base(source, source.parent / f"{source.name}-follows-hints-{STEPS}")
     parts, names = args.cases.split(","), [*CASES, *STYLES]
-    wanted = list(dict.fromkeys(name for part in parts for name in names if name.startswith(part)))
+    chosen = [[part] if part in names else [name for name in names if name.startswith(part)] for part in parts]
+    wanted = list(dict.fromkeys(name for some in chosen for name in some))
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     for seed in range(args.seeds):
         for name in wanted:

@@ -88,9 +88,9 @@ def _alone(name: str, **section: Any) -> dict[str, Any]:
 
 
 PPO = {"lam": 0.8, "kl_coef": 0.02, "critic_learning_rate": 1e-3, "value_clip": 0.0, "normalize_returns": False}
-LIVE: dict[str, Any] = {"top_k": 20, "kl_coef": 0.0, "teacher": "live"}  # the teacher's likeliest tokens
-TOP: dict[str, Any] = {**LIVE, "teacher": "average", "teacher_decay": 0.99}
-MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 1.0, "hint": 0.5}, "reinforce_pp": STEADY, "hint": TOP}
+SAMPLED: dict[str, Any] = {"top_k": 0, "teacher": "live"}
+HELD: dict[str, Any] = {**SAMPLED, "kl_coef": 0.2}
+MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 1.0, "hint": 0.5}, "reinforce_pp": STEADY}
 _OLD: dict[str, Any] = {"late": (OLD, OLD), "versions": 200 + OLD, "share": 0.5, "say": each(reward)}
 _FIXED: dict[str, Any] = {"share": 0.05, "versions": 80}
 _AT_ONCE: dict[str, Any] = {"late": (0, 0), "versions": 60}
@@ -102,19 +102,19 @@ CASES: dict[str, Plan] = {
     "sparse/spo": Plan(_alone("spo", **STEADY), each(reward)),
     "sparse/kto": Plan(_alone("kto"), each(rating), rows=64, versions=60),
     "sparse/kto, without its bound": Plan(_alone("kto", clip=0.0), each(rating), rows=64, versions=60),
-    "sparse/hint": Plan(_alone("hint", **TOP), each(comment)),
+    "sparse/hint": Plan(_alone("hint"), each(comment)),
     "sparse/mix": Plan(MIX, each(everything)),
     # comments alone, and the same ones of other rows
-    "comments/hint": Plan(_alone("hint", **TOP), each(comment), **_AT_ONCE),
-    "comments/hint, live teacher": Plan(_alone("hint", **LIVE), each(comment), **_AT_ONCE),
-    "comments/hint, sampled tokens": Plan(_alone("hint"), each(comment), **_AT_ONCE),
-    "comments/hint, sampled tokens, kl_coef 0.2": Plan(_alone("hint", kl_coef=0.2), each(comment), **_AT_ONCE),
-    "comments/hint of other rows": Plan(_alone("hint", **TOP), of_others(comment), **_AT_ONCE),
+    "comments/hint": Plan(_alone("hint"), each(comment), **_AT_ONCE),
+    "comments/hint, live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),
+    "comments/hint, sampled tokens": Plan(_alone("hint", **SAMPLED, kl_coef=0.01), each(comment), **_AT_ONCE),
+    "comments/hint, sampled tokens, kl_coef 0.2": Plan(_alone("hint", **HELD), each(comment), **_AT_ONCE),
+    "comments/hint of other rows": Plan(_alone("hint"), of_others(comment), **_AT_ONCE),
     # corrections of 5 %
     "corrections/sft": Plan(_alone("sft"), each(correction), **_FIXED),
     "corrections/dpo": Plan(_alone("dpo"), each(correction), **_FIXED),
     "corrections/dpo and sft": Plan({"algorithms": {"dpo": 1.0, "sft": 0.2}}, each(correction), **_FIXED),
-    "corrections/hint": Plan(_alone("hint", **TOP), each(correction), **_FIXED),
+    "corrections/hint": Plan(_alone("hint"), each(correction), **_FIXED),
     # wrong ones
     "wrong/clean": Plan(_alone("reinforce_pp", **STEADY), each(reward), share=0.5),
     "wrong/20 % flipped": Plan(_alone("reinforce_pp", **STEADY), flipped(0.2), share=0.5),

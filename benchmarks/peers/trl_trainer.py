@@ -13,10 +13,10 @@ os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-from benchmarks.trainer.cases import Row, rows
+from benchmarks.trainer.cases import Row, is_up, rows
 
 MICRO_BATCH = 8
 
@@ -38,15 +38,63 @@ def settings(found: list[Row], folder: str) -> dict[str, Any]:
     }
 
 
+def _columns(found: list[Row]) -> Dataset:
+    return Dataset.from_list(
+        [
+            {"input_ids": row.prompt + row.reply, "completion_mask": [0] * len(row.prompt) + [1] * len(row.reply)}
+            for row in found
+        ]
+    )
+
+
 def sft(model: Any, tokenizer: Any, found: list[Row], folder: str) -> SFTTrainer:
-    columns = [
-        {"input_ids": row.prompt + row.reply, "completion_mask": [0] * len(row.prompt) + [1] * len(row.reply)}
-        for row in found
-    ]
     config = SFTConfig(
         **settings(found, folder), max_length=None, completion_only_loss=True, train_sampling_strategy="group_by_length"
     )
-    return SFTTrainer(model, config, train_dataset=Dataset.from_list(columns), processing_class=tokenizer)
+    return SFTTrainer(model, config, train_dataset=_columns(found), processing_class=tokenizer)
+
+
+def sft_packed(model: Any, tokenizer: Any, found: list[Row], folder: str) -> SFTTrainer:
+    """Without padding: rows as long as the longest sequence, one a micro-batch."""
+    longest = max(row.tokens for row in found)
+    alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(found)}  # at least as many as rows
+    config = SFTConfig(**(settings(found, folder) | alone), max_length=longest, completion_only_loss=True, packing=True)
+    return SFTTrainer(model, config, train_dataset=_columns(found), processing_class=tokenizer)
+
+
+def _text(ids: list[int]) -> str:
+    return "".join(f" w{number}" for number in ids)
+
+
+def _written(reply: list[int]) -> str:
+    """A reply as text: the last token is the end of turn, which the trainer would add else."""
+    return _text([*reply[:-1], 0])
+
+
+def dpo(model: Any, tokenizer: Any, found: list[Row], folder: str) -> DPOTrainer:
+    """Two sequences for each pair: half as many pairs a micro-batch. Sorted, so that there is little padding."""
+    ordered = sorted(found, key=lambda row: -row.tokens)
+    pairs = [
+        {"prompt": _text(row.prompt), "chosen": _written(row.reply), "rejected": _written(row.other or [])}
+        for row in ordered
+    ]
+    halved = {
+        "per_device_train_batch_size": MICRO_BATCH // 2,
+        "gradient_accumulation_steps": 2 * len(found) // MICRO_BATCH,
+    }
+    config = DPOConfig(**(settings(found, folder) | halved), max_length=None, train_sampling_strategy="sequential")
+    return DPOTrainer(model, args=config, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
+
+
+def kto(model: Any, tokenizer: Any, found: list[Row], folder: str) -> KTOTrainer:
+    """Sorted, as far as its pairs of prompts with the replies of others want it: within the order that is given."""
+    ordered = sorted(enumerate(found), key=lambda one: -one[1].tokens)
+    rated = [
+        {"prompt": _text(row.prompt), "completion": _written(row.reply), "label": is_up(number)}
+        for number, row in ordered
+    ]
+    config = KTOConfig(**settings(found, folder), max_length=None)
+    return KTOTrainer(model, args=config, train_dataset=Dataset.from_list(rated), processing_class=tokenizer)
 
 
 def grpo(model: Any, tokenizer: Any, found: list[Row], folder: str) -> GRPOTrainer:
@@ -73,14 +121,17 @@ def grpo(model: Any, tokenizer: Any, found: list[Row], folder: str) -> GRPOTrain
     )
 
 
+MAKERS = {"trl_sft": sft, "trl_sft_packed": sft_packed, "trl_grpo": grpo, "trl_dpo": dpo, "trl_kto": kto}
+
+
 def main() -> None:
     name, folder = sys.argv[1:]
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # AutoTokenizer takes that of the model's type
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for line in sys.stdin:
         with tempfile.TemporaryDirectory() as scratch:
-            trainer = {"trl_sft": sft, "trl_grpo": grpo}[name](model, tokenizer, rows(line.strip()), scratch)
+            trainer = MAKERS[name](model, tokenizer, rows(line.strip()), scratch)
             began = time.process_time()
             trainer.train()
             print(json.dumps({"cpu_s": time.process_time() - began}), flush=True)

@@ -10,7 +10,13 @@ environment with requirements/peers.txt.
 - plain: a loop on Transformers, micro-batches of 8 sorted by length and padded, with labels; plain_lean gives the
   output layer the replies alone.
 - trl_grpo: TRL's GRPOTrainer, micro-batches of 8, given the tokens by `rollout_func`; no reference, no checkpointing.
-- trl_sft: TRL's SFTTrainer, micro-batches of 8 grouped by length, loss on replies, no checkpointing.
+- trl_sft: TRL's SFTTrainer, micro-batches of 8 grouped by length, loss on replies, no checkpointing; trl_sft_packed
+  packs instead, one row of the longest sequence's length a micro-batch.
+
+Whole updates by the trainer's own code stand in cases of their own: dpo on `pairs` and kto on `rated` beside TRL's (one
+step, micro-batches of 8 sequences sorted by length, the reference computed on the way), and hint beside reinforce_pp on
+`said` (the defaults' number of steps). `fill` is how full rows are, `memory` the peak of scoring (memory.py), `ranks`
+what a second rank gains (ranks.py; it wants two cores). CASE/4 is a case with the first quarter of its rows.
 
 Tokens are those of the rows' prompts and replies for everyone, so that a contestant who computes a shared beginning
 once has more of them a second. "of_limit" is 6 · (parameters of the layers · distinct tokens + those of the output

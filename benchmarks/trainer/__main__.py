@@ -15,14 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.trainer
+from benchmarks.trainer import fill, memory, ranks
 from benchmarks.trainer.cases import CASES, SHAPE, Row, distinct_tokens, rows
 
-PEERS = ("trl_sft", "trl_grpo")
-CONTESTANTS = {
-    "mix": ("flywheel", "flywheel_2048", "flywheel_512", "plain", "plain_lean", *PEERS),
-    "turns": ("flywheel", "plain", "plain_lean", *PEERS),
-    "system": ("flywheel", "flywheel_unfolded", "plain", "plain_lean", *PEERS),
+UPDATES = ("dpo", "kto", "reinforce_pp", "hint")
+STEPS = ("plain", "plain_lean", "trl_sft", "trl_sft_packed", "trl_grpo")
+CONTESTANTS = {  # the others' times are given in those of the first
+    "mix": ("flywheel", "flywheel_2048", "flywheel_512", *STEPS),
+    "turns": ("flywheel", *STEPS),
+    "system": ("flywheel", "flywheel_unfolded", *STEPS),
+    "pairs": ("dpo", "trl_dpo"),
+    "rated": ("kto", "trl_kto"),
+    "said": ("reinforce_pp", "hint"),
 }
+OTHERS = ("fill", "memory", "ranks")
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -33,9 +39,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="flywheel-trainer-") as name:
         make_model(Path(name))
         for case in args.cases:
-            report[case] = run_case(case, Path(name), args)
-    if not args.no_memory:
-        report["memory"] = memory()
+            if case.partition("/")[0] in CASES:
+                report[case] = run_case(case, Path(name), args)
+        if "fill" in args.cases:
+            report["fill"] = fill.figures()
+        if "memory" in args.cases:
+            report["memory"] = memory.peaks(REPOSITORY, args.peers)
+        if "ranks" in args.cases:
+            report["ranks"] = ranks.measure(REPOSITORY, Path(name))
     print(json.dumps(report))
 
 
@@ -44,70 +55,73 @@ def _arguments() -> argparse.Namespace:
         description=benchmarks.trainer.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", metavar="PYTHON", type=lambda text: str(Path(text).absolute()))
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="*", metavar="CASE", default=[*CASES, *OTHERS])
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--no-memory", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    unknown = {case.partition("/")[0] for case in args.cases} - {*CASES, *OTHERS}
+    if unknown:
+        parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join([*CASES, *OTHERS])}")
+    return args
 
 
 def make_model(folder: Path) -> None:
     """The model, and a tokenizer for trainers that want one."""
     import torch
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(folder)
     words = {f"w{number}": number for number in range(SHAPE["vocab_size"])}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w0"
-    )
-    tokenizer.save_pretrained(folder)
+    spoken = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    spoken.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=spoken, pad_token="w0", eos_token="w0").save_pretrained(folder)
 
 
 def run_case(case: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Everyone on one case, in turns; one turn before that is not counted, but for the peers, which take longest."""
-    found = rows(case)
-    names = [name for name in CONTESTANTS[case] if (args.peers or name not in PEERS) and name in (args.only or [name])]
+    found, contestants = rows(case), CONTESTANTS[case.partition("/")[0]]
+    names = [name for name in contestants if (args.peers or not _is_peer(name)) and name in (args.only or [name])]
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     rates: list[float] = []
     with ExitStack() as stack:
         workers = {name: stack.enter_context(_worker(name, folder, args.peers)) for name in names}
         for number in range(args.turns + 1):
             for name in names:
-                if number or name not in PEERS:
+                if number or not _is_peer(name):
                     turns[name].append(_ask(workers[name], case))
             rates.append(product_rate())
         for worker in workers.values():
             worker.stdin.close()  # type: ignore[union-attr]
     rate = statistics.median(rates)
-    tokens, sampled = sum(row.tokens for row in found), sum(len(row.reply) for row in found)
+    tokens = sum(row.tokens for row in found)
     report: dict[str, Any] = {
         "tokens": tokens,
-        "sampled_tokens": sampled,
+        "sampled_tokens": sum(row.sampled for row in found),
         "distinct_tokens": distinct_tokens(found),
         "product_rate_gflop_s": rate / 1e9,
     }
     for name, figures in turns.items():
-        counted = figures if name in PEERS else figures[1:]
+        counted = figures[-args.turns :]
         seconds = statistics.median(one["cpu_s"] for one in counted)
-        report[name] = {
-            **counted[-1],
-            "cpu_s": seconds,
-            "tokens_a_cpu_s": tokens / seconds,
-            "of_limit": needed_flop(found) / seconds / rate,
-        }
-        if name != "flywheel" and "flywheel" in report:
-            ours = turns["flywheel"][-len(counted) :]
-            shares = [other["cpu_s"] / us["cpu_s"] for us, other in zip(ours, counted, strict=True)]
-            report[name]["flywheel_is_faster_by"] = statistics.median(shares)
+        report[name] = {**counted[-1], "cpu_s": seconds, "tokens_a_cpu_s": tokens / seconds}
+        if names[0] == "flywheel":
+            report[name]["of_limit"] = needed_flop(found) / seconds / rate
+        if name != names[0]:
+            pairs = zip(turns[names[0]][-args.turns :], counted, strict=True)
+            report[name][f"times_{names[0]}"] = statistics.median(one["cpu_s"] / us["cpu_s"] for us, one in pairs)
     return report
 
 
+def _is_peer(name: str) -> bool:
+    return name.startswith("trl_")
+
+
 def _worker(name: str, folder: Path, peers: str | None) -> subprocess.Popen[str]:
-    module = ("benchmarks.peers.trl_trainer", peers) if name in PEERS else ("benchmarks.trainer.worker", sys.executable)
-    command = [str(module[1]), "-m", module[0], name, str(folder)]
+    module = "benchmarks.peers.trl_trainer" if _is_peer(name) else "benchmarks.trainer.worker"
+    module = "benchmarks.trainer.updates" if name in UPDATES else module
+    command = [str(peers) if _is_peer(name) else sys.executable, "-m", module, name, str(folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
 
 
@@ -133,7 +147,7 @@ def needed_flop(found: list[Row]) -> float:
     """What a step cannot do without: attention and the optimizer aside."""
     layers = SHAPE["num_hidden_layers"] * sum(a * b for a, b in layer_products())
     head = SHAPE["hidden_size"] * SHAPE["vocab_size"]
-    return 6.0 * (layers * distinct_tokens(found) + head * sum(len(row.reply) for row in found))
+    return 6.0 * (layers * distinct_tokens(found) + head * sum(row.sampled for row in found))
 
 
 def product_rate() -> float:
@@ -151,18 +165,6 @@ def product_rate() -> float:
         seconds += time.process_time() - began
         done += 2.0 * 2048 * inner * outer
     return done / seconds
-
-
-def memory() -> dict[str, float]:
-    """Peaks of both ways; logits as flat as an untrained model's, and as steep as a trained one's."""
-    found = {}
-    for way in ("chunked", "whole"):
-        for step in ("look", "update"):
-            for name, spread in (("flat", "0.3"), ("steep", "3")):
-                command = [sys.executable, "-m", "benchmarks.trainer.memory", way, step, spread]
-                done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
-                found[f"{way}_{step}_{name}"] = float(done.stdout)
-    return found
 
 
 if __name__ == "__main__":

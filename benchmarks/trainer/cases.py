@@ -28,15 +28,24 @@ class Row:
     prompt: list[int]
     reply: list[int]
     run: str  # rows of a run are turns of one conversation
+    other: list[int] | None = None  # a reply to the same prompt that this one is preferred over
+    words: list[int] | None = None  # what was said of it
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt) + len(self.reply)
+        own = len(self.prompt) + len(self.reply)
+        return own if self.other is None else own + len(self.prompt) + len(self.other)
+
+    @property
+    def sampled(self) -> int:
+        return len(self.reply) + len(self.other or ())
 
 
 def rows(case: str) -> list[Row]:
-    """The rows of a case, the same at each call."""
-    return CASES[case](np.random.default_rng(0))
+    """The rows of a case, the same at each call. CASE/N: the first one in N of them."""
+    name, _, part = case.partition("/")
+    found = CASES[name](np.random.default_rng(0))
+    return found[: len(found) // int(part or 1)]
 
 
 def _some(draw: np.random.Generator, count: int) -> list[int]:
@@ -67,9 +76,31 @@ def _system(draw: np.random.Generator) -> list[Row]:
     return [Row(system + _some(draw, 64), _some(draw, 64), str(number)) for number in range(32)]
 
 
-CASES = {"mix": _mix, "turns": _turns, "system": _system}
+def _pairs(draw: np.random.Generator) -> list[Row]:
+    """32 preferences: two replies to one prompt, each as one of `mix`."""
+    lengths = draw.integers(32, 513, (32, 2)).tolist()
+    found = []
+    for number, (one, other) in enumerate(lengths):
+        prompt = one // 4
+        reply, worse = _some(draw, one - prompt), _some(draw, max(8, other - prompt))
+        found.append(Row(_some(draw, prompt), reply, str(number), other=worse))
+    return found
+
+
+def _said(draw: np.random.Generator) -> list[Row]:
+    """Half the rows of `mix`, each with 32 tokens of words."""
+    return [Row(row.prompt, row.reply, row.run, words=_some(draw, 32)) for row in _mix(draw)[:32]]
+
+
+CASES = {"mix": _mix, "turns": _turns, "system": _system, "pairs": _pairs, "rated": _mix, "said": _said}
+
+
+def is_up(number: int) -> bool:
+    """How the rows of `rated` are rated."""
+    return number % 2 == 0
 
 
 def distinct_tokens(found: list[Row]) -> int:
     """Positions that differ in what stands before them."""
-    return len({hash(tuple(r.prompt + r.reply)[:end]) for r in found for end in range(1, r.tokens + 1)})
+    texts = [row.prompt + reply for row in found for reply in (row.reply, row.other) if reply is not None]
+    return len({hash(tuple(text)[:end]) for text in texts for end in range(1, len(text) + 1)})

@@ -1,52 +1,60 @@
 """The most memory that scoring takes, in units of one float32 array of all tokens' logits.
 
 A process of its own for each way: 2,048 sampled tokens, vocabulary 151,936, every other token with top-p 0.8, a head
-of 256. "look" computes logprobs and what the sampler makes of them, "update" logprobs and their gradient. The figure is
-the process' highest resident memory above what it had once weights, their gradients and hidden states were there.
+of 256. "look" computes logprobs and what the sampler makes of them, "update" logprobs and their gradient.
 """
 
 from __future__ import annotations
 
-import resource
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trainer_service import logprobs
+from benchmarks.trainer.peak import CHUNK_BYTES, TOKENS, measure
+from trainer_service import head, logprobs
 from trainer_service.head import LogitShape, Question, ScoringHead
 from trainer_service.logprobs import SamplingTensors
 
-TOKENS, VOCABULARY, HIDDEN = 2048, 151_936, 256
+SPREADS = {"flat": "0.3", "steep": "3"}  # logits of an untrained model, and of a trained one
 
 
 def main() -> None:
     chunked, update = sys.argv[1] == "chunked", sys.argv[2] == "update"
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    layer = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-    nn.init.normal_(layer.weight, std=float(sys.argv[3]) / HIDDEN**0.5)
-    layer.weight.grad = torch.zeros_like(layer.weight)
-    hidden_KD = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    actions_K = torch.randint(0, VOCABULARY, (TOKENS,))
+    head.CHUNK_BYTES = {"cpu": CHUNK_BYTES}
     ones = torch.ones(TOKENS)
     sampling = SamplingTensors(ones, torch.tensor([1.0, 0.8])[torch.arange(TOKENS) % 2], 0 * ones, 0 * ones)
-    before = _resident()
-    with torch.set_grad_enabled(update):
+
+    def score(layer: nn.Linear, hidden_KD: Tensor, actions_K: Tensor) -> Tensor:
         if chunked:
-            head = ScoringHead.replacing(layer, LogitShape())
-            scores = head.score(hidden_KD, Question(actions_K, sampling, processed=not update))
-        else:
-            scores = logprobs.score(layer(hidden_KD), actions_K, sampling, processed=not update)
-    if update:
-        scores["logprobs"].sum().backward()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print((most - before) / (4 * TOKENS * VOCABULARY))
+            ours = ScoringHead.replacing(layer, LogitShape())
+            return ours.score(hidden_KD, Question(actions_K, sampling, processed=not update))["logprobs"]
+        return logprobs.score(layer(hidden_KD), actions_K, sampling, processed=not update)["logprobs"]
+
+    print(measure(float(sys.argv[3]), score, update=update))
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def peaks(repository: Path, peers: str | None) -> dict[str, float]:
+    """Of all ways. TRL's are its own logprobs in chunks, with its own chunk and with one of our size."""
+    found = {}
+    for step in ("look", "update"):
+        for name, spread in SPREADS.items():
+            for way in ("chunked", "whole"):
+                found[f"{way}_{step}_{name}"] = _run(repository, sys.executable, "trainer.memory", way, step, spread)
+        if peers:
+            for way in ("own", "equal"):
+                found[f"trl_{step}_{way}_chunk"] = _run(repository, peers, "peers.trl_memory", way, step, "3")
+    if "trl_update_equal_chunk" in found:
+        found["update_of_trl_equal_chunk"] = found["chunked_update_steep"] / found["trl_update_equal_chunk"]
+    return found
+
+
+def _run(repository: Path, python: str, module: str, *arguments: str) -> float:
+    command = [python, "-m", f"benchmarks.{module}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repository)
+    return float(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

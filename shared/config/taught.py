@@ -37,14 +37,16 @@ class HintConfig(TaughtConfig):
     """What the teacher reads of a correction; null: corrections are not used."""
     next_message: Wording | None = "To an earlier answer to the conversation below the user replied: {text}"
     """What the teacher reads of the user's next message in the same conversation; null: next messages are not used."""
-    top_k: Annotated[int, Field(ge=0, strict=True)] = 0
+    top_k: Annotated[int, Field(ge=0, strict=True)] = 20
     """Learn the teacher's distribution over so many of its likeliest tokens and all others as one class, instead of the
     sampled token's advantage; 0: the sampled token alone."""
-    teacher: Literal["live", "average", "version"] = "live"
+    teacher: Literal["live", "average", "version"] = "average"
     """Who reads the words: the policy that the batch begins with; a running average of its weights; the policy of the
-    version that was published last."""
+    version that was published last. Under ZeRO 3 only the first."""
     teacher_decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """What an update leaves of the average."""
+    kl_coef: NonNegative = 0.0
+    """β of the per-token KL penalty towards the base model; with 0 the base model is not loaded."""
     max_hint_tokens: Count = 512
     """Tokens of all words of one turn together; what is longer is cut."""
     least_effect: NonNegative = 0.01

@@ -158,6 +158,17 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_teacher(self) -> TrainerConfig:
+        zero = self.deepspeed.get("zero_optimization")
+        parted = isinstance(zero, dict) and zero.get("stage") == 3
+        if parted and "hint" in self.parts and self.hint.teacher != "live":
+            raise ValueError(
+                f"trainer.hint.teacher={self.hint.teacher} needs whole weights, and ZeRO 3 parts them; set "
+                "trainer.deepspeed.zero_optimization.stage to 2, or trainer.hint.teacher to live"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_algorithms(self) -> TrainerConfig:
         if self.algorithms and "algorithm" in self.model_fields_set:
             raise ValueError("trainer.algorithm and trainer.algorithms are both set; remove one of them")

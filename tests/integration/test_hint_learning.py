@@ -38,7 +38,7 @@ WORDS = np.array([18, 19, 20, 21])  # their ids
 KINDS = np.array([50, 51, 52, 53])  # what a prompt may end with: the first asks for the first word, and so on
 COMMENT = "hello {text}"
 STEPS, ROUNDS, ROWS = 100, 16, 64
-SETTINGS: dict[str, Any] = {"algorithm": "hint", "hint": {"comment": COMMENT, "kl_coef": 0.2}, "batch_size": ROWS}
+SETTINGS: dict[str, Any] = {"algorithm": "hint", "hint": {"comment": COMMENT}, "batch_size": ROWS}
 
 
 def prompts(draw: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,10 +20,11 @@ from tests.support.batches import rows_batch
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
 from trainer_service.algorithms.seam import Needs, Unit, Words
+from trainer_service.errors import RankLost
 from trainer_service.models import named_weights
 from trainer_service.parts import Part
 from trainer_service.publish import ensure_base_version
-from trainer_service.ranks import join_ranks
+from trainer_service.ranks import join_ranks, together
 from trainer_service.update import Updater
 
 
@@ -44,7 +45,7 @@ ALGORITHMS = {
     "ppo": {},
     "reinforce_pp": {"algorithm": "reinforce_pp"},
     "raft": {"algorithm": "raft", "raft": {"above": 0.5}},
-    "hint": {"algorithm": "hint", "hint": {"neutral_reward": None}},
+    "hint": {"algorithm": "hint", "hint": {"neutral_reward": None, "teacher": "live", "kl_coef": 0.01}},
     "mix": {"algorithms": {"ppo": 1.0, "reinforce_pp": 0.5, "raft": 0.2}, "raft": {"above": 0.5}},
 }
 
@@ -280,3 +281,14 @@ def test_a_teacher_scores_the_actions_that_words_are_about_behind_them(tmp_path,
 def test_keys_that_deepspeed_refuses_are_named(tmp_path, base, rows):
     with pytest.raises(ConfigError, match=r"trainer\.deepspeed"):
         train(tmp_path, base, rows, deepspeed={"zero_optimization": {"stage": 7}})
+
+
+def test_a_rank_that_is_lost_while_deepspeed_begins_is_not_taken_for_a_wrong_configuration(tmp_path, base, monkeypatch):
+    """The configuration would be given up for good; a lost rank is started again."""
+
+    def lose(**_: object) -> None:
+        raise torch.distributed.DistNetworkError("Broken pipe")
+
+    monkeypatch.setattr("deepspeed.initialize", lose)
+    with pytest.raises(RankLost), together():
+        build(tmp_path, base)

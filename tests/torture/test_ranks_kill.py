@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import threading
 from pathlib import Path
 
 import pytest
 
-from tests.integration.test_ranks import ranks_of
+from shared.ports import free_port
 from tests.integration.test_trainer import check_same_line
 from tests.support.experiences import make_experiences
-from tests.support.lives import Lives
+from tests.support.lives import Life, Lives
 from tests.support.processes import wait_for
 from tests.support.trained_roots import LAST, ROWS, begin, newest, prepare
 
 pytestmark = pytest.mark.torture
 FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
-KILLS = 50 if FULL else 1
+ROUNDS = 10 if FULL else 1  # under each stage; each goes from no version to the last
+KILLS = 5 if FULL else 2  # in a round
+LONGEST_S = 0.5  # from a version to a kill: longer than an update takes
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3] if FULL else [3])
 def test_ranks_that_are_killed_go_on_to_the_bits_of_ranks_that_nobody_disturbed(stage, tmp_path, lives, model):
     rows = make_experiences(model, ROWS)
@@ -35,26 +36,45 @@ def test_ranks_that_are_killed_go_on_to_the_bits_of_ranks_that_nobody_disturbed(
     undisturbed.mkdir()
     prepare(undisturbed, model, rows, **settings)
     finish(lives, undisturbed)
-    draw = random.Random(5)
-    for number in range(KILLS):
+    draw = random.Random(5 + stage)
+    for number in range(ROUNDS):
         root = tmp_path / f"killed-{number}"
         root.mkdir()
         prepare(root, model, rows, **settings)
-        kill_a_rank(lives, root, draw)
+        for _ in range(KILLS):
+            kill_a_rank(lives, root, draw)
         finish(lives, root)
         check_same_line(root, undisturbed)
 
 
+def ranks(lives: Lives, root: Path) -> list[Life]:
+    """Two ranks, as `flywheel trainer` starts them."""
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
+    return [begin(lives, root, **job, RANK=f"{rank}", LOCAL_RANK=f"{rank}") for rank in range(2)]
+
+
 def kill_a_rank(lives: Lives, root: Path, draw: random.Random) -> None:
-    version = draw.randrange(LAST)
-    with begin(lives, root) as process:
-        wait_for(lambda: newest(root) >= version, "progress", 60, 0.005)
-        threading.Event().wait(draw.random() * 0.3)  # a random moment is what is wanted
-        os.kill(draw.choice(ranks_of(process)).pid, signal.SIGKILL)
-        assert process.wait(60) == 1
+    """In the middle of whatever it does after the next version; the other one then ends by itself."""
+    seen = newest(root)
+    both = ranks(lives, root)
+    try:
+        if draw.random() < 0.8 and seen < LAST:
+            wait_for(lambda: newest(root) > seen or not all(one.alive for one in both), "progress", 60, 0.005)
+        threading.Event().wait(draw.random() * LONGEST_S)  # a random moment is what is wanted
+        victim = draw.randrange(2)
+        both[victim].kill()
+        assert both[1 - victim].wait(30) == 1
+    finally:
+        for one in both:
+            one.kill()
 
 
 def finish(lives: Lives, root: Path) -> None:
-    with begin(lives, root) as process:
-        wait_for(lambda: newest(root) == LAST or not process.alive, "the last version", 60)
-        assert process.stop() == 0
+    both = ranks(lives, root)
+    try:
+        wait_for(lambda: newest(root) == LAST or not both[0].alive, "the last version", 60)
+        assert [both[0].stop(), both[1].wait(30)] == [0, 0]
+    finally:
+        for one in both:
+            one.kill()

@@ -10,7 +10,7 @@ import pytest
 
 from shared.experience import Experience, Sampling, Tokens
 from trainer_service.algorithms.advantages import gae
-from trainer_service.trajectories import TokenSequence, assemble
+from trainer_service.trajectories import TokenSequence, assemble, trajectories_of
 
 
 def row(
@@ -36,6 +36,20 @@ def test_turns_stay_apart_when_a_token_differs_or_the_runs_do():
     assert len(assemble([first, row(2, [1, 2, 3, 9, 5], [7], run="r")])) == 2
     assert len(assemble([first, row(2, [1, 2, 3, 4, 5], [7], run="other")])) == 2
     assert len(assemble([row(1, [1], [2]), row(2, [1, 2, 3], [4])])) == 2
+
+
+def test_it_is_counted_why_turns_stay_apart():
+    first = row(1, [1, 2], [3, 4], run="r")
+    others = {
+        "rewritten": replace(row(2, [1, 2, 9, 5], [7], run="r"), parent_id="m1"),
+        "branch": row(2, [1, 2], [7], run="r"),
+        "apart": row(2, [8, 8], [7], run="r"),
+    }
+    for reason, other in others.items():
+        (trajectory,) = trajectories_of([first, other])
+        assert trajectory.unmerged == {reason: 1}
+    (merged,) = trajectories_of([first, row(2, [1, 2, 3, 4, 5], [7], run="r")])
+    assert not merged.unmerged
 
 
 def returns(sequence: TokenSequence) -> list[float]:

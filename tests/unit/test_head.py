@@ -36,11 +36,11 @@ def penalties(dtype: torch.dtype) -> Penalties:
     return Penalties(tokens, torch.zeros_like(number), torch.full_like(number, 3), 3 + number, *how)
 
 
-@pytest.fixture(params=["one chunk", "many chunks", "the first kept"])
+@pytest.fixture(params=["one chunk", "many chunks", "many chunks, kept"])
 def chunks(request, monkeypatch):
     if request.param != "one chunk":
         monkeypatch.setattr("trainer_service.head.CHUNK_BYTES", {"cpu": 0})
-        monkeypatch.setattr("trainer_service.head.KEPT_BYTES", 8 * 32 * V if request.param == "the first kept" else 0)
+        monkeypatch.setattr("trainer_service.head.KEPT_BYTES", 8 * K * V if "kept" in request.param else 0)
 
 
 @pytest.mark.parametrize("bias", [False, True])

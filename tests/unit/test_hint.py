@@ -16,6 +16,11 @@ from trainer_service.algorithms.seam import Batch, Needs, Words
 BLOCK = np.array([7, 8, 9])
 
 
+def hint(**settings) -> Hint:
+    """By the sampled tokens alone."""
+    return Hint(HintConfig(top_k=0, **settings))
+
+
 def said_of(batch: Batch, place: int, *actions: int, reward: float | None = None) -> Batch:
     """The batch with words about these actions of one of its sequences."""
     batch.words.setdefault(place, []).append(Words(BLOCK, np.array(actions), reward))
@@ -23,14 +28,14 @@ def said_of(batch: Batch, place: int, *actions: int, reward: float | None = None
 
 
 def constants_of(batch: Batch, *teacher: np.ndarray, reference=None, **settings):
-    algorithm = Hint(HintConfig(**{"kl_coef": 0, **settings}))
+    algorithm = hint(**settings)
     seen = looked(batch, teacher=teacher) if reference is None else looked(batch, teacher=teacher, reference=reference)
     return algorithm.constants(batch, algorithm.units(batch), seen, {})
 
 
 def test_it_needs_a_teacher_and_no_critic():
-    assert Hint(HintConfig()).needs == Needs.TEACHER | Needs.PROXIMAL | Needs.REFERENCE
-    assert Hint(HintConfig(kl_coef=0)).needs == Needs.TEACHER | Needs.PROXIMAL
+    assert Hint(HintConfig()).needs == Needs.TEACHER | Needs.PROXIMAL
+    assert Hint(HintConfig(kl_coef=0.1)).needs == Needs.TEACHER | Needs.PROXIMAL | Needs.REFERENCE
 
 
 def test_each_turn_of_which_something_was_said_is_a_unit_of_its_own_and_others_are_none():
@@ -82,15 +87,15 @@ def test_words_that_change_nothing_weigh_nothing():
     one = said_of(batch_of(sequence([0, 0]), sequence([0])), 0, 0, 1)
     logprobs = [torch.tensor([-1.1, -0.8]), torch.tensor([-2.0])]
     teacher = [array(-0.5, -1.5), array(-0.999)]
-    with_idle, figures = loss_of(Hint(HintConfig(kl_coef=0)), both, looked(both, teacher=teacher), logprobs)
-    alone, _ = loss_of(Hint(HintConfig(kl_coef=0)), one, looked(one, teacher=teacher[:1]), logprobs)
+    with_idle, figures = loss_of(hint(), both, looked(both, teacher=teacher), logprobs)
+    alone, _ = loss_of(hint(), one, looked(one, teacher=teacher[:1]), logprobs)
     assert with_idle.item() == alone.item()
     assert (figures["hints"], figures["hints_without_effect"]) == (2, 1)
 
 
 def test_a_batch_in_which_no_words_count_has_no_loss():
     batch = said_of(batch_of(sequence([0])), 0, 0)
-    algorithm = Hint(HintConfig(kl_coef=0))
+    algorithm = hint()
     units = algorithm.units(batch)
     constants, figures = algorithm.constants(batch, units, looked(batch, teacher=[array(-1)]), {})
     assert algorithm.size(units, constants) == 0
@@ -105,7 +110,7 @@ def test_loss_and_gradient_equal_numbers_computed_by_hand():
         torch.tensor([math.log(0.5) - 1], requires_grad=True),
     ]
     seen = looked(batch, teacher=[array(-0.5, -9.0), array(-1.8)])
-    algorithm = Hint(HintConfig(kl_coef=0, entropy_coef=0.1))
+    algorithm = hint(entropy_coef=0.1)
     loss, figures = loss_of(algorithm, batch, seen, logprobs, entropies=[torch.ones(2), torch.ones(1)])
     loss.backward()
     weight = math.exp(0.5)  # π_prox/π_behaviour of the first token
@@ -127,7 +132,7 @@ def test_loss_and_gradient_equal_an_oracle_in_float64_for_turns_of_one_sequence_
             teacher.append((-1 + draw.normal(0, 2, end - begin)).astype(np.float32))
     values = [-1 + 0.2 * draw.normal(0, 1, n) for n in lengths]
     logprobs = [torch.tensor(value, requires_grad=True) for value in values]
-    loss, _ = loss_of(Hint(HintConfig(kl_coef=0, advantage_bound=1.0)), batch, looked(batch, teacher=teacher), logprobs)
+    loss, _ = loss_of(hint(advantage_bound=1.0), batch, looked(batch, teacher=teacher), logprobs)
     loss.backward()
 
     gradients, total, count, number = [np.zeros(n) for n in lengths], 0.0, 0, 0

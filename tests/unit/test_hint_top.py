@@ -88,7 +88,7 @@ def test_the_loss_is_the_mean_divergence_at_the_actions_that_words_are_about():
     batch.words.update({0: [Words(np.array([7]), np.array([1, 2]))], 1: [Words(np.array([7]), np.array([0]))]})
     teacher = [torch.randn(count, VOCABULARY).double().softmax(-1) for count in (2, 1)]
     top = [one.topk(TOP) for one in teacher]
-    algorithm = Hint(HintConfig(kl_coef=0, top_k=TOP, least_effect=0.0))
+    algorithm = Hint(HintConfig(top_k=TOP, least_effect=0.0))
     seen = looked(
         batch,
         teacher=[np.full(2, -0.5, np.float32), np.full(1, -0.5, np.float32)],

@@ -10,7 +10,7 @@ import torch
 
 from shared.experience import Sampling
 from tests.support import architectures
-from trainer_service.models import ActorCritic, prepare, score_actions
+from trainer_service.models import ActorCritic, ValueHead, prepare, score_actions
 from trainer_service.packing import Rows, gather, pack, packing_figures, scatter
 from trainer_service.trajectories import TokenSequence, sequence_alone
 
@@ -173,6 +173,15 @@ def test_the_critic_sees_what_it_would_see_alone():
                 scatter(module(micro)["values"], micro, values)
     for before, after in zip(previous, values, strict=True):
         np.testing.assert_allclose(before, after, rtol=1e-5)
+
+
+def test_a_critic_s_head_adds_up_in_float32_whatever_its_weights_are():
+    torch.manual_seed(0)
+    head = ValueHead(256).to(torch.bfloat16)
+    torch.nn.init.normal_(head.weight)
+    hidden = torch.randn(9, 256).to(torch.bfloat16)
+    assert head(hidden).dtype == torch.float32
+    torch.testing.assert_close(head(hidden), (hidden.double() @ head.weight.double().T)[:, 0].float())
 
 
 def test_padding_is_refused():

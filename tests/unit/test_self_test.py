@@ -10,8 +10,10 @@ import torch
 from tests.support import architectures
 from tests.unit.test_packing import alone, branches
 from trainer_service import attention, head, self_test
+from trainer_service.errors import RankLost
 from trainer_service.models import prepare, score_actions
 from trainer_service.packing import Rows, pack
+from trainer_service.ranks import together
 from trainer_service.self_test import check_rows
 
 EXPECTED = {"qwen3_5": Rows.SINGLE, "lfm2": Rows.SINGLE}  # without their CUDA kernels
@@ -95,4 +97,15 @@ def test_a_model_that_is_right_nowhere_is_refused(monkeypatch):
     model = architectures.make("llama")
     prepare(model)
     with pytest.raises(StartupError, match="llama gives other logprobs than its own forward pass"):
+        check_rows(model)
+
+
+def test_a_rank_that_is_lost_meanwhile_is_no_fault_of_the_model(monkeypatch):
+    def lose(*_: object, **__: object) -> None:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(self_test, "score_actions", lose)
+    model = architectures.make("llama")
+    prepare(model)
+    with pytest.raises(RankLost), together():
         check_rows(model)

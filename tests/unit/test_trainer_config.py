@@ -35,6 +35,15 @@ from shared.errors import ConfigError
             "trainer.raft.quantile and trainer.raft.above are both set; remove one of them",
         ),
         ("{algorithm: dpo, dpo: {label_smoothing: 0.5}}", "input should be less than 0.5; correct it"),
+        (
+            "{algorithm: hint, deepspeed: {zero_optimization: {stage: 3}}}",
+            "trainer.hint.teacher=average needs whole weights, and ZeRO 3 parts them; set "
+            "trainer.deepspeed.zero_optimization.stage to 2, or trainer.hint.teacher to live",
+        ),
+        (
+            "{algorithm: auto, hint: {teacher: version}, deepspeed: {zero_optimization: {stage: 3}}}",
+            "trainer.hint.teacher=version needs whole weights",
+        ),
         ("{rehearse: 0.1}", "trainer.rehearse=0.1: only sft learns written answers again; name sft in trainer.algo"),
         ("{warmup_updates: 3, deepspeed: {scheduler: {}}}", "trainer.warmup_updates and trainer.deepspeed.scheduler"),
     ],

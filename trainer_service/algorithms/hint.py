@@ -1,6 +1,6 @@
 """Words as a teacher: the policy that has read what was said of a reply teaches the one that has not.
 
-    Â_t  = clip( log π_prox(y_t | h, x, y_<t) − log π_prox(y_t | x, y_<t), −c, c ) − β (log π_prox − log π_ref)
+    Â_t  = clip( log π_T(y_t | h, x, y_<t) − log π_prox(y_t | x, y_<t), −c, c ) − β (log π_prox − log π_ref)
     loss = −E[ w_t · J_t ] − c_e H[π_θ]                        J_t: PPO's clipped objective; it and w_t: surrogates.py
 
 h is a block of tokens with a comment, a correction or the user's next message, before everything else; x and y are the
@@ -9,7 +9,8 @@ token (SDPO: "Reinforcement Learning via Self-Distillation", arXiv 2601.20802; f
 2603.12273; for demonstrations, SDFT, arXiv 2601.19897). With samples of π_prox this is the gradient of the reverse KL
 divergence from the teacher.
 
-With top_k the term in Â_t of the teacher gives way to a divergence over its k likeliest tokens i and all others, ∅:
+With top_k, the default, the term in Â_t of the teacher gives way to a divergence over its k likeliest tokens i and all
+others, ∅:
 
     loss = E[ w_t Σ_i p_i log(p_i / π_θ(i|x, y_<t)) ] + …                  p: the teacher's; i: its top k, and ∅
 
@@ -19,8 +20,8 @@ Departures, each with its reason:
 3. With top_k nothing is clipped: the derivative by a logit is p − π. All others count as one class, without which the
    divergence would not be 0 where both agree.
 4. Words that contradict the turn's reward are left out, and so are words that change nothing.
-5. The teacher is π_prox, the weights at the start of the batch, unless `teacher` names earlier ones: a running average
-   of the weights, as in SDPO, or those of the last version.
+5. The teacher is a running average of the weights, as in SDPO, unless `teacher` names others: π_prox, the weights at
+   the start of the batch, or those of the last version.
 
 E is the mean over the tokens of the minibatch whose words count.
 """

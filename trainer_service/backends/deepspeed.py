@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shared.errors import ConfigError
 from shared.experience import JSON
 from trainer_service.backends.optimizer_state import OptimizerState
-from trainer_service.ranks import Ranks
+from trainer_service.ranks import Ranks, is_lost
 
 
 class DeepSpeedBackend:
@@ -46,6 +46,8 @@ class DeepSpeedBackend:
         try:
             self._engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config)
         except (AssertionError, ValueError, TypeError, KeyError, RuntimeError) as exc:
+            if is_lost(exc):  # the configuration is not to blame
+                raise
             reason = str(exc).strip().split("\n")[0] or type(exc).__name__
             raise ConfigError(f"trainer.deepspeed: DeepSpeed refuses its configuration ({reason}); correct it") from exc
         self.device: torch.device = self._engine.device

@@ -1,0 +1,39 @@
+"""Peak memory of scoring sampled tokens, whoever scores them. Imports PyTorch alone, for the peers' Python."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+TOKENS, VOCABULARY, HIDDEN = 2048, 151_936, 256
+CHUNK_BYTES = 32 * 2**20  # of logits that are computed at once, ours and, where it is to be equal, the peer's
+UNIT = 4 * TOKENS * VOCABULARY  # bytes of one float32 array of all logits
+
+
+def measure(spread: float, score: Callable[[nn.Linear, Tensor, Tensor], Tensor], *, update: bool) -> float:
+    """The highest resident memory above what there was once weights, their gradient and hidden states were there.
+
+    score: logprobs of actions [K], given the output layer and hidden states. spread: of the logits. update: with the
+    gradient.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layer = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+    nn.init.normal_(layer.weight, std=spread / HIDDEN**0.5)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    hidden_KD = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    actions_K = torch.randint(0, VOCABULARY, (TOKENS,))
+    before = _resident()
+    with torch.set_grad_enabled(update):
+        logprobs_K = score(layer, hidden_KD, actions_K)
+    if update:
+        logprobs_K.sum().backward()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / UNIT
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

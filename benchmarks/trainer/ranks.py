@@ -1,0 +1,55 @@
+"""What a second rank gains: seconds of one update of `mix` by one rank and by two, one thread each.
+
+Elapsed time, unlike the other figures, since ranks wait for each other: it wants a core for each rank, and nobody else.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.trainer.cases import rows
+from benchmarks.trainer.updates import begin, config_of, experiences, learner_of
+from shared.stop_request import StopRequest
+from trainer_service.ranks import join_ranks
+
+ALGORITHM = "reinforce_pp"
+UPDATES = 4  # the first is not counted
+
+
+def measure(repository: Path, folder: Path) -> dict[str, float]:
+    """Seconds of an update, and how much faster two ranks are."""
+    found = {}
+    for ranks in (1, 2):
+        with tempfile.TemporaryDirectory() as root:
+            begin(config_of(ALGORITHM, str(folder), root))
+            launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command = [sys.executable, "-m", *launcher, "-m", "benchmarks.trainer.ranks", str(folder), root]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repository)
+            found[f"seconds_by_{ranks}"] = statistics.median(json.loads(done.stdout.splitlines()[-1]))
+    return {**found, "times_as_fast": found["seconds_by_1"] / found["seconds_by_2"]}
+
+
+def main() -> None:
+    ranks = join_ranks(600)
+    learner = learner_of(config_of(ALGORITHM, *sys.argv[1:]), ranks)
+    if not ranks.is_first:
+        learner.follow(StopRequest())
+        ranks.part()
+        return
+    seconds, found = [], experiences(rows("mix"))
+    for step in range(UPDATES):
+        began = time.perf_counter()
+        learner.train(found, step=step, version=step)
+        seconds.append(time.perf_counter() - began)
+    ranks.part()
+    print(json.dumps(seconds[1:]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
