@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Script:
     refused: set[str] = field(default_factory=set)  # paths that answer 500
     hung: set[str] = field(default_factory=set)  # paths that do not answer while they are in here
     deadly: set[str] = field(default_factory=set)  # paths that the engine does not survive, once each
+    on_call: dict[str, Callable[[], None]] = field(default_factory=dict)  # what happens when a path is asked for
     broken: bool = False  # it sampled from no weights: every stream breaks off
     dead: bool = False  # nothing answers
     deaths: int = 0

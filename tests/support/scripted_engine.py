@@ -70,6 +70,8 @@ class ScriptedEngine:
     @web.middleware
     async def _meet_faults(self, request: web.Request, handler: Any) -> web.StreamResponse:
         script = self.script
+        if happen := script.on_call.get(request.path):
+            await asyncio.to_thread(happen)
         if request.path in script.deadly:
             script.deadly.discard(request.path)
             self.die()
