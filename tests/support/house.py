@@ -56,7 +56,8 @@ class House:
 
     def serves(self, explorer: RunningExplorer, version: int) -> bool:
         """Whether this explorer gives chats to both engines, and these hold the version."""
-        shown = explorer.http.get("/status").json()["engines"]
+        reply = explorer.http.get("/status")
+        shown = reply.json()["engines"] if reply.status_code == 200 else [{"state": "unknown", "version": None}]
         return all((engine["state"], engine["version"]) == ("serving", version) for engine in shown)
 
     def publish(self, version: int) -> None:

@@ -34,6 +34,19 @@ def give_up_folders(house: House, good: int) -> None:
     chats.check_labels()
 
 
+def take_up(house: House, good: int, is_good: bool) -> None:
+    """A version is taken up with streams in flight, or the last good one goes back in."""
+    version = house.newest + 1
+    for engine in house.engines:
+        engine.script.wrong_probe_for = set() if is_good else {f"v{version:06d}"}
+    with Streams(house) as chats:
+        house.publish(version)
+        wait_until(lambda: house.state(version) == ("SERVING" if is_good else "REJECTED"), 40)
+        house.all_serve(version if is_good else good)
+    chats.check_labels()
+    assert not is_good or (len(chats.whole) == 8 and not chats.ended)
+
+
 def wait_for_folder(house: House, good: int, elsewhere: Path) -> None:
     """A folder that shows late is waited for, while the engines serve, and is then taken up."""
     with Streams(house) as chats:
