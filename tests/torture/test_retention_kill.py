@@ -53,6 +53,7 @@ def test_whoever_dies_nothing_that_is_needed_is_deleted(tmp_path, model, scripte
     watch = Watch(ledger, whole.config.root)
     script = scripted_engine.script
     script.tells_weights, script.told_step, script.dead_s = True, TOLD_STEP, DEAD_S
+    script.gap_s, script.reload_s = 0.03, 0.1  # so that streams cross reloads
     script.stage = Stage(whole.config.root, tmp_path / "staged", keep=2)
     try:
         books.open(4)
