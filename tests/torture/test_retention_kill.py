@@ -76,7 +76,7 @@ def test_whoever_dies_nothing_that_is_needed_is_deleted(tmp_path, model, scripte
 def kill_engine(engine: ScriptedEngine, draw: random.Random) -> None:
     """Now and then, at once or when it is asked something in a take-up."""
     script = engine.script
-    if script.dead or script.deadly or draw.random() > 0.02:
+    if script.dead or script.deadly or draw.random() > 0.01:
         return
     if path := draw.choice(["", "/flywheel/stage", *CALLS]):
         script.deadly.add(path)
