@@ -119,7 +119,7 @@ def behind(words: Words, sequence: TokenSequence) -> TokenSequence:
     """The actions that words are about, up to the last of them, after a block of tokens before everything else."""
     length, chosen = len(words.token_ids), words.actions
     end = int(sequence.actions[chosen[-1]]) + 1
-    by_action = ("behaviour", "rewards", "versions", "sampling", "masked")
+    by_action = ("behaviour", "rewards", "versions", "crossed", "sampling", "masked")
     return replace(
         sequence,
         token_ids=np.concatenate([words.token_ids, sequence.token_ids[:end]]),

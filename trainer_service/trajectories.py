@@ -51,7 +51,8 @@ class TokenSequence:
     actions: Ints  # [A] their positions in token_ids
     behaviour: Floats  # [A] the sampler's logprobs
     rewards: Floats  # [A] 0 except at the end of each turn
-    versions: Ints  # [A] the version that sampled each action
+    versions: Ints  # [A] the version that sampled each action, or the first one of its turn
+    crossed: Flags  # [A] another version sampled the end of its turn
     sampling: Floats  # [A, 7] temperature, top_p, top_k, min_p, repetition, presence and frequency penalty
     masked: Flags  # [A] the sampler forced or forbade tokens: the importance weight is 1
     starts: Ints  # [A] where the reply of the action's turn begins in token_ids: penalties count from there
@@ -134,6 +135,7 @@ def sequence_of(row: Experience) -> TokenSequence:
         behaviour=row.tokens.logprobs.astype(np.float32),
         rewards=np.zeros(n_reply, np.float32),
         versions=np.full(n_reply, row.version, np.int64),
+        crossed=np.full(n_reply, row.version_end not in (None, row.version)),
         sampling=np.tile(sampling, (n_reply, 1)),
         masked=np.full(n_reply, row.sampling.masked),
         starts=np.full(n_reply, n_prompt, np.int64),
@@ -265,6 +267,6 @@ def _append(sequence: TokenSequence, row: Experience) -> None:
     turn = sequence_of(row)
     sequence.token_ids = turn.token_ids  # its prompt contains the earlier turns
     sequence.ends.append(len(sequence.actions) + turn.ends[0])
-    for name in ("actions", "behaviour", "rewards", "versions", "sampling", "masked", "starts"):
+    for name in ("actions", "behaviour", "rewards", "versions", "crossed", "sampling", "masked", "starts"):
         setattr(sequence, name, np.concatenate([getattr(sequence, name), getattr(turn, name)]))
     sequence.row_ids += turn.row_ids

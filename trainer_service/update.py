@@ -193,9 +193,12 @@ def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, 
     looked = [place for place in sampled if len(processed[place])]
     if looked:
         gaps = np.concatenate([np.abs(processed[p] - batch.sequences[p].behaviour) for p in looked])
-        same = np.concatenate([batch.sequences[p].versions for p in looked]) == version
+        versions, crossed, masked = (
+            np.concatenate([getattr(batch.sequences[place], name) for place in looked])
+            for name in ("versions", "crossed", "masked")
+        )
         # where the same weights sampled and computed again, a gap is an error in our computation
-        gaps = gaps[same & ~np.concatenate([batch.sequences[p].masked for p in looked]) & (ahead == 0)]
+        gaps = gaps[(versions == version) & ~crossed & ~masked & (ahead == 0)]
         stats["logprob_gap_mean"] = float(gaps.mean()) if len(gaps) else 0.0
         stats["logprob_gap_max"] = float(gaps.max()) if len(gaps) else 0.0
     return stats

@@ -26,6 +26,7 @@ from shared.versions import version_path
 
 REPOSITORY = Path(__file__).parents[2]
 START_S = 300.0
+POLL_INTERVAL_S = 0.5
 TOKEN_HEADER = "X-Flywheel-Engine-Token"
 
 
@@ -57,7 +58,7 @@ class Service:
         config = {
             "root_dir": str(self._folder / "data"),
             "model": {"path": str(model), "kind": self._kind, "lora": {"rank": 8, "alpha": 16}},
-            "explorer": {"port": _free_port(), "engines": addresses, "reload": {"poll_interval_s": 0.5}},
+            "explorer": {"port": _free_port(), "engines": addresses, "reload": {"poll_interval_s": POLL_INTERVAL_S}},
             "engine": {"max_model_len": 1024, "staging_dir": str(self._folder / "staged")},
         }
         file.write_text(yaml.safe_dump(config))
@@ -86,6 +87,15 @@ class Service:
     def read_version(self) -> int:
         """The version in service."""
         return int(httpx.get(f"{self.url}/status").json()["versions"]["serving"])
+
+    def read_seconds(self) -> float:
+        """How long it takes to read the weights of the version in service, without their hashes."""
+        file = self.config.root / version_path(self.read_version()) / "model.safetensors"
+        started = time.perf_counter()
+        with file.open("rb") as stream:
+            while stream.read(1024 * 1024):
+                pass
+        return time.perf_counter() - started
 
     def ask_engine(self, method: str, path: str, body: object = None, url: str | None = None) -> Any:
         """An engine's answer to a request of the administration."""

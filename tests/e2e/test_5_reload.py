@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
+from collections.abc import Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 import pytest
 from sqlalchemy import select
 
 from shared.engine_token import engine_token
 from shared.experience import Sampling, Tokens
-from shared.ledger import transitions
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import experiences, payloads
-from shared.versions import manifest_sha256, read_manifest, version_label, version_path, write_version
+from shared.versions import version_label, version_path
 from tests.e2e.conftest import Live
 from tests.e2e.test_1_loop import LOGPROB_TOLERANCE, recompute
+from tests.support.folder_faults import WRONG_PROBE, publish_copy
 from tests.support.processes import wait_for
 
 pytestmark = pytest.mark.engine
@@ -37,26 +37,6 @@ def label(live: Live) -> str:
 
 def serving(live: Live) -> int:
     return int(live.status()["versions"]["serving"])
-
-
-def publish_copy(live: Live, ledger: Any, change: Any) -> int:
-    """A version with the weights of the one that serves, and a manifest with these changes."""
-    base = live.config.root / version_path(serving(live))
-    with ledger.read() as connection:
-        version = max(row.version for row in list_versions(connection)) + 1
-    manifest = read_manifest(base)
-
-    def write(folder: Any) -> None:
-        for name in manifest.files:
-            shutil.copyfile(base / name, folder / name)
-
-    changed = msgspec.structs.replace(manifest, version=version, parent=manifest.version, **change(manifest))
-    write_version(live.config.root, changed, write)
-    digest = manifest_sha256(live.config.root / version_path(version))
-    row = {"version": version, "parent": manifest.version, "kind": "full", "step": 0}
-    with ledger.write() as connection:
-        transitions.publish(connection, **row, manifest_sha256=digest)
-    return version
 
 
 class Streams:
@@ -100,15 +80,8 @@ def test_the_engine_says_which_version_it_holds_and_only_to_those_who_may_ask(li
 def test_weights_that_fail_their_proof_reach_no_caller_and_no_row(live, ledger):
     before = serving(live)
 
-    def other_probe(manifest: Any) -> dict[str, Any]:
-        sequences = [
-            msgspec.structs.replace(sequence, logprobs=[p - 1.0 for p in sequence.logprobs])
-            for sequence in manifest.probe.sequences
-        ]
-        return {"probe": msgspec.structs.replace(manifest.probe, sequences=sequences)}
-
     with Streams(live) as chats:
-        version = publish_copy(live, ledger, other_probe)
+        version = publish_copy(live.config.root, ledger, before, WRONG_PROBE)
     wait_for(lambda: _row(ledger, version).state == "REJECTED", "the verdict", 120)
     wait_for(lambda: live.http.get("/ready").status_code == 200, "service", 120)
     assert serving(live) == before
@@ -126,16 +99,21 @@ def test_streams_that_cross_a_reload_are_whole_and_each_token_is_one_of_its_two_
     with Streams(live) as chats:
         version = live.learn(8)
     assert set(chats.ends.values()) == {"data: [DONE]"}
+    check_tokens(live.config.root, ledger, chats.ids)
+    assert before < version
+
+
+def check_tokens(root: Path, ledger: Any, ids: Collection[str]) -> None:
+    """Each of these messages has its row, and its tokens are of the versions that the row names."""
     with ledger.read() as connection:
-        query = select(experiences, payloads.c.tokens).join(payloads).where(experiences.c.msg_id.in_(chats.ids))
+        query = select(experiences, payloads.c.tokens).join(payloads).where(experiences.c.msg_id.in_(ids))
         rows = connection.execute(query).all()
-    assert len(rows) == STREAMS and before < version
+    assert len(rows) == len(ids)
     for row in rows:
         tokens = Tokens.decode(row.tokens)
         sampling = Sampling(**{field.name: row._mapping[field.name] for field in fields(Sampling)})
         first, last = (
-            np.abs(recompute(live.config.root / version_path(v), tokens, sampling) - tokens.logprobs)
-            < LOGPROB_TOLERANCE
+            np.abs(recompute(root / version_path(v), tokens, sampling) - tokens.logprobs) < LOGPROB_TOLERANCE
             for v in (row.version, row.version_end)
         )
         assert first[0] and last[-1], (row.version, row.version_end)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from sqlalchemy import Engine, event
 
 from explorer_service.reload.judge import VersionJudge
-from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.queries import VersionRow, list_versions
+from tests.support.failing_ledger import FailingLedger, failing_statements
 from tests.support.processes import run_here
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, publish, served, wait_until, write_scripted_version
@@ -199,34 +196,11 @@ def test_no_version_is_rejected_because_version_0_is_not_there(scripted_engine, 
     wait_until(lambda: served(explorer) == "2")
 
 
-class FailingLedger:
-    """Refuses one statement about versions, engines or the other explorers, counted from when it is armed."""
-
-    def __init__(self) -> None:
-        self._left = 0
-        self.refused: str | None = None
-
-    def arm(self, number: int) -> None:
-        self._left, self.refused = number, None
-
-    def look_at(self, _connection: object, _cursor: object, statement: str, *_: object) -> None:
-        of_a_take_up = re.match(r"(SELECT|UPDATE|INSERT INTO) .*\b(versions|engines|explorers)\b", statement, re.S)
-        of_others = "explorers SET" in statement or "SET owner_until" in statement or "LIMIT 1" in statement
-        here = threading.current_thread() is threading.main_thread()  # the test itself
-        if self._left and of_a_take_up and not of_others and not here:
-            self._left -= 1
-            if not self._left:
-                self.refused = statement
-                raise LedgerError("a fault was put in")
-
-
 @pytest.fixture
 def failing_ledger(monkeypatch) -> Iterator[FailingLedger]:
     monkeypatch.setattr("explorer_service.reload.controller.HEALTH_INTERVAL_S", 0.1)  # until it looks again
-    ledger = FailingLedger()
-    event.listen(Engine, "before_cursor_execute", ledger.look_at)
-    yield ledger
-    event.remove(Engine, "before_cursor_execute", ledger.look_at)
+    with failing_statements() as ledger:
+        yield ledger
 
 
 def test_a_ledger_error_at_any_statement_of_a_take_up_heals_by_itself(explorer, failing_ledger, scripted_engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -9,12 +10,15 @@ import pytest
 from sqlalchemy import select
 
 from shared.ledger.tables import load_failures
+from tests.support import take_up_faults
+from tests.support.failing_ledger import failing_statements
 from tests.support.house import House, Streams
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import publish, served, wait_until
 
 SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.05, "timeout_s": 0.6, "answer_timeout_s": 2.0}
 LONG = list(range(100, 140))
+AT_MOST = None if os.environ.get("FLYWHEEL_TORTURE") == "full" else 2  # statements of a take-up that fail
 
 
 @pytest.fixture
@@ -93,16 +97,34 @@ def test_a_version_that_no_engine_takes_up_is_given_up_and_the_last_good_one_ser
     assert house.loads(2) == loads
 
 
-@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/resume", "/v1/completions"])
+@pytest.mark.parametrize("path", take_up_faults.CALLS)
 def test_an_engine_that_is_killed_once_in_a_take_up_comes_back_and_takes_it_up(start_house, path):
+    take_up_faults.kill_engine(start_house(), path)
+
+
+def test_a_fault_of_a_folder_reaches_neither_an_engine_nor_a_stream(start_house):
+    take_up_faults.give_up_folders(start_house(), 1)
+
+
+def test_a_folder_that_shows_late_is_taken_up_then(start_house, tmp_path):
+    take_up_faults.wait_for_folder(start_house(), 1, tmp_path / "late")
+
+
+def test_engines_whose_disk_is_full_serve_on_and_stage_the_version_when_there_is_room(start_house, monkeypatch):
+    take_up_faults.fill_staging_disk(start_house(), 1, monkeypatch)
+
+
+@pytest.mark.parametrize("is_good", [True, False], ids=["good", "wrong probe"])
+def test_the_ledger_fails_at_any_statement_and_all_ends_in_order(start_house, is_good):
     house = start_house()
-    house.engines[0].script.deadly.add(path)
-    with Streams(house) as chats:
-        house.publish(2)
-        wait_until(lambda: house.engines[0].script.deaths == 1)
-    house.all_serve(2)
-    assert house.state(2) == "SERVING"
-    chats.check_labels()
+    with failing_statements() as ledger:
+        take_up_faults.take_up(house, 1, is_good)
+        statements = list(ledger.met)
+        for statement in statements[:: 1 if AT_MOST is None else len(statements) // AT_MOST]:
+            ledger.arm(1, statement)
+            take_up_faults.take_up(house, 1, is_good)
+            assert ledger.refused == statement
+    assert len(statements) >= 8
 
 
 @pytest.mark.parametrize("name", ["failed_loads", "wrong_probe_for", "hung_loads"])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
 from shared.config import Config
 from shared.ledger.connect import Ledger
+from shared.ledger.queries import list_versions
+from shared.versions import version_path
+from tests.support import take_up_faults
 from tests.support.house import House, Streams
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.scripted_engine import ScriptedEngine
@@ -19,6 +22,7 @@ from tests.support.servers import make_config, wait_until
 WORKERS = 4
 SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.05, "timeout_s": 1.0, "answer_timeout_s": 3.0}
 LONG = list(range(100, 140))
+LONG_FORM = pytest.mark.skipif(os.environ.get("FLYWHEEL_TORTURE") != "full", reason="a long form")
 FAULTS = [  # in turn; what the version comes to
     ("failed_loads", "REJECTED"),
     ("wrong_probe_for", "REJECTED"),
@@ -45,19 +49,21 @@ class Workers:
         return httpx.Client(base_url=self.url, timeout=30, headers={"Connection": "close"})
 
 
-@pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("workers")
     engines = [ScriptedEngine(), ScriptedEngine()]
-    config = make_config(tmp_path, [engine.url for engine in engines], workers=WORKERS, reload=SETTINGS)
+    urls = [engine.url for engine in engines]
+    config = make_config(folder, urls, workers=WORKERS, reload=SETTINGS, ledger_timeout_s=1.0)
     ledger = Ledger.open(config.ledger_url)
-    with Process(["explorer", "-c", str(write_config(config, tmp_path / "f.yaml"))], tmp_path / "log") as process:
+    with Process(["explorer", "-c", str(write_config(config, folder / "f.yaml"))], folder / "log") as process:
         wait_for(lambda: process.output().count("listening") == WORKERS, "the workers", 60)
         explorer = Workers(config, ledger, process)
-        house = House([explorer, explorer], engines)  # type: ignore[list-item]
+        house = House([explorer, explorer], engines, asked=2 * WORKERS)  # type: ignore[list-item]
         wait_for(lambda: explorer.http.get("/ready").status_code == 200, "service", 60)
         for version in (0, 1):
             house.publish(version)
-        serve_everywhere(house, 1)
+        house.all_serve(1)
         for engine in engines:
             engine.script.tells_weights, engine.script.reply_ids = True, LONG
             engine.script.logprobs = [-0.5] * len(LONG)
@@ -70,28 +76,65 @@ def house(tmp_path: Path) -> Iterator[House]:
         engine.stop()
 
 
-def serve_everywhere(house: House, version: int) -> None:
-    """Until whichever worker is asked says that both engines serve this version."""
-    wait_until(lambda: all(house.serves(house.explorers[0], version) for _ in range(4 * WORKERS)), 40)
-    house.all_serve(version)
+def good(house: House) -> int:
+    """The version that serves, on which engines start, too."""
+    with house.ledger.read() as connection:
+        version = max(row.version for row in list_versions(connection) if row.state == "SERVING")
+    for engine in house.engines:
+        engine.script.starts_on = house.root / version_path(version)
+    return version
 
 
 def test_four_workers_give_up_a_version_as_one_and_the_last_good_one_serves(house):
-    for version, (fault, state) in enumerate(FAULTS, 2):
+    before = good(house)
+    for fault, state in FAULTS:
+        version = house.newest + 1
         for engine in house.engines:
             getattr(engine.script, fault).add(f"v{version:06d}")
         with Streams(house) as chats:
             house.publish(version)
             wait_until(lambda: house.state(version) == state, 40)  # noqa: B023
-        serve_everywhere(house, 1)
+        house.all_serve(before)
         assert house.row(version).reason and house.row(version).served_at is None
         assert house.loads(version) <= 2
         chats.check_labels()
         if fault in ("failed_loads", "hung_loads"):
             assert len(chats.whole) == 8, chats.ended
-    last = len(FAULTS) + 2
+    last = house.newest + 1
     with Streams(house) as chats:
         house.publish(last)
-    serve_everywhere(house, last)
+    house.all_serve(last)
     assert len(chats.whole) == 8 and not chats.ended
     chats.check_labels()
+
+
+@LONG_FORM
+@pytest.mark.parametrize("path", take_up_faults.CALLS)
+def test_an_engine_that_is_killed_once_in_a_take_up_comes_back_and_takes_it_up(house, path):
+    good(house)
+    take_up_faults.kill_engine(house, path)
+
+
+@LONG_FORM
+def test_a_fault_of_a_folder_reaches_neither_an_engine_nor_a_stream(house):
+    take_up_faults.give_up_folders(house, good(house))
+
+
+@LONG_FORM
+def test_a_folder_that_shows_late_is_taken_up_then(house, tmp_path):
+    take_up_faults.wait_for_folder(house, good(house), tmp_path / "late")
+
+
+@LONG_FORM
+def test_engines_whose_disk_is_full_serve_on_and_stage_the_version_when_there_is_room(house, monkeypatch):
+    take_up_faults.fill_staging_disk(house, good(house), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=LONG_FORM) for path in ("/flywheel/stage", *take_up_faults.CALLS[:-1])]
+    + [take_up_faults.CALLS[-1]],
+)
+def test_a_ledger_that_is_locked_in_a_take_up_delays_it(house, path):
+    good(house)
+    take_up_faults.lock_ledger(house, path, 2.5)

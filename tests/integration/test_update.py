@@ -14,6 +14,7 @@ import torch
 
 from services.trainer import build_update
 from shared.errors import ConfigError
+from shared.experience import Tokens
 from shared.ledger.connect import Ledger
 from shared.versions import version_path
 from tests.support.batches import rows_batch
@@ -210,6 +211,15 @@ def test_staleness_is_counted_from_the_last_version_also_when_several_updates_ma
     stats = update.update(batch, step=0, version=7, ahead=3)
     assert stats["staleness_versions"] == 1.5
     assert stats["logprob_gap_max"] == 0, "the weights are no version's"
+
+
+def test_a_row_that_crossed_a_reload_says_nothing_of_the_gap_to_the_engine(tmp_path, base, rows):
+    update, _ = build(tmp_path, base, learning_rate=1e-6)
+    tokens = Tokens(rows[0].tokens.prompt_ids, rows[0].tokens.reply_ids, rows[0].tokens.logprobs - 0.5)
+    for version_end, gap in ((1, 0.0), (0, 0.5)):
+        row = replace(rows[0], tokens=tokens, version_end=version_end)
+        stats = update.update(rows_batch([row, rows[1]]), step=0, version=0)
+        assert stats["logprob_gap_max"] == pytest.approx(gap, abs=0.01)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3] if FULL else [0, 3])

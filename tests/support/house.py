@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from pathlib import Path
 
 import httpx
 from sqlalchemy import select
 
 from shared.experience import Tokens
+from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import experiences, payloads
 from tests.support.scripted_engine import ScriptedEngine
@@ -22,30 +24,53 @@ class House:
 
     explorers: list[RunningExplorer]
     engines: list[ScriptedEngine]
+    asked: int = 1  # how often each is asked what it serves: behind one address there may be several workers
+
+    @property
+    def root(self) -> Path:
+        return self.explorers[0].config.root
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.explorers[0].ledger
+
+    @property
+    def newest(self) -> int:
+        """The last version that was published."""
+        with self.ledger.read() as connection:
+            return max(row.version for row in list_versions(connection))
 
     def state(self, version: int) -> str:
         return self.row(version).state
 
     def row(self, version: int):
-        with self.explorers[0].ledger.read() as connection:
+        with self.ledger.read() as connection:
             return next(row for row in list_versions(connection) if row.version == version)
 
     def all_serve(self, version: int) -> None:
         """Until both explorers give chats to both engines, and these hold the version."""
-        wait_until(lambda: all(self.serves(explorer, version) for explorer in self.explorers), 40)
-        assert all(engine.script.loaded == f"v{version:06d}" for engine in self.engines)
+        asked = [explorer for explorer in self.explorers for _ in range(self.asked)]
+        wait_until(lambda: all(self.serves(explorer, version) for explorer in asked), 40)
+        assert all(engine.script.loaded.startswith(f"v{version:06d}") for engine in self.engines)
         assert not any(engine.script.paused for engine in self.engines)
 
     def serves(self, explorer: RunningExplorer, version: int) -> bool:
         """Whether this explorer gives chats to both engines, and these hold the version."""
-        shown = explorer.http.get("/status").json()["engines"]
+        reply = explorer.http.get("/status")
+        shown = reply.json()["engines"] if reply.status_code == 200 else [{"state": "unknown", "version": None}]
         return all((engine["state"], engine["version"]) == ("serving", version) for engine in shown)
 
     def publish(self, version: int) -> None:
         publish(self.explorers[0], version, -1.0 - version)
 
     def loads(self, version: int) -> int:
-        return sum(engine.script.calls.count(f"reload v{version:06d}") for engine in self.engines)
+        calls = [call for engine in self.engines for call in engine.script.calls]
+        return sum(call.startswith(f"reload v{version:06d}") for call in calls)
+
+    def recorded(self) -> set[str]:
+        """The messages that the ledger has."""
+        with self.ledger.read() as connection:
+            return set(connection.execute(select(experiences.c.msg_id)).scalars())
 
 
 class Streams:
@@ -96,7 +121,7 @@ class Streams:
 
     def check_labels(self) -> None:
         """Rows stand for whole streams alone, and name the versions that sampled their first and last token."""
-        with self.house.explorers[0].ledger.read() as connection:
+        with self.house.ledger.read() as connection:
             query = select(experiences.c.msg_id, experiences.c.version, experiences.c.version_end, payloads.c.tokens)
             rows = {row.msg_id: row for row in connection.execute(query.join(payloads))}
         assert not rows.keys() & self.ended.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,17 @@ class Script:
     refused: set[str] = field(default_factory=set)  # paths that answer 500
     hung: set[str] = field(default_factory=set)  # paths that do not answer while they are in here
     deadly: set[str] = field(default_factory=set)  # paths that the engine does not survive, once each
+    on_call: dict[str, Callable[[], None]] = field(default_factory=dict)  # what happens when a path is asked for
     broken: bool = False  # it sampled from no weights: every stream breaks off
     dead: bool = False  # nothing answers
     deaths: int = 0
+    dead_s: float = 0.2  # until it comes back
     starts_on: Path | None = None  # the version's folder that it holds when it comes back from the dead
     stage: Stage | None = None  # where its machine stages versions; None: it has no such route
     keeps_labels: bool = True
     label: str = "default"
     tells_weights: bool = False  # the logprob of each token is minus the version that sampled it
+    told_step: float = 1.0  # times this
     die_on_chat: bool = False  # take the request and break off
     aborted: int = 0  # chats whose caller went away
     events: int = 0  # of streams, written

@@ -70,6 +70,8 @@ class ScriptedEngine:
     @web.middleware
     async def _meet_faults(self, request: web.Request, handler: Any) -> web.StreamResponse:
         script = self.script
+        if happen := script.on_call.get(request.path):
+            await asyncio.to_thread(happen)
         if request.path in script.deadly:
             script.deadly.discard(request.path)
             self.die()
@@ -86,7 +88,7 @@ class ScriptedEngine:
         script = self.script
         script.dead, script.deaths, script.label, script.loaded = True, script.deaths + 1, "default", "start"
         script.adapters.clear()
-        self._loop.call_soon_threadsafe(self._loop.call_later, 0.2, self._come_back)
+        self._loop.call_soon_threadsafe(self._loop.call_later, script.dead_s, self._come_back)
 
     def start_on(self, folder: Path) -> None:
         """As `flywheel engine` has started it on a version, and will again."""
@@ -216,13 +218,16 @@ class ScriptedEngine:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        lives = script.deaths
         try:
             await asyncio.sleep(script.delay_s)
-            while script.paused:  # noqa: ASYNC110 — a script is a plain object
+            while script.paused and script.deaths == lives:  # noqa: ASYNC110 — a script is a plain object
                 await asyncio.sleep(0.002)
         except asyncio.CancelledError:
             script.aborted += 1
             raise
+        if script.deaths != lives:
+            return break_off(request)
         msg_id = self._reply_id("chatcmpl-", request, body)
         if body.get("stream"):
             return await self._stream(request, body, msg_id)
@@ -256,9 +261,9 @@ class ScriptedEngine:
         return list(zip(script.reply_ids, logprobs, strict=False))
 
     def _told(self, body: dict[str, Any]) -> float:
-        """Minus the version that samples now."""
+        """Minus the version that samples now, times a step."""
         held = self._holding(body)
-        return -float(held[1:7]) if held.startswith("v") else 0.0
+        return -float(held[1:7]) * self.script.told_step if held.startswith("v") else 0.0
 
     def _holding(self, body: dict[str, Any]) -> str:
         """The folder that answers: the adapter's, or the one whose weights were loaded."""

@@ -1,7 +1,8 @@
 """Explorer, engine and trainer are killed while versions are published, taken up and deleted, at every named point.
 
 Watched from outside all the while: what serves, is tagged, is leased or is a trainer's line keeps its files. Afterwards
-the survivors have finished or undone everything: what the ledger has given up is gone, and what it has not is whole.
+the survivors have finished or undone everything: what the ledger has given up is gone, what it has not is whole, and
+each row names the versions that sampled it.
 
 A short form runs in CI; FLYWHEEL_TORTURE=full kills 200 times on each database, and on until the trainer
 died at each point of a deletion.
@@ -18,20 +19,25 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from shared.experience import VersionState
+from services.engine.stage import Stage
+from shared.experience import Tokens, VersionState
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, list_states, list_trainers, list_versions
-from shared.ledger.tables import engines, version_leases
+from shared.ledger.tables import engines, experiences, payloads, version_leases
 from shared.versions import verify_version
 from tests.support.books import Books
 from tests.support.processes import wait_for
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.take_up_faults import CALLS
 from tests.torture.whole import PARTS, Deaths, Whole
 
 pytestmark = pytest.mark.torture
 FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 KILLS = 200 if FULL else 8
 MOST = 3  # versions that keep their files
+TOLD_STEP = 1e-3
+DEAD_S = 2.5  # longer than an explorer goes without asking for an engine's health
 DELETION = ("before Janitor", "after Janitor", "before janitor", "after janitor")
 STATEMENTS = {f"give_up_files {number}" for number in range(1, 7)}  # of one version; with more of them there are more
 
@@ -45,19 +51,37 @@ def test_whoever_dies_nothing_that_is_needed_is_deleted(tmp_path, lives, model, 
     deaths = Deaths(whole, draw)
     ledger = Ledger.open(whole.config.ledger_url)
     watch = Watch(ledger, whole.config.root)
+    script = scripted_engine.script
+    script.tells_weights, script.told_step, script.dead_s = True, TOLD_STEP, DEAD_S
+    script.gap_s, script.reload_s = 0.03, 0.1  # so that streams cross reloads
+    script.stage = Stage(whole.config.root, tmp_path / "staged", keep=2)
     try:
         books.open(4)
         while whole.kills.total() < KILLS or not watch.deleted or (FULL and not died_everywhere(deaths)):
             deaths.look()
-            scripted_engine.script.healthy = draw.random() > 0.02  # it dies, too, and comes back
+            script.healthy = draw.random() > 0.02  # it falls silent, too, and comes back
+            kill_engine(scripted_engine, draw)
             watch.look()
             threading.Event().wait(0.02)
-        scripted_engine.script.healthy = True
+        script.healthy = True
+        script.deadly.clear()
+        whole.kills["engine"] = script.deaths
         finish(whole, books, ledger, watch)
     finally:
         books.close()
         whole.close()
         ledger.close()
+
+
+def kill_engine(engine: ScriptedEngine, draw: random.Random) -> None:
+    """Now and then, at once or when it is asked something in a take-up."""
+    script = engine.script
+    if script.dead or script.deadly or draw.random() > 0.01:
+        return
+    if path := draw.choice(["", "/flywheel/stage", *CALLS]):
+        script.deadly.add(path)
+    else:
+        engine.die()
 
 
 def died_everywhere(deaths: Deaths) -> bool:
@@ -114,6 +138,7 @@ def finish(whole: Whole, books: Books, ledger: Ledger, watch: Watch) -> None:
         assert "Traceback" not in whole.log(part)
     watch.look()
     books.check(ledger)
+    check_labels(ledger)
     with ledger.read() as connection:
         rows, states = list_versions(connection), list_states(connection, "trainer")
     there = {row.version for row in rows if row.has_files}
@@ -128,6 +153,18 @@ def finish(whole: Whole, books: Books, ledger: Ledger, watch: Watch) -> None:
     assert {path.name for path in (whole.config.root / "trainer/trainer").iterdir() if path.is_dir()} == kept
     shown = ", ".join(f"{count} {name}" for name, count in whole.kills.items())
     print(f"kills: {shown}; {len(rows)} versions, {len(watch.deleted)} deleted, {len(states)} states kept")
+
+
+def check_labels(ledger: Ledger) -> None:
+    """Each row's last token is its last version's; its first one is its first version's, or its reply came whole."""
+    with ledger.read() as connection:
+        query = select(experiences.c.version, experiences.c.version_end, payloads.c.tokens).join(payloads)
+        rows = connection.execute(query).all()
+    for row in rows:
+        logprobs = Tokens.decode(row.tokens).logprobs
+        first, last = (round(float(-logprobs[place] / TOLD_STEP)) for place in (0, -1))
+        assert last == row.version_end and first in (row.version, row.version_end), (first, last, row[:2])
+    print(f"{len(rows)} rows, {sum(row.version != row.version_end for row in rows)} of them crossed a reload")
 
 
 def newest_served(ledger: Ledger) -> int:

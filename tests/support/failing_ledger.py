@@ -1,0 +1,50 @@
+"""A ledger that refuses one statement of a take-up, in the process of the test and of its explorers."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import Engine, event
+
+from shared.errors import LedgerError
+
+
+class FailingLedger:
+    """Refuses one statement about versions, engines or the other explorers, counted from when it is armed."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._only: str | None = None
+        self.refused: str | None = None
+        self.met: dict[str, None] = {}  # each such statement that has come by, in their order
+
+    def arm(self, number: int, statement: str | None = None) -> None:
+        """statement: of these alone."""
+        self._left, self._only, self.refused = number, statement, None
+
+    def look_at(self, _connection: object, _cursor: object, statement: str, *_: object) -> None:
+        of_a_take_up = re.match(r"(SELECT|UPDATE|INSERT INTO) .*\b(versions|engines|explorers)\b", statement, re.S)
+        of_others = "explorers SET" in statement or "SET owner_until" in statement or "LIMIT 1" in statement
+        here = threading.current_thread() is threading.main_thread()  # the test itself
+        if not of_a_take_up or of_others or here:
+            return
+        self.met[statement] = None
+        if self._left and self._only in (None, statement):
+            self._left -= 1
+            if not self._left:
+                self.refused = statement
+                raise LedgerError("a fault was put in")
+
+
+@contextmanager
+def failing_statements() -> Iterator[FailingLedger]:
+    """All ledgers of this process, until the end of the block."""
+    ledger = FailingLedger()
+    event.listen(Engine, "before_cursor_execute", ledger.look_at)
+    try:
+        yield ledger
+    finally:
+        event.remove(Engine, "before_cursor_execute", ledger.look_at)
