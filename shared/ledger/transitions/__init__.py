@@ -11,7 +11,7 @@ Each function runs inside the caller's writing transaction. Its statements name 
 of a race changes nothing. Callers write `transitions.claim(...)`.
 """
 
-from shared.ledger.transitions.adapters import hold_adapters, pin_version
+from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version
 from shared.ledger.transitions.claim import (
     Whole,
     claim,
@@ -113,6 +113,7 @@ __all__ = [
     "give_back",
     "give_up_files",
     "heartbeat",
+    "expect_adapter",
     "hold_adapters",
     "lease_version",
     "mark_updating",
