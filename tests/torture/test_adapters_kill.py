@@ -48,6 +48,10 @@ def test_whoever_dies_the_set_is_right_and_every_answer_is_its_version_s(tmp_pat
             time.sleep(draw.uniform(0, 0.5))
             customers.pause()
             wait_for(lambda: is_right(adapted.config, adapted.ledger), f"the right set after the death of {victim}", 60)
+            print(
+                f"{kill + 1} kills: {victim}; {customers.answered.total()} answers, {len(customers.wrong)} wrong",
+                flush=True,
+            )
         customers.come()
         before = customers.answered.total()
         wait_for(lambda: customers.answered.total() > before + 20, "chats after the last kill", 60)

@@ -1,4 +1,4 @@
-"""kill -9 of real vLLM while it loads and unloads adapters: `flywheel up` brings it back with its set.
+"""kill -9 of real vLLM while it loads and unloads adapters: when it is back, it has its set.
 
 Takes minutes, and runs with FLYWHEEL_TORTURE=full alone; tests/torture/test_adapters_kill.py kills a scripted engine.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import signal
 import time
 from pathlib import Path
@@ -43,33 +42,37 @@ def test_vllm_that_is_killed_in_a_load_comes_back_with_its_set_and_every_row_is_
     file = write_config(config, tmp_path / "flywheel.yaml")
     url = f"http://127.0.0.1:{config.explorer.port}"
     draw, unfinished = random.Random(7), 0
-    with Process(["up", "-c", str(file), "--without", "trainer"], tmp_path / "up.log") as up:
-        wait_for(lambda: is_ready(url, up), "ready", 240, 0.5)
-        with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
-            publisher = AdapterPublisher(config, ledger, size=0.2)
-            customers = Customers([url], 4, tokens_tell=False)
-            try:
-                for kill in range(KILLS):
-                    customers.come()
-                    publisher.prepare()
-                    time.sleep(1.0)  # with pins that come and go
-                    version = publisher.publish()
-                    time.sleep(draw.uniform(0, 0.3))
-                    os.kill(victim(up, kill % 3 == 2), signal.SIGKILL)
-                    unfinished += served_at(ledger, version) is None
-                    time.sleep(1.0)
-                    customers.pause()
-                    wait_for(lambda: is_right(config, ledger), "the right set", 240, 0.2)
-                    customers.come()
-                    before = customers.answered.total()
-                    wait_for(lambda: customers.answered.total() > before + 20, "chats", 60)  # noqa: B023
-            finally:
-                customers.close()
-            assert customers.wrong == []
-            assert up.stop(60) == 0
-            rows, largest = compare_rows(ledger, publisher)
-    assert "Traceback" not in up.output()
-    print(f"{KILLS} kills, {unfinished} before the version was in service; {rows} rows, off by {largest:.2g} at most")
+    with (
+        contextlib.ExitStack() as stack,
+        Process(["explorer", "-c", str(file)], tmp_path / "explorer.log") as explorer,
+        contextlib.closing(Ledger.open(config.ledger_url)) as ledger,
+    ):
+        engine = begin_engine(stack, file)
+        wait_for(lambda: is_ready(url, engine), "ready", 240, 0.5)
+        publisher = AdapterPublisher(config, ledger, size=0.2)
+        customers = Customers([url], 4, tokens_tell=False)
+        stack.callback(customers.close)
+        for kill in range(KILLS):
+            customers.come()
+            publisher.prepare()
+            time.sleep(1.0)  # with pins that come and go
+            version = publisher.publish()
+            time.sleep(draw.uniform(0, 0.3))
+            kill_engine(engine, whole=kill % 3 == 2)
+            unfinished += served_at(ledger, version) is None
+            engine = begin_engine(stack, file)
+            customers.pause()
+            wait_for(lambda: is_right(config, ledger), "the right set", 240, 0.2)
+            customers.come()
+            before = customers.answered.total()
+            wait_for(lambda: customers.answered.total() > before + 20, "chats", 60)  # noqa: B023
+            print(f"{kill + 1} kills, {unfinished} before the version was in service", flush=True)
+        customers.close()
+        assert (engine.stop(), explorer.stop()) == (0, 0)
+        rows, largest = compare_rows(ledger, publisher)
+    assert customers.wrong == []
+    assert "Traceback" not in explorer.output()
+    print(f"{rows} rows, off by {largest:.2g} at most")
     print(f"answered {dict(customers.answered)}, refused {dict(customers.refused)}")
 
 
@@ -91,18 +94,24 @@ def config_of(root: Path) -> Config:
     )
 
 
-def is_ready(url: str, up: Process) -> bool:
-    assert up.alive, up.output()[-3000:]
+def is_ready(url: str, engine: Process) -> bool:
+    assert engine.alive, engine.output()[-3000:]
     try:
         return httpx.get(f"{url}/ready").status_code == 200
     except httpx.TransportError:
         return False
 
 
-def victim(up: Process, whole: bool) -> int:
-    """vLLM's process id, or that of the `flywheel engine` above it."""
-    engine = int(re.findall(r"started +process=engine-e0 pid=(\d+)", up.output())[-1])
-    return engine if whole else int(psutil.Process(engine).children()[0].pid)
+def begin_engine(stack: contextlib.ExitStack, file: Path) -> Process:
+    return stack.enter_context(Process(["engine", "-c", str(file)], file.with_name("engine.log")))
+
+
+def kill_engine(engine: Process, *, whole: bool) -> None:
+    """Kill vLLM, with which `flywheel engine` ends; whole: both at once."""
+    if not whole:
+        os.kill(psutil.Process(engine.pid).children()[0].pid, signal.SIGKILL)
+        assert engine.wait(60) == 1
+    engine.kill()
 
 
 def served_at(ledger: Ledger, version: int) -> float | None:
