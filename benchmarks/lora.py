@@ -2,9 +2,13 @@
 
     python -m benchmarks.lora
 
-A process of its own for each kind makes one PPO update of the same batch of the same 10 M parameters, in float32 on one
-thread. Memory is the process' highest resident memory above what it had before any model was loaded, less one copy of
-the base's weights. A version's bytes are those of its folder's weights, as a share of version 0's.
+A process of its own for each kind makes one PPO update of the same batch of the same model, in float32 on one thread.
+Memory is the process' highest resident memory above what it had before any model was loaded, less one copy of the
+base's weights. A version's bytes are those of its folder's weights, as a share of version 0's.
+
+An adapter of rank r over layers of i inputs and o outputs has r Σ(i + o) numbers to their Σ i o, in the base's type:
+a share of about 2r / width for square layers. So there are two models: "narrow", of six layers that are 384 wide, and
+"one layer", a layer as Qwen2.5-0.5B has them, 896 wide.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reload.model import make_model
+from benchmarks.reload.model import ONE_LAYER, SMALL, make_model
 from shared.config import Config
 
 RANK = 8
+SHAPES = {"narrow": SMALL, "one layer": ONE_LAYER}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full"},
     "lora": {"kind": "lora", "lora": {"rank": RANK}},
@@ -33,18 +38,25 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Print the figures as JSON."""
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        base = make_model(Path(folder) / "base")
-        found: dict[str, Any] = {}
-        for name in KINDS:
-            root = Path(folder) / name.partition(",")[0] / str(len(found))
-            command = [sys.executable, "-m", "benchmarks.lora", name, str(base), str(root)]
-            ended = subprocess.run(command, capture_output=True, text=True, check=True)
-            found[name] = json.loads(ended.stdout.splitlines()[-1])
-    for name in found:
-        found[name]["memory_share"] = round(found[name]["memory_bytes"] / found["full"]["memory_bytes"], 3)
-        found[name]["version_share"] = round(found[name]["version_bytes"] / found["full"]["version_bytes"], 4)
+        for model, shape in SHAPES.items():
+            base = make_model(Path(folder) / model, shape=shape)
+            found[model] = compare(base, Path(folder))
     print(json.dumps({"rank": RANK, **found}, indent=1))
+
+
+def compare(base: Path, folder: Path) -> dict[str, Any]:
+    """Each kind in a process of its own, over one base model."""
+    found: dict[str, Any] = {}
+    for number, name in enumerate(KINDS):
+        command = [sys.executable, "-m", "benchmarks.lora", name, str(base), str(folder / f"{base.name} {number}")]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[name] = json.loads(ended.stdout.splitlines()[-1])
+    for figures in found.values():
+        figures["memory_share"] = round(figures["memory_bytes"] / found["full"]["memory_bytes"], 3)
+        figures["version_share"] = round(figures["version_bytes"] / found["full"]["version_bytes"], 4)
+    return found
 
 
 def measure(kind: str, base: Path, root: Path) -> dict[str, int]:

@@ -107,7 +107,7 @@ class Purpose(StrEnum):
     STAGING = "staging"  # an engine's host copies them
     LOADING = "loading"  # an engine is about to load them
     SERVING = "serving"  # an engine reads them while it serves
-    UNLOADING = "unloading"  # an engine still has them, and gets no more requests for them
+    UNLOADING = "unloading"  # an engine has them, or may have them, and gets no requests for them
     PINNED = "pinned"  # callers name the version
     ENGINE = "engine"  # an engine's process has started on them
     PARENT = "parent"  # a trainer begins with them

@@ -31,6 +31,7 @@ from trainer_service.publish import (
 from trainer_service.tensor_files import make_header, name_of, write_tensors
 
 _CANDIDATES = 16  # sequences that the adapted model says, beside those that the base said
+_KEPT = 4  # of all these: an engine scores them beside the streams that it writes
 _NOISE = {"float32": 1e-3}  # nats by which an engine's logprobs may differ from the trainer's through rounding alone
 _NARROW_NOISE = 0.05
 
@@ -110,7 +111,7 @@ class AdapterVersions:
             with self._adapters.use(None):
                 base = [one for block in blocks for one in compute_probe(self._policy, block)]
         gaps = [_gap(own, other) for own, other in zip(adapted, base, strict=True)]
-        chosen = sorted(range(len(gaps)), key=lambda place: -gaps[place])[:PROBE_SEQUENCES]
+        chosen = sorted(range(len(gaps)), key=lambda place: -gaps[place])[:_KEPT]
         noise = _NOISE.get(asked["dtype"], _NARROW_NOISE)
         return Probe(
             asked["dtype"],

@@ -15,11 +15,13 @@ engine's own answers to pause, load and resume took; "prefill_ms" is one prefill
 when they stood still. "fresh_engine_equal": `/weight_checker` compares equal, all tensors, with an engine that is
 started anew on the last version.
 
-Adapters ("lora"): the same model as `model.kind: lora`, rank 8, other processes; turns in which a version is published,
-in turns with turns that load nothing ("none"). "gap_above_ms" and "first_token_above_ms" are what a turn with a load
-has above the turn without one beside it: the longest gap, and the slowest first token. "first_load" is the very first
-of them all. "side_by_side": four versions at once with 8 streams each, all loaded, and 32 streams of one version.
-"wrong_labels" are rows whose logprobs are not those of their version, by the base and the adapter's product in float32.
+Adapters ("lora"): the same model as `model.kind: lora`, rank 8, other processes; each turn in which a version is
+published is followed by one that loads nothing ("none"), with as many short chats. "gap_above_ms" and
+"first_token_above_ms" are what the one has above the other: the longest gap, and the slowest first token. "first_load"
+is the very first of them all. "side_by_side": four versions at once with 8 streams each, all loaded, and 32 streams of
+one version. "two_explorers": 8 streams at each while versions come in. "wrong_labels" are rows, of all of these, whose
+logprobs are not those that PEFT computes by the version that the row names, in float32; "largest_gap_to_peft" is how
+far the engine's are at most, and those of the last version merged into one folder.
 
 Deltas: bfloat16, AdamW, median of so many steps, bytes as a share of the whole; rebuilding and copying in turns.
 """

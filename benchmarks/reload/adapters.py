@@ -14,6 +14,8 @@ from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.versions import Manifest, Probe, read_manifest, version_path, write_version
 
+SEQUENCES = 4  # of a probe, as the trainer writes it
+
 
 class AdapterPublisher:
     """Writes versions of the kind `lora`, each another random change of the base."""
@@ -37,9 +39,10 @@ class AdapterPublisher:
         with self._ledger.write() as connection:
             self.version = transitions.reserve_version(connection, writer="trainer", kind="lora")
         weights = self._tensors(self.version)
-        with self.adapted(self.version) as model:
-            probe = compute_probe(model, [sequence.token_ids for sequence in self._base.probe.sequences])
         lora, base = self._config.model.lora, self._base
+        alone = base.probe.sequences[:SEQUENCES]
+        with self.adapted(self.version) as model:
+            probe = compute_probe(model, [sequence.token_ids for sequence in alone])
         numbers = {"version": self.version, "parent": self.version - 1, "step": self.version}
         manifest = Manifest(
             **numbers,
@@ -48,7 +51,7 @@ class AdapterPublisher:
             base_fingerprint=base.base_fingerprint,
             created_at=time.time(),
             files={},
-            probe=Probe(base.probe.dtype, probe, base=base.probe.sequences),
+            probe=Probe(base.probe.dtype, probe, base=alone),
             base_version=0,
         )
         targets = sorted({name.rpartition(".")[2] for name, _ in self._modules()})

@@ -17,7 +17,7 @@ from shared.ledger.tables import experiences, payloads
 def row_to_first_token(turn: Turn) -> float:
     """Seconds from the version's row until somebody had a token of it."""
     assert turn.began_at is not None
-    return min(chat.ended_at for chat in turn.late if chat.version == turn.published) - turn.began_at
+    return min(chat.first_token_at for chat in turn.late if chat.version == turn.published) - turn.began_at
 
 
 def read_recorded(service: Service, turns: dict[str, list[Turn]]) -> dict[str, list[int]]:

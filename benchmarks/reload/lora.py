@@ -5,24 +5,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import sys
-import time
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from sqlalchemy import select
 
 from benchmarks.reload.figures import read_recorded, row_to_first_token, spread, summarize
 from benchmarks.reload.model import make_model
 from benchmarks.reload.service import Service
 from benchmarks.reload.turn import Callers, Turn
+from services.export_model import export_model
 from shared.experience import Tokens
 from shared.ledger.tables import experiences, payloads
+from shared.versions import version_path
 
 RIGHT = 1e-3  # of a logprob: another adapter is off by a hundred times that
 SIDE_BY_SIDE = 4  # versions
+BOUND_MS = 50  # above a turn that loads nothing
+AT_ONCE = 16  # rows of a forward pass
 
 
 def measure_adapters(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -33,9 +39,10 @@ def measure_adapters(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         report: dict[str, Any] = {}
         for streams in args.streams:
             report[f"{streams} streams"] = asyncio.run(run_turns(service, streams, args.adapters))
+            print(json.dumps(report), file=sys.stderr)  # what is known, should the rest not come
         report["side_by_side"] = asyncio.run(run_side_by_side(service))
-        report["rows"], report["wrong_labels"] = count_wrong_labels(service)
-        return report
+        report["two_explorers"] = asyncio.run(run_two_explorers(service, min(10, args.adapters)))
+        return report | check_labels(service)
 
 
 async def run_turns(service: Service, streams: int, loads: int) -> dict[str, Any]:
@@ -46,16 +53,22 @@ async def run_turns(service: Service, streams: int, loads: int) -> dict[str, Any
         for number in range(loads):
             print(f"lora, {streams} streams: load {number + 1} of {loads}", file=sys.stderr)
             await asyncio.to_thread(service.prepare_version)
-            turns["none"].append(await callers.turn(streams, None))
-            turns["load"].append(await callers.turn(streams, lambda: asyncio.to_thread(service.publish)))
+            load = await callers.turn(streams, lambda: asyncio.to_thread(service.publish))
+            turns["load"].append(load)
+            turns["none"].append(await callers.turn(streams, None, len(load.late)))  # the slowest of as many chats
     recorded = read_recorded(service, turns)
     report: dict[str, Any] = {name: summarize(of, recorded) for name, of in turns.items()}
     pairs = list(zip(turns["load"], turns["none"], strict=True))
     gaps = [1000 * (_longest_gap_s(load) - _longest_gap_s(none)) for load, none in pairs]
     firsts = [1000 * (_slowest_first_s(load) - _slowest_first_s(none)) for load, none in pairs]
+    alone = [(after, before) for before, after in pairwise(turns["none"])]
+    noise = [1000 * (_longest_gap_s(after) - _longest_gap_s(before)) for after, before in alone]
+    for name, of in turns.items():
+        report[name]["gap_under_way_ms"] = spread([1000 * _longest_gap_s(turn) for turn in of])
     return report | {
-        "gap_above_ms": spread(gaps),
-        "first_token_above_ms": spread(firsts),
+        "gap_above_ms": spread(gaps) | _shares(gaps),
+        "first_token_above_ms": spread(firsts) | _shares(firsts),
+        "gap_above_between_turns_without_ms": spread(noise) | _shares(noise),
         "first_load": {"gap_above_ms": gaps[0], "first_token_above_ms": firsts[0]},
         "row_to_first_token_ms": spread([1000 * row_to_first_token(turn) for turn in turns["load"]]),
     }
@@ -82,34 +95,90 @@ async def run_side_by_side(service: Service) -> dict[str, Any]:
     }
 
 
-def count_wrong_labels(service: Service) -> tuple[int, int]:
-    """How many rows there are, and of how many some logprob is not that of the version that the row names."""
+async def run_two_explorers(service: Service, loads: int) -> dict[str, int]:
+    """Streams at two explorers of one engine while versions come in; of whose rows the labels count."""
+    streams = []
+    async with (
+        contextlib.aclosing(Callers(service.url)) as one,
+        contextlib.aclosing(Callers(service.start_explorer())) as other,
+    ):
+        for _ in range(loads):
+            await asyncio.to_thread(service.prepare_version)
+            publish = one.turn(8, lambda: asyncio.to_thread(service.publish))
+            streams += [
+                stream for turn in await asyncio.gather(publish, other.turn(8, None)) for stream in turn.streams
+            ]
+    return {"replies": len(streams), "failed": sum(stream.failed is not None for stream in streams)}
+
+
+def check_labels(service: Service) -> dict[str, Any]:
+    """Whether the rows' logprobs are those that PEFT computes, in float32, by the version that the row names.
+
+    The largest difference between engine and PEFT is given, and that between PEFT and the last version merged.
+    """
+    from trainer_service.adapters import open_adapter
+    from trainer_service.models import load_causal_lm
+
+    root, by_version = service.config.root, read_rows(service)
+    wrong, largest = 0, {"adapter": 0.0, "base": 0.0}
+    base = root / version_path(0)
+    for version, rows in by_version.items():
+        model = open_adapter(base, root / version_path(version)) if version else load_causal_lm(base)
+        gaps = [_gap(own, row.logprobs) for own, row in zip(_logprobs(model, rows), rows, strict=True)]
+        wrong += sum(gap >= RIGHT for gap in gaps)
+        kind = "adapter" if version else "base"
+        largest[kind] = max(largest[kind], *gaps)
+    export_model(service.config, version, root.parent / "merged", merged=True)
+    merged = _logprobs(load_causal_lm(root.parent / "merged"), rows)
+    largest["merged"] = max(_gap(a, b) for a, b in zip(merged, _logprobs(model, rows), strict=True))
+    counted = {"rows": sum(map(len, by_version.values())), "versions": len(by_version)}
+    return {**counted, "wrong_labels": wrong, "largest_gap_to_peft": largest}
+
+
+def read_rows(service: Service) -> dict[int, list[Tokens]]:
+    """The tokens of all rows, by the version that they name."""
     with service.ledger.read() as connection:
         query = select(experiences.c.version, payloads.c.tokens).join(payloads).order_by(experiences.c.version)
         rows = connection.execute(query).all()
-    wrong, began = 0, time.monotonic()
-    for version in sorted({row.version for row in rows}):
-        with service.publisher.adapted(version) as model:  # type: ignore[union-attr]
-            for row in rows:
-                if row.version == version:
-                    wrong += not _is_right(model, Tokens.decode(row.tokens))
-    print(f"{len(rows)} rows looked at in {time.monotonic() - began:.0f} s", file=sys.stderr)
-    return len(rows), wrong
+    by_version: dict[int, list[Tokens]] = {}
+    for row in rows:
+        by_version.setdefault(row.version, []).append(Tokens.decode(row.tokens))
+    return by_version
 
 
-def _is_right(model: Any, tokens: Tokens) -> bool:
+def _logprobs(model: Any, rows: list[Tokens]) -> list[npt.NDArray[np.float32]]:
+    """Of the rows' replies."""
     import torch
 
-    ids = torch.from_numpy(np.concatenate([tokens.prompt_ids, tokens.reply_ids]).astype(np.int64))[None]
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), -1)
-    at = torch.arange(len(tokens.prompt_ids) - 1, ids.shape[1] - 1)
-    own = logprobs[at, ids[0, len(tokens.prompt_ids) :]].numpy()
-    return bool(np.abs(own - tokens.logprobs).max() < RIGHT)
+    found = []
+    for first in range(0, len(rows), AT_ONCE):
+        block = rows[first : first + AT_ONCE]
+        texts = [torch.from_numpy(np.concatenate([row.prompt_ids, row.reply_ids]).astype(np.int64)) for row in block]
+        ids_BT = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # what is behind a row changes none of it
+        with torch.no_grad():
+            logprobs_BTV = torch.log_softmax(model(input_ids=ids_BT, use_cache=False).logits.float(), -1)
+        logprobs_BT = logprobs_BTV[:, :-1].gather(2, ids_BT[:, 1:, None])[..., 0].numpy()
+        starts = [len(row.prompt_ids) - 1 for row in block]
+        found += [
+            logprobs_BT[n, start : start + len(row.reply_ids)]
+            for n, (row, start) in enumerate(zip(block, starts, strict=True))
+        ]
+    return found
+
+
+def _gap(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
+    return float(np.abs(one - other).max())
+
+
+def _shares(above_ms: list[float]) -> dict[str, Any]:
+    """How many turns are within the bound, and those that are not."""
+    beyond = [round(value) for value in above_ms if value > BOUND_MS]
+    return {"within_bound": 1 - len(beyond) / len(above_ms), "beyond": sorted(beyond)}
 
 
 def _longest_gap_s(turn: Turn) -> float:
-    return max(stream.longest_gap_s for stream in turn.streams)
+    """From the moment on at which all streams were under way: before, each waits for the others' prompts."""
+    return max(stream.longest_gap_since(turn.under_way_at) for stream in turn.streams)
 
 
 def _slowest_first_s(turn: Turn) -> float:

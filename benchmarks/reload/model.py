@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LAYERS, WIDTH, INNER, HEADS = 6, 384, 1024, 12  # 32 wide heads: vLLM's CPU attention takes no narrower ones
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a Qwen2 model."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    key_heads: int
+
+
+SMALL = Shape(6, 384, 1024, 12, 12)  # 32 wide heads: vLLM's CPU attention takes no narrower ones
+ONE_LAYER = Shape(1, 896, 4864, 14, 2)  # of Qwen2.5-0.5B
 LONGEST = 1024  # tokens
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -14,15 +28,15 @@ TEMPLATE = (
 )
 
 
-def make_model(folder: Path, *, dtype: str = "float32", tied: bool = False) -> Path:
+def make_model(folder: Path, *, dtype: str = "float32", tied: bool = False, shape: Shape = SMALL) -> Path:
     """Write the model's folder as Hugging Face does."""
-    model = new_model(dtype=dtype, tied=tied)
+    model = new_model(dtype=dtype, tied=tied, shape=shape)
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
     return folder
 
 
-def new_model(*, dtype: str, tied: bool = False) -> Any:
+def new_model(*, dtype: str, tied: bool = False, shape: Shape = SMALL) -> Any:
     """The model in memory, always the same."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -32,14 +46,14 @@ def new_model(*, dtype: str, tied: bool = False) -> Any:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=256 + len(SPECIAL),
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_heads,
         max_position_embeddings=LONGEST,
         tie_word_embeddings=tied,
-        initializer_range=WIDTH**-0.5,  # the scale of weights that keep the size of what passes through them
+        initializer_range=shape.width**-0.5,  # the scale of weights that keep the size of what passes through them
         bos_token_id=None,
         eos_token_id=258,
         pad_token_id=256,

@@ -66,6 +66,17 @@ class Service:
     def _start(self, arguments: list[str], name: str) -> None:
         self._stack.enter_context(_running(arguments, self._folder / f"{name}.log"))
 
+    def start_explorer(self) -> str:
+        """One more, of the same engines. Returns its url."""
+        file = self._folder / "other.yaml"
+        port = _free_port()
+        config = yaml.safe_load(self.file.read_text())
+        config["explorer"]["port"] = port
+        file.write_text(yaml.safe_dump(config))
+        self._start(["explorer", "-c", str(file)], "other")
+        _wait(f"http://127.0.0.1:{port}/ready")
+        return f"http://127.0.0.1:{port}"
+
     def prepare_version(self) -> None:
         """Write the next version's folder; it counts for nothing until `publish`."""
         self.publisher.prepare()

@@ -31,7 +31,12 @@ class Stream:
 
     @property
     def longest_gap_s(self) -> float:
-        return max((later - earlier for earlier, later in pairwise(self.event_times)), default=0.0)
+        return self.longest_gap_since(0.0)
+
+    def longest_gap_since(self, moment: float) -> float:
+        """Of those that end after it. moment: as time.monotonic()."""
+        gaps = (later - earlier for earlier, later in pairwise(self.event_times) if later > moment)
+        return max(gaps, default=0.0)
 
 
 @dataclass
@@ -40,7 +45,7 @@ class LateChat:
 
     version: int
     first_token_s: float
-    ended_at: float
+    first_token_at: float
 
 
 @dataclass
@@ -50,6 +55,7 @@ class Turn:
     streams: list[Stream]
     late: list[LateChat]
     began_at: float | None = None
+    under_way_at: float = 0.0  # when every stream had its first tokens
     published: int | None = None
     frozen_tokens: int = 0  # what all streams had, prompts included, when it began
 
@@ -69,19 +75,25 @@ class Callers:
     async def aclose(self) -> None:
         await self._http.close()
 
-    async def turn(self, streams: int, happen: Callable[[], Awaitable[int | None]] | None) -> Turn:
-        """Run streams, let something happen when all are under way, and chat shortly until it is over."""
+    async def turn(
+        self, streams: int, happen: Callable[[], Awaitable[int | None]] | None, chats: int = LATE_CHATS
+    ) -> Turn:
+        """Run streams, let something happen when all are under way, and chat shortly until it is over.
+
+        chats: how many short chats there are at least.
+        """
         running = [Stream() for _ in range(streams)]
         tasks = [asyncio.create_task(self._stream(stream, number)) for number, stream in enumerate(running)]
         turn = Turn(running, [])
         while not all(len(stream.token_ids) >= UNDER_WAY or stream.failed for stream in running):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+        turn.under_way_at = time.monotonic()
         turn.frozen_tokens = sum(stream.prompt_tokens + len(stream.token_ids) for stream in running)
         happening = None
         if happen is not None:
             turn.began_at = time.monotonic()
             happening = asyncio.ensure_future(happen())
-        while not self._is_over(turn, happening):
+        while len(turn.late) < chats or not self._is_over(turn, happening):
             turn.late.append(await self._late_chat())
         await asyncio.gather(*tasks)
         return turn
@@ -98,7 +110,7 @@ class Callers:
 
     def _is_over(self, turn: Turn, happening: asyncio.Future[int | None] | None) -> bool:
         if happening is None:
-            return len(turn.late) >= LATE_CHATS
+            return True
         if not happening.done():
             return False
         turn.published = happening.result()
@@ -113,7 +125,7 @@ class Callers:
         began = time.monotonic()
         version = await self._send(f"somebody asks at {time.time_ns()}", 2, stream)
         first = stream.event_times[0] if stream.event_times else float("inf")
-        return LateChat(version, first - began, time.monotonic())
+        return LateChat(version, first - began, first)
 
     async def _send(self, words: str, tokens: int, stream: Stream, model: str | None = None) -> int:
         """Send a chat and note what comes. Returns the version that the answer's head names, -1 for an error."""

@@ -7,7 +7,6 @@ and has no request of that version, unloaded. Only then its lease runs out, and 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Collection
 from typing import TypeVar
@@ -118,8 +117,8 @@ class AdapterKeeper:
     async def _find_strays(self) -> dict[int, str]:
         """Adapters of this ledger that an owner before this one has loaded, and nobody wants."""
         known = {*self._take_up.served.values(), *self._take_up.leaving.values()}
-        pattern = re.compile(re.escape(self._shared.config.model.name) + r"@(\d{1,9})\+")
-        strays = {int(m[1]): n for n in self._take_up.present if n not in known and (m := pattern.match(n))}
+        unknown = [name for name in self._take_up.present if name not in known]
+        strays = {version: name for name in unknown if (version := self._shared.version_named(name)) is not None}
         if not strays:
             return {}
         rows: dict[int, VersionRow] = await self._read(lambda c: queries.find_versions(c, list(strays)))

@@ -8,6 +8,7 @@ dies when the folder is gone.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
@@ -31,7 +32,7 @@ from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import stage_folder
 from explorer_service.reload.tolerance import EngineTolerance
 from shared.errors import EngineError
-from shared.ledger import transitions
+from shared.ledger import queries, transitions
 from shared.log import StageLogger
 from shared.versions import version_name
 
@@ -78,7 +79,7 @@ class AdapterTakeUp:
                 "this ledger with the same model.kind"
             )
         await self._shared.lease_files(self._key, version)
-        folder = await stage_folder(self._admin, target, self._shared, in_use=[*self.served, *self.leaving])
+        folder = await stage_folder(self._admin, target, self._shared, in_use=await self._read_in_use())
         return dataclasses.replace(target, folder=folder or self._shared.config.root.resolve() / row.path)
 
     async def holds(self, target: Target) -> bool:
@@ -127,6 +128,17 @@ class AdapterTakeUp:
         self.served = {version: name for version, name in self.served.items() if name in self.present}
         self.leaving = {version: name for version, name in self.leaving.items() if name in self.present}
 
+    async def _read_in_use(self) -> set[int]:
+        """The versions that the engine may read, whoever has had it load them: an owner before this one, too."""
+        await self.read_present()
+        found = (self._shared.version_named(name) for name in self.present)
+        leased = await asyncio.to_thread(self._read_leased)
+        return {*leased, *(version for version in found if version is not None)}
+
+    def _read_leased(self) -> list[int]:
+        with self._shared.ledger.read() as connection:
+            return queries.leased_versions(connection, self._key)
+
     def leave(self, version: int, name: str) -> None:
         """The version gets no new requests."""
         self.served.pop(version, None)
@@ -149,6 +161,8 @@ class AdapterTakeUp:
                     f"engine {self._admin.url} holds {self._shared.config.engine.versions_held} versions, all of which "
                     "have requests; it is tried again, or raise engine.max_cpu_loras"
                 )
+            if not await self._shared.writer.write(lambda c: transitions.expect_adapter(c, self._key, target.version)):
+                raise StageFailed(f"version {target.version} is not on disk any more")
             await self._admin.load_adapter(name, target.folder)
             self.present[name] = str(target.folder)
         elif Path(self.present[name]).name.partition("-")[0] != version_name(target.version):

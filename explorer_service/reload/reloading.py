@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from sqlalchemy import Connection
@@ -56,6 +57,11 @@ class Reloading:
         vLLM caches KV by the name, and keeps what it computed under it for ever.
         """
         return f"{self.config.model.name}@{version}+{(manifest_sha256 or '')[:8]}"
+
+    def version_named(self, name: str) -> int | None:
+        """The version of such a name; None for any other."""
+        found = re.fullmatch(re.escape(self.config.model.name) + r"@(\d{1,9})\+[0-9a-f]{0,8}", name)
+        return None if found is None else int(found[1])
 
     def named(self, version: int) -> dict[int, str]:
         """What an engine serves by all of its weights: one version, under the configured name."""

@@ -88,6 +88,19 @@ def test_the_lease_of_a_load_ends_when_the_load_is_told(ledger):
     assert purposes(ledger, 1) == {"serving"}
 
 
+def test_what_an_engine_is_about_to_have_keeps_its_files_though_the_explorer_dies_and_another_takes_over(ledger):
+    with ledger.write() as connection:
+        transitions.heartbeat(connection, "explorer", {})
+        about = {"reader": ENGINE, "purpose": Purpose.LOADING, "owner": "explorer"}
+        assert transitions.lease_version(connection, 1, **about)
+        assert transitions.expect_adapter(connection, ENGINE, 1)
+        transitions.sign_off(connection, "explorer")
+    hold(ledger, [3])
+    with ledger.read() as connection:
+        assert queries.leased_versions(connection, ENGINE) == [1, 3]
+    assert not give_up(ledger) & {1, 3}
+
+
 def test_pins_are_told_by_their_last_use_and_end_by_themselves_whatever_the_explorer_renews(ledger):
     assert pin(ledger, 1, lasts_s=50.0) and pin(ledger, 2, lasts_s=60.0) and pin(ledger, 1, "another", lasts_s=70.0)
     assert pin(ledger, 3, lasts_s=-1.0)
@@ -101,3 +114,5 @@ def test_pins_are_told_by_their_last_use_and_end_by_themselves_whatever_the_expl
 def test_a_version_whose_files_are_given_up_is_not_pinned(ledger):
     assert 1 in give_up(ledger)
     assert not pin(ledger, 1)
+    with ledger.write() as connection:
+        assert not transitions.expect_adapter(connection, ENGINE, 1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,7 +20,7 @@ from shared.config import Config
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import version_leases
-from shared.versions import Manifest, verify_version, version_path
+from shared.versions import Manifest, read_manifest, verify_version, version_path, write_version
 from tests.integration.test_lora import LORA, largest_gap
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
@@ -106,9 +108,10 @@ def test_a_merged_folder_is_the_base_plus_the_product_rounded_once(adapters, tmp
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("hello w1") == [7, 9]
 
 
-def test_a_delta_is_exported_whole(deltas, tmp_path):
-    assert export(deltas, "--version", "2", "--to", str(tmp_path / "out")) == 0
-    manifest = verify_version(deltas / version_path(2))
+@pytest.mark.parametrize("version", [1, 2])
+def test_all_weights_are_exported_whole_those_of_a_delta_too(version, deltas, tmp_path):
+    assert export(deltas, "--version", str(version), "--to", str(tmp_path / "out")) == 0
+    manifest = verify_version(deltas / version_path(version))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert largest_gap(logprobs(model, manifest), manifest.probe.sequences) < 0.1
 
@@ -136,6 +139,26 @@ def test_what_cannot_be_exported_is_refused_in_one_line_and_leaves_nothing(delta
     ):
         readers = connection.execute(version_leases.select()).all()
     assert not [row for row in readers if row.purpose == "export"], "its files are released"
+
+
+@pytest.mark.parametrize("merged", [[], ["--merged"]])
+def test_a_folder_that_computes_something_else_than_its_version_is_not_written(merged, tmp_path, capsys):
+    """The probe is computed again from the written files: here the version's own is of another adapter."""
+    model = make_tiny_model(tmp_path / "base")
+    config = trainer_config(tmp_path, model, LORA, algorithm="raft", raft={"above": 0.0}, epochs=1)
+    train(config)
+    right = read_manifest(tmp_path / version_path(2))
+    off = [structs.replace(one, logprobs=[p - 0.1 for p in one.logprobs]) for one in right.probe.sequences]
+    wrong = structs.replace(right, version=3, parent=2, files={}, probe=structs.replace(right.probe, sequences=off))
+    old = tmp_path / version_path(2)
+    manifest = write_version(
+        tmp_path, wrong, lambda folder: [shutil.copy(file, folder) for file in old.glob("adapter_*")]
+    )
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
+        publish(ledger, tmp_path, manifest)
+    line = refusal(tmp_path, capsys, "--version", "3", "--to", str(tmp_path / "out"), *merged)
+    assert "compute other logprobs than its probe: off by 0.1" in line
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_damaged_adapter_is_not_exported(adapters, tmp_path, capsys):

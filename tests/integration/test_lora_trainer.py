@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from shared.config import Config
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state, list_versions
 from shared.versions import verify_version, version_path
-from tests.support.experiences import make_experiences
-from tests.support.processes import wait_for
+from tests.support.experiences import make_experiences, trainer_config
+from tests.support.processes import run_flywheel, wait_for, write_config
+from tests.support.servers import free_port
 from tests.support.trained_roots import begin, newest, open_ledger, prepare
+from trainer_service.publish import ensure_base_version
 
 SETTINGS = {"lora": {"rank": 12}, "deepspeed": {"optimizer": {"params": {"eps": 1e-6}}}, "epochs": 1}
 LAST = 4
-STAGE_3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+STAGES = [0, 1, 2, 3] if os.environ.get("FLYWHEEL_TORTURE") == "full" else [3]
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +99,34 @@ def test_versions_that_no_state_contains_are_withdrawn_their_rows_trained_again_
     assert len(kept) == 3 and {"v000000", "v000005"} <= kept
 
 
-def test_two_ranks_end_with_the_adapter_of_one(tmp_path, lives, model, rows, undisturbed):
-    settings = {**SETTINGS, "deepspeed": {**SETTINGS["deepspeed"], **STAGE_3}}
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_end_with_the_adapter_of_one(stage, tmp_path, lives, model, rows, undisturbed):
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    settings = {**SETTINGS, "deepspeed": {**SETTINGS["deepspeed"], "zero_optimization": zero}}
     prepare(tmp_path, model, rows[:16], ranks=2, **settings)
     with begin(lives, tmp_path) as process:
         wait_for(lambda: newest(tmp_path) == 2 or not process.alive, "two versions", 60)
         assert process.stop() == 0 and "Traceback" not in process.output()
     expected = adapter(undisturbed, 2)
     assert all(torch.allclose(found, expected[name], atol=2e-5) for name, found in adapter(tmp_path, 2).items())
+
+
+@pytest.mark.parametrize("command", ["engine", "explorer", "trainer"])
+def test_another_kind_than_that_of_the_versions_is_refused_in_one_line_with_what_to_set(command, tmp_path, model):
+    config = trainer_config(tmp_path, model, {})
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
+        ensure_base_version(config, ledger)
+        with ledger.write() as connection:
+            transitions.publish(connection, version=1, parent=0, kind="lora", step=1)
+    engines = [{"name": "e0", "url": f"http://127.0.0.1:{free_port()}"}]
+    tree = {
+        "root_dir": str(tmp_path),
+        "model": {"path": str(model)},
+        "explorer": {"port": free_port(), "engines": engines},
+    }
+    file = write_config(Config.model_validate(tree), tmp_path / "flywheel.yaml")
+    ended = run_flywheel(command, "-c", str(file), timeout_s=60)
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("flywheel: ")]
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert "model.kind=full, and v000001 of the ledger" in line
+    assert "is of the kind lora; set model.kind: lora, or begin with a new root_dir and database" in line

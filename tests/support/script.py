@@ -52,9 +52,11 @@ class Script:
     padding: str = ""  # after the text of each event
     adapters: dict[str, str] = field(default_factory=dict)  # that it has: name → folder
     ever_loaded: list[tuple[str, str]] = field(default_factory=list)  # names and folders
+    gone: list[str] = field(default_factory=list)  # adapters that it had when their files were gone
     routes_lora: bool = True  # it was started with VLLM_ALLOW_RUNTIME_LORA_UPDATING
     refuses_lora: str | None = None  # why every load answers 500
     without_effect: set[str] = field(default_factory=set)  # names under which it computes as the base does
+    say: Callable[[str], object] = lambda _: None  # told of every load and unload of an adapter
     loaded: str = "start"
     probes: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)

@@ -33,6 +33,10 @@ class ScriptedAdapters:
         app.router.add_post("/v1/unload_lora_adapter", self._unload)
 
     async def _models(self, _request: web.Request) -> web.Response:
+        for name, root in self._script.adapters.items():
+            if not (Path(root) / ADAPTER_WEIGHTS).exists():
+                self._script.gone.append(name)
+                self._script.say(f"gone {name}")
         cards = [{"id": "agent", "root": "/base"}]
         cards += [{"id": name, "root": root, "parent": "agent"} for name, root in self._script.adapters.items()]
         return web.json_response({"object": "list", "data": cards})
@@ -41,6 +45,7 @@ class ScriptedAdapters:
         body, script = await request.json(), self._script
         name, folder = body["lora_name"], Path(body["lora_path"])
         script.calls.append(f"load {name}")
+        script.say(f"loading {name}")
         if not script.routes_lora:
             return web.json_response({"detail": "Not Found"}, status=404)
         await asyncio.sleep(script.reload_s)
@@ -52,21 +57,25 @@ class ScriptedAdapters:
             return web.json_response({"error": {"message": f"No adapter found for {folder}", "code": 404}}, status=404)
         script.adapters[name] = str(folder)
         script.ever_loaded.append((name, str(folder)))
+        script.say(f"loaded {name}")
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: web.Request) -> web.Response:
         name = (await request.json())["lora_name"]
         self._script.calls.append(f"unload {name}")
+        self._script.say(f"unloading {name}")
+        await asyncio.sleep(self._script.reload_s)
         self._script.adapters.pop(name, None)
+        self._script.say(f"unloaded {name}")
         return web.Response(text="Success")
 
-    def logprobs(self, name: str) -> list[float] | None:
-        """Of the probe, by the adapter of this name; None: it is none, or has no effect."""
+    def logprobs(self, name: str, token_ids: list[int]) -> list[float] | None:
+        """Of a sequence of the probe, by the adapter of this name; None: it is none, or has no effect."""
         folder = self._script.adapters.get(name)
         if folder is None or name in self._script.without_effect:
             return None
-        probe = json.loads((Path(folder) / "MANIFEST.json").read_text())["probe"]
-        return [float(p) for p in probe["sequences"][0]["logprobs"]]
+        sequences = json.loads((Path(folder) / "MANIFEST.json").read_text())["probe"]["sequences"]
+        return next(([float(p) for p in one["logprobs"]] for one in sequences if one["token_ids"] == token_ids), None)
 
 
 def publish_base(explorer: RunningExplorer) -> None:

@@ -26,8 +26,11 @@ from tests.support.scripted_answers import bad_request, break_off, completion_ch
 class ScriptedEngine:
     """Runs in a thread of its own on a free loopback port."""
 
-    def __init__(self) -> None:
-        self.script = Script()
+    def __init__(self, port: int = 0, script: Script | None = None) -> None:
+        """port: 0 for any that is free."""
+        self.script = script or Script()
+        self._port = port
+        self._come_back()
         self._adapters = ScriptedAdapters(self.script)
         self.url = ""
         self._loop = asyncio.new_event_loop()
@@ -58,7 +61,7 @@ class ScriptedEngine:
         self._adapters.add_to(app)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._started.set()
@@ -195,7 +198,7 @@ class ScriptedEngine:
         ids = body["prompt"]
         wrong = self.script.wrong_probe_for
         off = 1.0 if self.script.loaded in wrong or body["model"] in wrong else self.script.noise
-        known = self._adapters.logprobs(body["model"])
+        known = self._adapters.logprobs(body["model"], ids)
         known = self.script.probes.get(tuple(ids), [-9.0] * (len(ids) - 1)) if known is None else known
         entries = [None] + [{str(t): {"logprob": p + off}} for t, p in zip(ids[1:], known, strict=True)]
         return web.json_response({"choices": [{"index": 0, "prompt_logprobs": entries}]})

@@ -1,6 +1,6 @@
 """Every read of the ledger that is not part of a transition; a file for each subject. Nothing here writes."""
 
-from shared.ledger.queries.adapters import pinned_versions, served_adapters
+from shared.ledger.queries.adapters import leased_versions, pinned_versions, served_adapters
 from shared.ledger.queries.explorers import (
     EngineRow,
     Followed,
@@ -50,9 +50,9 @@ __all__ = [
     "DecisionRow", "EngineRow", "Followed", "Pace", "Progress", "Rewards", "StateRow", "Target", "Targets",
     "TooManyTargets", "TrainerRow", "VersionRow", "any_lease_expired", "any_stream_open", "count_by_state",
     "count_ready", "count_rows", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest", "find_targets",
-    "find_trainer", "find_versions", "held_rows", "is_to_blame", "known_choices", "ledger_status", "list_decisions",
-    "list_run", "list_states", "list_trainers", "list_versions", "live_explorers", "load_lease", "load_signals",
-    "newest_version", "oldest_done", "oldest_ready", "pace", "pinned_versions", "progress", "quarantined",
-    "read_calibration", "read_engine", "recent_kinds", "remembered_answer", "rewards_by_version", "served_adapters",
-    "size_bytes", "tasks_repeat", "versions_on_disk",
+    "find_trainer", "find_versions", "held_rows", "is_to_blame", "known_choices", "leased_versions",
+    "ledger_status", "list_decisions", "list_run", "list_states", "list_trainers", "list_versions",
+    "live_explorers", "load_lease", "load_signals", "newest_version", "oldest_done", "oldest_ready", "pace",
+    "pinned_versions", "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds",
+    "remembered_answer", "rewards_by_version", "served_adapters", "size_bytes", "tasks_repeat", "versions_on_disk",
 ]  # fmt: skip

@@ -17,6 +17,12 @@ def served_adapters(connection: Connection, engine: str) -> dict[int, str]:
     return {row.version: row.manifest_sha256 or "" for row in connection.execute(query)}
 
 
+def leased_versions(connection: Connection, engine: str) -> list[int]:
+    """The versions whose files an engine may read: those that it has, loads, or gives up."""
+    query = select(version_leases.c.version).where(version_leases.c.reader == engine).distinct()
+    return list(connection.execute(query.order_by(version_leases.c.version)).scalars())
+
+
 def pinned_versions(connection: Connection) -> list[int]:
     """The versions that callers of any explorer name, the one that was named last at first."""
     last = func.max(version_leases.c.until)

@@ -11,7 +11,7 @@ Each function runs inside the caller's writing transaction. Its statements name 
 of a race changes nothing. Callers write `transitions.claim(...)`.
 """
 
-from shared.ledger.transitions.adapters import hold_adapters, pin_version
+from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version
 from shared.ledger.transitions.claim import (
     Whole,
     claim,
@@ -103,6 +103,7 @@ __all__ = [
     "discard_stale",
     "dismiss_trainer",
     "erase",
+    "expect_adapter",
     "expire",
     "extend_lease",
     "fail_update",

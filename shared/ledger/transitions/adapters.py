@@ -32,6 +32,15 @@ def hold_adapters(connection: Connection, engine: str, *, serves: Collection[int
     connection.execute(delete(version_leases).where(*loaded))
 
 
+def expect_adapter(connection: Connection, engine: str, version: int) -> bool:
+    """An engine is about to have an adapter. False: its files are gone.
+
+    The lease is the engine's own, for it loads on when the explorer that asked it to has died; whoever owns the engine
+    next finds the adapter there.
+    """
+    return lease_version(connection, version, reader=engine, purpose=Purpose.UNLOADING, owner=engine)
+
+
 def pin_version(connection: Connection, version: int, *, explorer: str, lasts_s: float) -> bool:
     """Callers of an explorer name a version: it is to be in service for so long. False: its files are gone."""
     return lease_version(connection, version, reader=explorer, purpose=Purpose.PINNED, owner=explorer, lasts_s=lasts_s)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from explorer_service.engines.pool import EngineState
+from services.engine.stage import Stage
 from shared.ledger import queries
 from shared.ledger.queries import list_versions
 from tests.support.adapters import engine, publish_and_wait, said, state
@@ -159,6 +160,20 @@ def test_an_explorer_that_starts_anew_reads_what_the_engine_has_and_loads_nothin
     wait_until(lambda: [name[:7] for name in scripted_engine.script.adapters] == ["agent@2"])
 
 
+def test_what_an_owner_that_died_has_loaded_stays_staged_while_the_engine_has_it(
+    start, scripted_engine, explorer, tmp_path
+):
+    publish_and_wait(explorer, 1, 2)
+    explorer.stop()
+    scripted_engine.script.stage = Stage(tmp_path, tmp_path / "staged", keep=1)
+    folder = scripted_engine.script.stage.stage(1)
+    scripted_engine.script.adapters.clear()
+    scripted_engine.script.adapters[name_of(explorer, 1)] = str(folder)  # and died before it said so
+    assert served(start()) == "2"
+    wait_until(lambda: [name[:7] for name in scripted_engine.script.adapters] == ["agent@2"])
+    assert scripted_engine.script.gone == []
+
+
 # ------------------------------------------------------------------ what is refused
 
 
@@ -169,6 +184,15 @@ WRONG = {
     "a missing tensor": (
         {"tensors": {"base_model.model.model.layers.0.q_proj.lora_A.weight": ("F32", [2, 3])}},
         "lora_B.weight' is missing",
+    ),
+    "a tensor of another shape": (
+        {
+            "tensors": {
+                "base_model.model.model.layers.0.q_proj.lora_A.weight": ("F32", [2, 3]),
+                "base_model.model.model.layers.0.q_proj.lora_B.weight": ("F32", [5, 2]),
+            }
+        },
+        "should be [4, 2]",
     ),
 }
 
