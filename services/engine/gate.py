@@ -32,7 +32,7 @@ WARMUP_HEADER = "x-flywheel-warmup"
 ADMIN_HEADER = "x-flywheel-engine-token"
 OPEN_PATH = "/flywheel/open"
 STAGE_PATH = "/flywheel/stage"
-STAGE_BODY_BYTES = 65_536
+STAGE_BODY_BYTES = 16_384
 RESTART_PATH = "/flywheel/restart"  # as explorer_service/engines/admin.py has it
 OPEN_ROUTES = frozenset((
     ("GET", "/health"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/v1/models"), ("POST", "/tokenize"),

@@ -28,7 +28,7 @@ from shared.log import StageLogger
 
 log = StageLogger("stage")
 
-REQUEST_BYTES = 65_536
+REQUEST_BYTES = 16_384
 # the statuses of the gate's answers
 STAGED, MISSING, UNSOUND, NO_DISK = 200, 409, 422, 507
 
