@@ -17,7 +17,7 @@ from benchmarks.front_door.gateways import Gateway
 
 SILENT, SLOW, DEAF, TARGETS = 2_000, 200, 50, 10_000
 DRIP_S = 0.1  # between two bytes of a slow body
-SETTLE_S = 2.0  # until the buffers of those who do not read are full
+SETTLE_S = 6.0  # until the buffers of those who do not read are full
 RECEIVE_BUFFER = 4096
 
 
