@@ -10,11 +10,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from sqlalchemy import Connection
+
 from explorer_service.ledger_reader import LedgerReader
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.membership import Membership
+from shared.errors import LedgerError
 from shared.experience import Sample
 from shared.ledger import queries, transitions
+from shared.log import StageLogger
+
+log = StageLogger("record")
 
 POLL_S = 0.05  # how soon another explorer's stream is asked for again; each time half as long again
 MAX_POLL_S = 1.0
@@ -34,6 +40,7 @@ class OpenStreams:
         self._writer = writer
         self._membership = membership
         self._ended: dict[str, asyncio.Event] = {}  # of this process
+        self._unclosed: set[str] = set()  # have ended, and the others do not know it yet
 
     @asynccontextmanager
     async def opened(self, msg_id: str) -> AsyncIterator[None]:
@@ -48,7 +55,23 @@ class OpenStreams:
             del self._ended[msg_id]
             ended.set()
             if announced:
-                await self._writer.write(lambda c: transitions.close_stream(c, msg_id))
+                await self._close(msg_id)
+
+    async def _close(self, msg_id: str) -> None:
+        """Tell the others that it has ended; if the ledger is away, with the end of the next stream."""
+        self._unclosed.add(msg_id)
+        closing = sorted(self._unclosed)
+
+        def close(connection: Connection) -> None:
+            for name in closing:
+                transitions.close_stream(connection, name)
+
+        try:
+            await self._writer.write(close)
+        except LedgerError as error:  # its caller has all of it, and the row is stored or was refused before
+            log.debug("the end of a stream is not told yet", msg_id=msg_id, reason=str(error))
+            return
+        self._unclosed.difference_update(closing)
 
     async def wait_recorded(self, msg_ids: list[str]) -> None:
         """Until none of these is still streamed, here or by another explorer. Raises LedgerError."""

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from sqlalchemy import select, update
 
+from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.tables import engines, experiences
 from tests.support.processes import Process, descendants, wait_for, write_config
@@ -108,6 +109,26 @@ def test_feedback_to_one_waits_for_a_stream_of_the_other(both, scripted_engine):
     receipts = both[1].http.post("/feedback", json={"msg_ids": ids, "reward": 1}).json()["receipts"]
     streaming.join()
     assert receipts == [{"msg_id": ids[0], "state": "applied"}]
+
+
+def test_a_stream_whose_end_the_ledger_does_not_take_is_whole_and_told_later(both, monkeypatch):
+    first, _ = both
+    wait_until(lambda: not first.deps.membership.is_alone)
+    refused = iter([LedgerError("a fault was put in")])
+    close = transitions.close_stream
+
+    def failing(connection, msg_id):
+        if error := next(refused, None):
+            raise error
+        close(connection, msg_id)
+
+    monkeypatch.setattr(transitions, "close_stream", failing)
+    for left in (1, 0):
+        with first.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
+            assert [line for line in reply.iter_lines() if line][-1] == "data: [DONE]"
+        with first.ledger.read() as connection:
+            found = connection.exec_driver_sql("SELECT count(*) FROM open_streams").scalar_one()
+        assert found == left
 
 
 def test_when_the_owner_signs_off_another_takes_the_engine_over(both):

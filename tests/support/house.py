@@ -54,11 +54,11 @@ class House:
         assert all(engine.script.loaded.startswith(f"v{version:06d}") for engine in self.engines)
         assert not any(engine.script.paused for engine in self.engines)
 
-    def serves(self, explorer: RunningExplorer, version: int) -> bool:
+    def serves(self, explorer: RunningExplorer, version: int, state: str = "serving") -> bool:
         """Whether this explorer gives chats to both engines, and these hold the version."""
         reply = explorer.http.get("/status")
         shown = reply.json()["engines"] if reply.status_code == 200 else [{"state": "unknown", "version": None}]
-        return all((engine["state"], engine["version"]) == ("serving", version) for engine in shown)
+        return all((engine["state"], engine["version"]) == (state, version) for engine in shown)
 
     def publish(self, version: int) -> None:
         publish(self.explorers[0], version, -1.0 - version)
