@@ -92,34 +92,34 @@ class Ranks:
 
     def _next_order(self, stop: StopRequest) -> tuple[str, list[Any]]:
         key, waited_s = f"order-{self._ordered}", 0.0
-        while True:
-            if self._is_set(key):
-                break
+        while (order := self._read_order(key)) is None:
             waited_s += _LOOK_EVERY_S if stop else 0.0
             if waited_s > PATIENCE_S:
                 raise RankLost(f"rank 0 gave no order for {PATIENCE_S:g} s after a request to stop")
         self._ordered += 1
-        name, arguments = msgspec.msgpack.decode(self._store.get(key))
+        name, arguments = msgspec.msgpack.decode(order)
         return name, arguments
 
-    def _is_set(self, key: str) -> bool:
-        """Whether rank 0 sets the key within _LOOK_EVERY_S. Raises RankLost when it is gone or has stopped to run.
+    def _read_order(self, key: str) -> bytes | None:
+        """The order, when rank 0 gives it within _LOOK_EVERY_S. Raises RankLost when it is gone or has stopped to run.
 
         The store of a process that is stopped, or of a machine that is cut off, keeps its callers waiting without end.
         So a thread asks, and is left behind.
         """
-        asked: Future[None] = Future()
-        limit = timedelta(seconds=_LOOK_EVERY_S)
-        Thread(target=_settle, args=(asked, partial(self._store.wait, [key], limit)), daemon=True).start()
+        asked: Future[bytes] = Future()
+        Thread(target=_settle, args=(asked, partial(self._wait_and_get, key)), daemon=True).start()
         try:
-            asked.result(_LOOK_EVERY_S + self._timeout_s)
+            return asked.result(_LOOK_EVERY_S + self._timeout_s)
         except dist.DistStoreError:
-            return False
+            return None
         except TimeoutError as exc:
             raise RankLost(f"rank 0 does not answer, for {self._timeout_s:g} s now (trainer.rank_timeout_s)") from exc
         except (RuntimeError, dist.DistNetworkError) as exc:
             raise RankLost(f"rank 0 is gone ({_first_line(exc)})") from exc
-        return True
+
+    def _wait_and_get(self, key: str) -> bytes:
+        self._store.wait([key], timedelta(seconds=_LOOK_EVERY_S))
+        return bytes(self._store.get(key))
 
     def broadcast(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Rank 0's tensor, on the device; the others give one of the same shape and type."""
@@ -211,13 +211,11 @@ def join_ranks(timeout_s: float) -> Ranks:
     return Ranks(rank, size, local_rank, store, timeout_s)
 
 
-def _settle(asked: Future[None], question: Callable[[], None]) -> None:
+def _settle(asked: Future[bytes], question: Callable[[], bytes]) -> None:
     try:
-        question()
+        asked.set_result(question())
     except RuntimeError as exc:  # raised again where the answer is waited for
         asked.set_exception(exc)
-    else:
-        asked.set_result(None)
 
 
 def _meet(rank: int, size: int) -> Any:

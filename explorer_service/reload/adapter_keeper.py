@@ -53,6 +53,9 @@ class AdapterKeeper:
         if lost := [name for name in before.values() if name not in self._take_up.present]:
             self._pool.check(self._engine, f"it does not have {', '.join(lost)} any more: it has started anew")
             return
+        if reason := await self._adopt():
+            self._pool.check(self._engine, f"what it serves is not proven here: {reason}")
+            return
         pins = await self._read_pins(self._engine.version)
         await self.bring_in_pins(pins)
         if await self._give_up({self._engine.version, *pins}):
@@ -62,13 +65,23 @@ class AdapterKeeper:
             await self._shared.writer.write(self._take_up.note)
             self._held_at = time.monotonic()
 
+    async def _adopt(self) -> str | None:
+        """Prove the version that the owner before this one had the engine serve, so that it is not given up.
+
+        None when the engine has proven it, else why not.
+        """
+        version = self._engine.version
+        if not version or version in self._take_up.served:
+            return None
+        return await self._bring_in(version)
+
     async def bring_in_pins(self, pins: Collection[int] | None = None) -> None:
         """Load what is pinned, one after the other. An engine that is not open yet is announced by whoever opens it."""
         for version in await self._read_pins(None) if pins is None else pins:
             if version in self._take_up.served or self._backoff.wait_s(version):
                 continue
-            if self._take_up.room < 2:  # one is for the newest version; who asked waits until another has left
-                return
+            if self._take_up.room < 2 and not self._take_up.has(version):
+                continue  # one place is for the newest version; who asked waits until another has left
             if reason := await self._bring_in(version):
                 log.warning("pinned version not taken up", version=version, engine=self._engine.name, reason=reason)
                 self._backoff.note(version, reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from threading import Thread
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from shared.process import visible_devices
 from shared.stop_request import StopRequest
 from tests.support.experiences import rows
 from trainer_service.broadcast import pack_arrays, pack_rows, unpack_arrays, unpack_rows
+from trainer_service.errors import RankLost
 from trainer_service.ranks import Ranks
 
 
@@ -65,6 +66,33 @@ def test_rank_0_stays_until_the_others_have_read_their_last_order():
     second.leave()
     leaving.join(5)
     assert not leaving.is_alive()
+
+
+class StopsBetween:
+    """The store of a rank 0 that is stopped after it has said that there is an order."""
+
+    def wait(self, *_: object) -> None:
+        pass
+
+    def get(self, _key: str) -> bytes:
+        Event().wait(20)
+        raise RuntimeError
+
+
+def test_a_rank_0_that_is_stopped_while_an_order_is_read_is_lost():
+    ranks = Ranks(1, 2, 1, StopsBetween(), 0.1)
+    found: list[BaseException] = []
+
+    def follow() -> None:
+        try:
+            list(ranks.orders(StopRequest()))
+        except RankLost as error:
+            found.append(error)
+
+    following = Thread(target=follow, daemon=True)
+    following.start()
+    following.join(5)
+    assert "rank 0 does not answer" in str(found[0])
 
 
 def config(**sections: object) -> Config:

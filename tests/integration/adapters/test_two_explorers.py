@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 
 import httpx
+from sqlalchemy import select
 
+from shared.experience import Purpose
+from shared.ledger.tables import version_leases
 from tests.support.adapters import engine, publish_and_wait, said
-from tests.support.scripted_adapters import publish_adapter
+from tests.support.scripted_adapters import name_of, publish_adapter
 from tests.support.servers import RunningExplorer, served, wait_until
 
 
@@ -36,6 +39,39 @@ def test_an_adapter_is_unloaded_only_when_no_explorer_has_a_request_of_it(start,
     wait_until(lambda: [name[:7] for name in scripted_engine.script.adapters] == ["agent@2"])
     for stream in streams:
         stream.__exit__(None, None, None)
+
+
+def test_who_inherits_a_full_engine_serves_on_what_it_serves_and_makes_room(start, scripted_engine, tmp_path):
+    script = scripted_engine.script
+    explorers = [start(room=2) for _ in range(3)]
+    owner, *others = explorers
+    publish_and_wait(owner, 1, 2, 3)
+    for explorer in explorers:
+        wait_until(lambda explorer=explorer: served(explorer) == "3")
+    assert [said(others[0].chat(model=f"agent@{pin}")) for pin in (1, 2)] == ["v000001", "v000002"]
+    script.hung.add("/v1/load_lora_adapter")
+    publish_adapter(owner, 4)
+    wait_until(lambda: leased(owner, 4))
+    publish_adapter(owner, 5)
+    script.adapters[name_of(owner, 4)] = str(tmp_path / "versions" / "v000004")  # the engine loads on
+    owner.stop()
+    script.hung.clear()
+    answers: set[str] = set()
+
+    def all_serve_the_newest() -> bool:
+        answers.update(said(explorer.chat()) for explorer in others)
+        return all(served(explorer) == "5" for explorer in others)
+
+    wait_until(all_serve_the_newest)
+    assert answers <= {"v000003", "v000004", "v000005"}
+    assert [said(explorer.chat(model="agent@2")) for explorer in others] == ["v000002"] * 2
+
+
+def leased(explorer: RunningExplorer, version: int) -> bool:
+    """Whether an engine may have the version."""
+    query = select(version_leases).where(version_leases.c.version == version)
+    with explorer.ledger.read() as connection:
+        return any(row.purpose == Purpose.UNLOADING for row in connection.execute(query))
 
 
 def test_rows_name_the_version_that_sampled_them_while_versions_come_and_pins_go_at_two_explorers(
