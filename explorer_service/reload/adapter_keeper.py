@@ -80,8 +80,8 @@ class AdapterKeeper:
         for version in await self._read_pins(None) if pins is None else pins:
             if version in self._take_up.served or self._backoff.wait_s(version):
                 continue
-            if self._take_up.room < 2 and not self._take_up.has(version):
-                continue  # one place is for the newest version; who asked waits until another has left
+            if self._take_up.room < 2 and not self._take_up.inherited(version):
+                return  # one place is for the newest version; who asked waits until another has left
             if reason := await self._bring_in(version):
                 log.warning("pinned version not taken up", version=version, engine=self._engine.name, reason=reason)
                 self._backoff.note(version, reason)

@@ -122,9 +122,9 @@ class AdapterTakeUp:
         held = [name for name in self.present if name.startswith(f"{self._shared.config.model.name}@")]
         return self._shared.config.engine.versions_held - len(held)
 
-    def has(self, version: int) -> bool:
-        """Whether the engine has the version, whoever has had it load that."""
-        return any(self._shared.version_named(name) == version for name in self.present)
+    def inherited(self, version: int) -> bool:
+        """Whether the engine has the version by an owner before this one, and does not give it up."""
+        return version not in self.leaving and any(self._shared.version_named(name) == version for name in self.present)
 
     async def read_present(self) -> None:
         """Ask the engine what it has: after a restart, that is nothing of what it had."""

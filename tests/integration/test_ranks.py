@@ -92,9 +92,9 @@ def test_a_rank_that_is_killed_ends_all_and_the_next_start_goes_on(rank, tmp_pat
 
 
 @pytest.mark.parametrize("rank", [0, 1] if FULL else [0])
-def test_a_rank_that_hangs_ends_all_once_a_collective_took_too_long(rank, tmp_path, lives, model, rows):
+def test_a_rank_that_hangs_ends_all_once_a_collective_took_too_long(rank, tmp_path, model, rows):
     prepare(tmp_path, model, rows, ranks=2, deepspeed=ADAM, rank_timeout_s=3.0)
-    with begin(lives, tmp_path) as process:
+    with start(tmp_path) as process:
         wait_for(lambda: newest(tmp_path) >= 1 or not process.alive, "a version", 60)
         found = ranks_of(process)
         found[rank].suspend()
