@@ -26,6 +26,7 @@ from shared.errors import ConfigError, StartupError
 from shared.stop_request import StopRequest
 from trainer_service.broadcast import AnyArray, pack_arrays, unpack_arrays
 from trainer_service.errors import RankLost
+from trainer_service.process_groups import DataParallel
 
 JOIN_TIMEOUT_S = 120.0  # from a rank's start until all have come
 PATIENCE_S = 15.0
@@ -41,6 +42,7 @@ class Ranks:
         self.rank, self.size, self.local_rank = rank, size, local_rank
         self._store, self._timeout_s = store, timeout_s
         self._ordered = 0
+        self._data_parallel: DataParallel | None = None
 
     @property
     def is_first(self) -> bool:
@@ -66,6 +68,12 @@ class Ranks:
     def end(self) -> None:
         """On rank 0: the others may go."""
         self.order(_END)
+
+    def data_parallel(self) -> DataParallel | None:
+        """The groups for DeepSpeed's collectives, made by the first call, on all ranks; None with one rank."""
+        if self.size > 1 and self._data_parallel is None:
+            self._data_parallel = DataParallel(self.rank, self.size, self._timeout_s)
+        return self._data_parallel
 
     def leave(self) -> None:
         """At the end: rank 0, in whose process the store may be, stays until the others have read all orders.

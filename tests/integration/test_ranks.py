@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from shared.ledger.queries import count_by_state
 from shared.versions import verify_version, version_path
-from tests.support.experiences import make_experiences
+from tests.support.experiences import make_experiences, record_ready
 from tests.support.lives import Life
 from tests.support.processes import Process, run_flywheel, wait_for
 from tests.support.trained_roots import LAST, ROWS, begin, newest, open_ledger, prepare, start, weights
@@ -92,15 +92,40 @@ def test_a_rank_that_is_killed_ends_all_and_the_next_start_goes_on(rank, tmp_pat
 
 
 @pytest.mark.parametrize("rank", [0, 1] if FULL else [0])
-def test_a_rank_that_hangs_ends_all_once_a_collective_took_too_long(rank, tmp_path, model, rows):
-    prepare(tmp_path, model, rows, ranks=2, deepspeed=ADAM, rank_timeout_s=3.0)
-    with start(tmp_path) as process:
-        wait_for(lambda: newest(tmp_path) >= 1 or not process.alive, "a version", 60)
+def test_a_rank_that_hangs_between_updates_ends_all_once_it_took_too_long(rank, tmp_path, lives, model, rows):
+    prepare(tmp_path, model, rows[:8], ranks=2, deepspeed=ADAM, rank_timeout_s=3.0)
+    with begin(lives, tmp_path) as process:
+        wait_for(lambda: newest(tmp_path) == 1 or not process.alive, "the last version", 60)
+        wait_for(lambda: "no ready rows" in process.output(), "the end of the rows", 60)
         found = ranks_of(process)
         found[rank].suspend()
-        assert process.wait(3 + 30) == 1
-        assert not any(one.is_running() for one in found)
+        if rank == 1:  # rank 0 misses it only when it has work
+            record_more(tmp_path, rows[8:16])
+        ended_for_the_hang(process, found)
+
+
+@pytest.mark.parametrize("rank", [0, 1] if FULL else [0])
+def test_a_rank_that_hangs_in_an_update_ends_all_once_a_collective_took_too_long(rank, tmp_path, lives, model, rows):
+    prepare(tmp_path, model, rows, ranks=2, deepspeed=ADAM, rank_timeout_s=3.0)
+    with begin(lives, tmp_path, HANG_IN_UPDATE=f"{rank}:2") as process:
+        found = wait_for(lambda: [one for one in [ranks_of(process)] if is_stopped(one)], "a rank that hangs", 60)
+        ended_for_the_hang(process, found[0])
+
+
+def is_stopped(ranks: list[psutil.Process]) -> bool:
+    return any(one.status() == psutil.STATUS_STOPPED for one in ranks)
+
+
+def ended_for_the_hang(process: Life, ranks: list[psutil.Process]) -> None:
+    assert process.wait(3 + 30) == 1
+    assert not any(one.is_running() for one in ranks)
     assert "trainer.rank_timeout_s" in process.output() and "Traceback" not in process.output()
+
+
+def record_more(root: Path, rows) -> None:
+    ledger = open_ledger(root)
+    record_ready(ledger, rows)
+    ledger.close()
 
 
 def ranks_of(process: Process | Life) -> list[psutil.Process]:

@@ -9,6 +9,7 @@ Points at which a process kills itself:
 FAULT: the point. POINTS: a file to which every process adds the points it comes by, and `died POINT` before it dies.
 LIMIT_FILE: bytes of the largest file that the kernel allows. LIMIT_MEMORY: bytes of data beyond those in use.
 FAIL_UPDATES: numbers of the updates, such as 2,3, that fail after their last step.
+HANG_IN_UPDATE: RANK:NUMBER, the rank that is stopped when it begins that optimizer step.
 FULL_DISK: how often the disk is full in the middle of writing, such as {"version": 2, "state": 1}.
 FREE_BYTES_WITHOUT: FILE:BYTES, what is free on every disk until the file is there.
 SABOTAGE: a fault of ours, put in on purpose, that a harness must find.
@@ -170,6 +171,19 @@ class Faults:
 
         Updater.update = update  # type: ignore[method-assign]
 
+    def hang_in_update(self, rank: str, number: int) -> None:
+        """Let this rank be stopped when it begins this optimizer step, in which the others go on."""
+        from trainer_service.backends.deepspeed import DeepSpeedBackend
+
+        original, count = DeepSpeedBackend.step, itertools.count(1)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == number and os.environ["RANK"] == rank:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return original(*args, **kwargs)
+
+        DeepSpeedBackend.step = step  # type: ignore[method-assign]
+
     def fill_disk(self, failures: dict[str, int]) -> None:
         """Let the disk be full, so many times, when all of a version but the base or of a state is written."""
         from trainer_service import resume
@@ -265,6 +279,9 @@ def run(arguments: list[str]) -> int:
     if arguments[0] == "trainer":
         faults.watch_trainer()
         faults.fill_disk(json.loads(os.environ.pop("FULL_DISK", "{}")))
+        if hang := os.environ.pop("HANG_IN_UPDATE", ""):
+            rank, number = hang.split(":")
+            faults.hang_in_update(rank, int(number))
         faults.fail_updates({int(number) for number in os.environ.pop("FAIL_UPDATES", "0").split(",")})
     return main(arguments)
 

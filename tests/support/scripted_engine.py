@@ -283,7 +283,7 @@ class ScriptedEngine:
             first["prompt_token_ids"] = script.prompt_ids
         events, lives = [first, *token_events(script, self._sampled(body), body, head)], script.deaths
         for number, event in enumerate(events):
-            while script.paused and script.deaths == lives:  # noqa: ASYNC110 — a script is a plain object
+            while script.paused and script.deaths == lives and number != 1:  # noqa: ASYNC110 — a script is a plain object
                 await asyncio.sleep(0.002)
             if number == script.break_after_events or script.broken or script.deaths != lives:
                 assert request.transport is not None
@@ -293,6 +293,6 @@ class ScriptedEngine:
                 event["choices"][0]["logprobs"] = {"content": [{"token": "t", "logprob": self._told(body)}]}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             script.events += 1
-            await asyncio.sleep(script.gap_s)
+            await asyncio.sleep(script.gap_s if number else 0.0)  # the first says that the first token was sampled
         await response.write(b"data: [DONE]\n\n")
         return response

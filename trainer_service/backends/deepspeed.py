@@ -44,7 +44,9 @@ class DeepSpeedBackend:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         try:
-            self._engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config)
+            self._engine, *_ = deepspeed.initialize(
+                model=module, model_parameters=groups, config=config, mpu=ranks.data_parallel()
+            )
         except (AssertionError, ValueError, TypeError, KeyError, RuntimeError) as exc:
             if is_lost(exc):  # the configuration is not to blame
                 raise

@@ -1,0 +1,44 @@
+"""The process groups that DeepSpeed's collectives go through."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch import distributed as dist
+
+
+class DataParallel:
+    """What DeepSpeed calls a model parallelism unit: all ranks share the data, each has the whole model.
+
+    DeepSpeed would make its own groups, without `trainer.rank_timeout_s`: a rank that hangs in a gradient's reduction
+    would hold the others for PyTorch's 30 minutes.
+    """
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        """On all ranks, in the same order."""
+        timeout = timedelta(seconds=timeout_s)
+        self._rank, self._size = rank, size
+        self._all: dist.ProcessGroup = dist.new_group(list(range(size)), timeout=timeout)
+        groups: list[dist.ProcessGroup] = [dist.new_group([number], timeout=timeout) for number in range(size)]
+        self._alone = groups[rank]
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._all
+
+    def get_data_parallel_group_ranks(self) -> range:
+        return range(self._size)
+
+    def get_data_parallel_rank(self) -> int:
+        return self._rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._alone
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
