@@ -7,8 +7,9 @@ Memory is the process' highest resident memory above what it had before any mode
 base's weights. A version's bytes are those of its folder's weights, as a share of version 0's.
 
 An adapter of rank r over layers of i inputs and o outputs has r Σ(i + o) numbers to their Σ i o, in the base's type:
-a share of about 2r / width for square layers. So there are two models: "narrow", of six layers that are 384 wide, and
-"one layer", a layer as Qwen2.5-0.5B has them, 896 wide.
+a share of about 2r / width for square layers. So there are three models: "narrow", of six layers that are 384 wide,
+"wide", of two that are 640 wide and as many parameters, 10 M, and "one layer", a layer as Qwen2.5-0.5B has them, 896
+wide.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reload.model import ONE_LAYER, SMALL, make_model
+from benchmarks.reload.model import ONE_LAYER, SMALL, WIDE, make_model
 from shared.config import Config
 
 RANK = 8
-SHAPES = {"narrow": SMALL, "one layer": ONE_LAYER}
+SHAPES = {"narrow": SMALL, "wide": WIDE, "one layer": ONE_LAYER}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full"},
     "lora": {"kind": "lora", "lora": {"rank": RANK}},

@@ -19,6 +19,7 @@ class Shape:
 
 
 SMALL = Shape(6, 384, 1024, 12, 12)  # 32 wide heads: vLLM's CPU attention takes no narrower ones
+WIDE = Shape(2, 640, 1728, 10, 10)  # as many parameters
 ONE_LAYER = Shape(1, 896, 4864, 14, 2)  # of Qwen2.5-0.5B
 LONGEST = 1024  # tokens
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
