@@ -30,6 +30,7 @@ REPOSITORY = Path(__file__).parents[1]
 MARKER = ".flywheel-example"
 READY_TIMEOUT_S = 600.0
 GIVE_UP_AFTER = 2  # failed starts of processes
+FULL: Mapping[str, Any] = {"kind": "full"}
 
 
 def product_python() -> str:
@@ -70,13 +71,16 @@ def make_root(root: Path, marker: str = MARKER) -> None:
 
 
 def write_config(
-    root: Path, model: Path, engine: Mapping[str, Any], trainer: Mapping[str, Any], kind: str = "full"
+    root: Path, model: Path, engine: Mapping[str, Any], trainer: Mapping[str, Any], versions: Mapping[str, Any] = FULL
 ) -> tuple[str, Path]:
-    """Write the configuration file. Returns the explorer's address and the file. kind: of versions."""
+    """Write the configuration file. Returns the explorer's address and the file.
+
+    versions: `model.kind`, and with `lora` the adapters' settings.
+    """
     explorer_port, engine_port = free_ports(2)
     config = {
         "root_dir": "./data",
-        "model": {"name": "agent", "path": str(model.resolve()), "kind": kind},
+        "model": {"name": "agent", "path": str(model.resolve()), **versions},
         "explorer": {"port": explorer_port, "engines": [{"name": "e0", "url": f"http://127.0.0.1:{engine_port}"}]},
         "engine": {"dtype": "float32", "kv_cache_gb": 1, **engine},
         "trainer": dict(trainer),
