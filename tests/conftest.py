@@ -20,6 +20,10 @@ from tests.support.postgres import Postgres
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores: PyTorch's threads would wait for one another. It reads this when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc]
     """Of several workers one runs all tests on the real engines, which they share; of other tests one runs a file."""

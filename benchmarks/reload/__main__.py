@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ DRAINS = 5  # turns of the peer's way are long, and alike
 
 def main() -> None:
     args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the processes that it started end with it
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="flywheel-reload-") as name, ExitStack() as stack:
         folder = Path(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -68,6 +69,8 @@ class Callers:
         self.open = asyncio.Event()
         self.open.set()
         self.in_flight = 0
+        gc.collect()
+        gc.freeze()  # this process has a model, too: a collection that goes through it would count as a gap
         self._http = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=300), connector=aiohttp.TCPConnector(limit=0)
         )
