@@ -128,13 +128,12 @@ def test_a_row_that_is_locked_costs_its_own_feedback_a_503_and_no_chat_anything(
     with row_locked(on_postgres, known):
         rated = ThreadPoolExecutor(5)
         refused = [rated.submit(timed, rate) for _ in range(5)]
-        slowest = 0.0
+        answered = 0
         while not all(future.done() for future in refused):
-            reply, took_s = timed(on_postgres.chat)
-            assert reply.status_code == 200
-            slowest = max(slowest, took_s)
+            assert on_postgres.chat().status_code == 200
+            answered += 1
         rated.shutdown()
-        assert slowest < 1.0
+        assert answered > len(refused), "a chat that waited for each of them would be one of as many"
         for reply, took_s in (future.result() for future in refused):
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "ledger_unavailable")
             assert took_s < LIMIT_S
