@@ -112,7 +112,7 @@ def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] 
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,  # a group, not a session; see decision 10
             env=_environment(),
             preexec_fn=die_with_parent(),  # noqa: PLW1509 — one prctl call, no lock
         )

@@ -173,7 +173,9 @@ class Publisher:
 def _running(arguments: list[str], log: Path) -> Iterator[None]:
     with log.open("wb") as output:
         command = [sys.executable, "-m", "services.cli", *arguments]
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, stdout=output, stderr=output, process_group=0
+        )  # a group, not a session; see decision 10
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ class Lives:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                start_new_session=True,
+                process_group=0,  # a group, not a session; see decision 10
             )
         assert self._ask({"ready": True}) == 1
 

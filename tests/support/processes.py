@@ -63,7 +63,7 @@ class Process:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,  # a group, not a session; see decision 10
             )
 
     @property
