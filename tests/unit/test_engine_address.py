@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from services.engine.cpu import one_process
 from services.engine.launch import listen_host
 from shared.config import Config
 from shared.engine_token import engine_token
@@ -58,3 +59,11 @@ def test_the_engines_token_is_made_once_for_its_user_alone_and_a_setting_takes_i
     (tmp_path / "data" / "engine.token").write_text("")
     with pytest.raises(StartupError, match="is empty"):
         engine_token(config)
+
+
+def test_on_two_cores_the_engine_core_runs_the_model_unless_the_user_says_otherwise():
+    apart, threads = "VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS"
+    assert one_process(2, {}) == {apart: "0", threads: "1"}
+    assert one_process(1, {apart: "1", threads: "2"}) == {}
+    assert one_process(2, {"VLLM_CPU_OMP_THREADS_BIND": "0"}) == {}
+    assert one_process(3, {}) == {}
