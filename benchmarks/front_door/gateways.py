@@ -103,7 +103,7 @@ def _running(command: list[str], core: int, log: Path, checkout: Path) -> Iterat
             env={**os.environ, "PYTHONPATH": str(checkout), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,  # a group, not a session; see decision 10
             preexec_fn=lambda: os.sched_setaffinity(0, {core}),  # noqa: PLW1509
         )
     try:
