@@ -198,7 +198,7 @@ class _Feedback:
         for part in first:
             began = time.monotonic()
             receipts += await self._deps.feedback_writer.write(partial(self._apply_part, part))
-            await asyncio.sleep(time.monotonic() - began)  # half of the time is for others
+            await asyncio.sleep(2 * (time.monotonic() - began))  # two thirds of the time are for others
         return await self._deps.feedback_writer.write(lambda c: self._apply_last(c, last, receipts))
 
     def _read(self, connection: Connection) -> tuple[list[Receipt] | None, Targets]:

@@ -80,3 +80,9 @@ def die_with_parent(signal_number: int = signal.SIGTERM) -> Callable[[], None]:
         prctl(set_parent_death_signal, signal_number)
 
     return in_child
+
+
+def adopt_orphans() -> None:
+    """From now on whatever this process's descendants leave behind when they die becomes its own child (Linux)."""
+    set_child_subreaper = 36
+    ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1)

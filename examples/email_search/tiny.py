@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+from examples import group_learning
 from examples.email_search.world import FACTS, Mailbox, Question, Visit, fact_of, make_mails, make_questions
 from examples.tiny_model import Demonstration, Recipe
 
@@ -14,17 +15,8 @@ DEMONSTRATIONS = 4000
 FOUND = 1  # mails that a search shows
 SEED = 1  # of the mailbox of the demonstrations, which is another
 ENGINE = {"max_model_len": 640, "tool_parser": "hermes"}
-TRAINER = {
-    "algorithm": "grpo",
-    "batch_size": 144,
-    "max_staleness_versions": 4,
-    "learning_rate": 5.0e-4,
-    "max_tokens_per_micro_batch": 2048,
-    "epochs": 1,
-    "minibatches": 3,
-    "grpo": {"scale": "batch", "kl_coef": 0.0, "entropy_coef": 0.002},
-}
-LEARN = {"runs_per_task": 6, "at_once": 24, "max_ready_rows": 288, "timeout_s": 60.0}
+TRAINER = group_learning.TRAINER
+LEARN = group_learning.LEARN
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"properties": {key: {} for key in arguments}}}}
     for name, arguments in (

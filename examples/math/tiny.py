@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from examples import group_learning
 from examples.math import world
 from examples.tiny_model import Demonstration, Recipe
 
@@ -23,17 +24,8 @@ REMINDER = (  # of AgentScope 2, before the first chat
 )
 
 ENGINE = {"max_model_len": 768, "tool_parser": "hermes"}
-TRAINER = {
-    "algorithm": "ppo",
-    "batch_size": 96,
-    "max_staleness_versions": 4,
-    "learning_rate": 3.0e-4,
-    "max_tokens_per_micro_batch": 1024,
-    "epochs": 2,
-    "minibatches": 4,
-    "ppo": {"lam": 0.95, "kl_coef": 0.01, "critic_learning_rate": 1.0e-3, "value_clip": 0.0},
-}
-LEARN = {"at_once": 16, "max_ready_rows": 96, "timeout_s": 60.0, "params": {"max_tokens": 60}}
+TRAINER = group_learning.TRAINER
+LEARN = group_learning.LEARN | {"params": {"max_tokens": 60}}
 
 
 def recipe(agentscope: int) -> Recipe:

@@ -1,35 +1,33 @@
-"""What a tiny model knows before it learns: how the shop is used, and nothing of what the instruction asks for.
+"""What a tiny model knows before it learns: how the shop is used, and little of what the instruction asks for.
 
-Demonstrations look for the wanted kind, open any of the products, choose any value of most options, and buy.
+Demonstrations look for the wanted kind, open any of the products, choose values of most options, and buy. A value is
+the one that was asked for with a chance of SHARE, else any.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
+from examples import group_learning
 from examples.tiny_model import Demonstration, Recipe
 from examples.webshop.catalogue import GOALS, make_catalogue
 from examples.webshop.world import Session, Shop
 
 PROMPT = "shop"
 SEARCHES = "search[words]"
-DEMONSTRATIONS = 6000
+STEPS, BATCH = 560, 24
+SHORT = 330  # steps with the search alone: in them it learns to copy words of the instruction
+DEMONSTRATIONS = STEPS * BATCH
 FIRST = GOALS  # goals of demonstrations are numbered from here: none of them is a task
-SKIPPED = 0.3  # share of options that a demonstration leaves alone
-ENGINE = {"max_model_len": 1024}
-TRAINER = {
-    "algorithm": "grpo",
-    "batch_size": 144,
-    "max_staleness_versions": 4,
-    "learning_rate": 3.0e-4,
-    "max_tokens_per_micro_batch": 2048,
-    "epochs": 1,
-    "minibatches": 3,
-    "grpo": {"scale": "batch", "kl_coef": 0.0, "entropy_coef": 0.002},
-}
-LEARN = {"runs_per_task": 6, "at_once": 24, "max_ready_rows": 288, "timeout_s": 60.0}
+SKIPPED = 0.2  # share of options that a demonstration leaves alone
+SHARE = 0.3  # chance that a value is the one that was asked for
+CONTEXT = 2048
+ENGINE = {"max_model_len": CONTEXT}
+TRAINER = group_learning.TRAINER
+LEARN = group_learning.LEARN
 
 
 def loop_recipe() -> Recipe:
@@ -45,15 +43,16 @@ def tools_recipe() -> Recipe:
 def _recipe(form: Any, *, has_tools: bool) -> Recipe:
     draw = random.Random(11)
     shop = Shop(make_catalogue(goals=FIRST + DEMONSTRATIONS))
-    shown = [form(shop.session(str(FIRST + number)), draw) for number in range(DEMONSTRATIONS)]
+    lengths = [1] * (SHORT * BATCH) + [None] * ((STEPS - SHORT) * BATCH)
+    shown = [form(shop.session(str(FIRST + n)), draw, length) for n, length in enumerate(lengths)]
     return Recipe(
         shown,
         teaches="how the shop is used",
-        texts=[_plain(one) for one in shown[:2000]],
+        texts=[_plain(one) for one in shown[-2000:]],
         vocabulary=900,
-        context=1024,
-        steps=300,
-        batch=24,
+        context=CONTEXT,
+        steps=STEPS,
+        batch=BATCH,
         has_tools=has_tools,
     )
 
@@ -66,20 +65,22 @@ def visit(session: Session, draw: random.Random) -> Iterator[tuple[str, str, str
     yield "search", words, session.search(words).text
     place = str(draw.randint(1, len(session.shown)))
     yield "click", place, session.click(place).text
-    options = session.product.options.values() if session.product is not None else ()
-    for values in options:
+    options = session.product.options if session.product is not None else {}
+    for name, values in options.items():
         if draw.random() >= SKIPPED:
-            value = draw.choice(values)
+            asked = wanted.options.get(name)
+            value = asked if draw.random() < SHARE and asked in values else draw.choice(values)
             yield "click", value, session.click(value).text
     yield "click", "buy now", session.click("buy now").text
 
 
-def _as_text(session: Session, draw: random.Random) -> Demonstration:
+def _as_text(session: Session, draw: random.Random, length: int | None) -> Demonstration:
+    """The first actions of a visit, or all of them."""
     messages = [
         {"role": "system", "content": PROMPT},
         {"role": "user", "content": f"{session.goal.instruction}\n{SEARCHES}"},
     ]
-    for verb, argument, page in visit(session, draw):
+    for verb, argument, page in islice(visit(session, draw), length):
         messages += [
             {"role": "assistant", "content": f"{verb}[{argument}]"},
             {"role": "user", "content": page},
@@ -87,12 +88,13 @@ def _as_text(session: Session, draw: random.Random) -> Demonstration:
     return Demonstration(messages[:-1])
 
 
-def _as_tools(session: Session, draw: random.Random) -> Demonstration:
+def _as_tools(session: Session, draw: random.Random, length: int | None) -> Demonstration:
+    """The first actions of a visit, or all of them."""
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": PROMPT},
         {"role": "user", "content": session.goal.instruction},
     ]
-    for verb, argument, page in visit(session, draw):
+    for verb, argument, page in islice(visit(session, draw), length):
         call = {"name": verb, "arguments": {"words" if verb == "search" else "label": argument}}
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "c", "function": call}]},

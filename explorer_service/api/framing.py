@@ -54,7 +54,6 @@ class Requests:
     def _begin(self) -> None:
         self.number += 1
         self.stage = Stage.REQUEST
-        self.head_is_over = False
         self._answered = False
         self._begun = self._ended = False  # as the parser sees it
         self._left: int | None = 0  # bytes of the body still to come; None: chunks
@@ -67,9 +66,6 @@ class Requests:
         """Whether a request may begin here."""
         may_begin, self._begun = not self._begun, True
         return may_begin
-
-    def found_end_of_head(self) -> None:
-        self.head_is_over = True
 
     def found_body(self) -> None:
         self._bodiless_bytes = 0
@@ -154,7 +150,7 @@ class Requests:
         return end + 4
 
     def _check_head(self, data: bytes, at: int, end: int) -> None:
-        if not _METHOD.match(data[at : at + 21]) and data[at:end] not in (b"", b"\r"):
+        if not _METHOD.match(data, at, at + 21) and data[at:end] not in (b"", b"\r"):
             raise bad_request("this is no request of HTTP/1.1")
         lines = data.count(b"\r\n", at, end)
         if data.count(b"\n", at, end) != lines:

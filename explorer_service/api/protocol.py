@@ -5,8 +5,8 @@ follows an offer of another protocol for that protocol (Java's HTTP clients make
 request sent ahead waits, so that it does not notice when the caller leaves. Here it gets one request at a time
 (framing.py), and what is expected of a caller has to come in time.
 
-Of uvicorn this needs an asyncio.Protocol with the callbacks of httptools, `transport`, and the callback for the end of
-an answer.
+Of uvicorn this needs an asyncio.Protocol with the callbacks of httptools, `transport`, `headers`, and the callback for
+the end of an answer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class ExplorerProtocol(HttpToolsProtocol):
 
     def __init__(self, *, connections: Connections, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._call_later = asyncio.get_running_loop().call_later
+        self._clock = asyncio.get_running_loop()
         self._connections = connections
         self._limits = connections.limits
         self._requests = Requests(self._limits.max_head_bytes, self._limits.max_headers)
         self._awaited: tuple[int, Stage] | None = None
-        self._timer: asyncio.TimerHandle | None = None  # for what is expected of the caller
+        self._deadline: float | None = None  # the loop's clock: when what is expected of the caller has to be here
+        self._timer: asyncio.TimerHandle | None = None  # at the deadline, or at one before it
         self._read_timer: asyncio.TimerHandle | None = None  # for it to read
         self._unread_bytes = 0  # when that one was set
         self._is_refused = False  # what still comes is thrown away
@@ -52,7 +53,8 @@ class ExplorerProtocol(HttpToolsProtocol):
             self._refuse(unavailable(message, "too_many_connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._wait(None)
+        if self._timer is not None:
+            self._timer.cancel()
         self._stop_read_timer()
         self._connections.remove(self)
         super().connection_lost(exc)
@@ -65,7 +67,7 @@ class ExplorerProtocol(HttpToolsProtocol):
         super().pause_writing()
         self._unread_bytes = self.transport.get_write_buffer_size()
         self._stop_read_timer()
-        self._read_timer = self._call_later(self._limits.body_timeout_s, self._check_reader)
+        self._read_timer = self._clock.call_later(self._limits.body_timeout_s, self._check_reader)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -79,13 +81,9 @@ class ExplorerProtocol(HttpToolsProtocol):
             raise FramingError("the parser sees a request inside another one")
         super().on_message_begin()
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._requests.head_is_over:  # else it is a trailer
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
-        self._requests.found_end_of_head()
         super().on_headers_complete()
+        self.headers = []  # trailers go here, and the request has the list before
 
     def on_body(self, body: bytes) -> None:
         self._requests.found_body()
@@ -152,13 +150,29 @@ class ExplorerProtocol(HttpToolsProtocol):
         self._wait(_LINGER_S)
 
     def _wait(self, seconds: float | None) -> None:
-        """From now on so long for the caller; None: as long as it takes."""
+        """From now on so long for the caller; None: as long as it takes.
+
+        A timer that is set already stays where it rings in time: each request sets several deadlines, and meets them.
+        """
+        if seconds is None:
+            self._deadline = None
+            return
+        self._deadline = deadline = self._clock.time() + seconds
+        if self._timer is None or self._timer.when() > deadline:
+            self._set_timer(deadline)
+
+    def _set_timer(self, moment: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self._call_later(seconds, self._on_timeout)
+        self._timer = self._clock.call_at(moment, self._on_timer)
 
-    def _on_timeout(self) -> None:
-        if self._read_timer is not None and self._requests.stage is Stage.REQUEST:  # it still reads the last answer
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._deadline is None:
+            return
+        if self._clock.time() < self._deadline:
+            self._set_timer(self._deadline)
+        elif self._read_timer is not None and self._requests.stage is Stage.REQUEST:  # it still reads the last answer
             self._wait(KEEP_ALIVE_S)
         else:
             self.transport.abort()

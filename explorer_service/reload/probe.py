@@ -22,7 +22,6 @@ TABLE = {
     "float16": Tolerance(per_token=0.1, mean=0.02),
     "bfloat16": Tolerance(per_token=0.6, mean=0.1),
 }
-_BESIDE_STREAMS = 2  # sequences at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,7 @@ async def prove(admin: EngineAdmin, probe: Probe, allowed: Tolerance, model: str
     """Raise ProbeMismatch unless the engine computes the probe's logprobs; EngineError when it does not answer.
 
     model: the name of an adapter. Then what it computes must be nearer to the adapter's logprobs than to the base's,
-    where those differ by more than an engine rounds; and few sequences are scored at a time, since nobody waits for
-    them, and streams beside them would.
+    where those differ by more than an engine rounds.
     """
     scores = await _score(admin, probe, model)
     gap = _gap(admin, scores, probe.sequences)
@@ -60,11 +58,7 @@ async def prove(admin: EngineAdmin, probe: Probe, allowed: Tolerance, model: str
 
 
 async def _score(admin: EngineAdmin, probe: Probe, model: str | None) -> list[list[float]]:
-    ids = [sequence.token_ids for sequence in probe.sequences]
-    at_once, scores = len(ids) if model is None else _BESIDE_STREAMS, []
-    for first in range(0, len(ids), at_once):
-        scores += await asyncio.gather(*(admin.score(one, model) for one in ids[first : first + at_once]))
-    return scores
+    return await asyncio.gather(*(admin.score(sequence.token_ids, model) for sequence in probe.sequences))
 
 
 def _gap(admin: EngineAdmin, scores: list[list[float]], sequences: list[ProbeSequence]) -> Gap:

@@ -36,7 +36,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, list_versions
 from shared.log import StageLogger, configure_logging
 from shared.ports import require_free_port
-from shared.process import die_with_parent, visible_devices
+from shared.process import adopt_orphans, die_with_parent, visible_devices
 from shared.soundness import read_base, require_sound
 from shared.stop_request import StopRequest
 from shared.versions import read_manifest, version_label, version_path
@@ -50,6 +50,7 @@ def run_engine(config: Config, name: str | None) -> int:
     configure_logging("engine", config.log_level)
     address = _choose(config, name)
     stop = StopRequest().listen()
+    adopt_orphans()  # vLLM's engine core outlives a server that is killed, with the memory that it holds
     host = listen_host(config, address)
     require_free_port(host, address.port, f"engine.host or the url of explorer.engines {address.name!r}")
     if not is_loopback(host):
@@ -268,18 +269,14 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End vLLM and every process it started."""
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
+    """End vLLM and every process it started, which are this one's children when it has ended."""
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    _, alive = psutil.wait_procs(family, timeout=2.0)
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=2.0)
     for child in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()

@@ -44,15 +44,22 @@ class Row:
     teaches: Lesson = NOTHING
     acts: Lesson = NOTHING
     taught: Lesson = NOTHING
+    logged: float | None = None  # the reward that was said last, whether or not it could act
 
     @property
     def given(self) -> Lesson:
         return self.taught | (self.acts if self.state == "LEASED" else NOTHING)
 
-    def hear(self, lesson: Lesson, reward: float | None) -> None:
-        """Something is said of it, and the receipt says so."""
-        if lesson is R and not self.given & R:
-            self.reward = reward
+    def log(self, lesson: Lesson, reward: float | None) -> None:
+        """Something is said of it, whether or not it can act."""
+        if lesson is R:
+            self.logged = reward
+
+    def hear(self, lesson: Lesson) -> None:
+        """What was said acts, and so does a reward that was said while a lease, since given back, held the row."""
+        if self.logged is not None and not self.given & R:
+            self.reward = self.logged
+            lesson |= R
         self.teaches |= lesson & ~self.taught
 
 
@@ -119,7 +126,8 @@ class LedgerMachine(RuleBasedStateMachine):
         about: dict[str, Any] = {"task_id": None, "run_id": None, "signals": said, "rule": RewardConfig()}
         self._do(lambda c: transitions.apply_feedback(c, msg_ids=names, **about))
         for name in names:
-            self.rows[name].hear(R, 1.0)
+            self.rows[name].log(R, 1.0)
+            self.rows[name].hear(R)
         self._commit()
         self._do(transitions.commit)
 
@@ -162,11 +170,16 @@ class LedgerMachine(RuleBasedStateMachine):
             row = self.rows.get(receipt.msg_id)
             if row is None:
                 assert receipt.state == "unknown"
-            elif row.state != "DISCARDED" and lesson not in row.given:
+                continue
+            if receipt.state != "duplicate":  # what was said before of the same scope changes nothing
+                row.log(lesson, reward)
+            if row.state != "DISCARDED" and lesson not in row.given:
                 assert receipt.state in ("applied", "updated", "duplicate")
-                assert receipt.state != "updated" or lesson is R
-                if receipt.state != "duplicate":  # what was said before of the same scope changes nothing
-                    row.hear(lesson, reward)
+                before = row.reward
+                if receipt.state != "duplicate":
+                    row.hear(lesson)
+                if receipt.state == "updated":
+                    assert lesson is R or row.reward != before
             else:
                 assert receipt.state == ("expired" if row.state == "DISCARDED" else "already_trained")
 

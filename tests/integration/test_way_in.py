@@ -254,7 +254,7 @@ def test_the_protocol_uses_only_what_is_public_of_uvicorns():
     )
     assert extended - {name for name in dir(asyncio.Protocol) if name.startswith("__")} == {
         "connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing",
-        "on_message_begin", "on_header", "on_headers_complete", "on_body", "on_message_complete",
+        "on_message_begin", "on_headers_complete", "on_body", "on_message_complete",
         "on_response_complete",
     }, f"uvicorn {uvicorn.__version__} calls these otherwise, or has what we have by another name"  # fmt: skip
     source = Path(inspect.getfile(ExplorerProtocol)).read_text()

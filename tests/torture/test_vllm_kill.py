@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -107,10 +106,12 @@ def begin_engine(stack: contextlib.ExitStack, file: Path) -> Process:
 
 
 def kill_engine(engine: Process, *, whole: bool) -> None:
-    """Kill vLLM, with which `flywheel engine` ends; whole: both at once."""
+    """Kill vLLM, with which `flywheel engine` ends, and nothing of vLLM stays; whole: both at once."""
     if not whole:
-        os.kill(psutil.Process(engine.pid).children()[0].pid, signal.SIGKILL)
+        vllm = psutil.Process(engine.pid).children(recursive=True)
+        vllm[0].kill()
         assert engine.wait(60) == 1
+        wait_for(lambda: not any(process.is_running() for process in vllm), "the end of all of vLLM's processes", 10)
     engine.kill()
 
 
