@@ -60,6 +60,7 @@ class EngineController:
         self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, shared) if self._keeper is None else adapters
         self._backoff = Backoff(self._settings.retry_s)
         self._is_owner = False
+        self._newest: VersionRow | None = None  # as of the last look at the ledger
         self._served: Target | None = None  # the last one that this explorer has proven there
         self._reloaded_at = -self._settings.min_interval_s  # time.monotonic()
         self._healthy_at = 0.0  # time.monotonic()
@@ -89,9 +90,8 @@ class EngineController:
 
     async def _wait(self, revision: int) -> None:
         """Until there may be something to do."""
-        newest = None if self._ledger_unavailable else self._shared.poller.newest()
         if self._is_owner and self._engine.is_open:
-            backoff_s = 0.0 if newest is None else self._backoff.wait_s(newest.version)
+            backoff_s = 0.0 if self._newest is None else self._backoff.wait_s(self._newest.version)
             interval_s = until_next_tick(HEALTH_INTERVAL_S)
             await self._shared.poller.wait_change(revision, min(interval_s, backoff_s or interval_s))
         elif not self._is_owner and self._engine.state is EngineState.RELOADING:
@@ -107,7 +107,7 @@ class EngineController:
             self._is_owner = False
             await self._follower.follow()
             return
-        newest = self._shared.poller.newest()
+        newest = self._newest = self._shared.poller.newest()
         if not self._is_owner:
             await self._inherit(newest)
             self._is_owner = True

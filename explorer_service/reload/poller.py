@@ -41,7 +41,7 @@ class VersionPoller:
     def newest(self) -> VersionRow | None:
         """The version that should serve, as of the last query. Raises LedgerError when that failed."""
         if isinstance(self._found, LedgerError):
-            raise self._found
+            raise LedgerError(str(self._found)) from self._found
         return self._found
 
     async def refresh(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from explorer_service.reload.judge import VersionJudge
+from explorer_service.reload.poller import VersionPoller
+from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.queries import VersionRow, list_versions
 from tests.support.failing_ledger import FailingLedger, failing_statements
@@ -265,3 +268,20 @@ def test_a_load_that_fails_is_undone_before_the_engine_resumes_and_streams_go_on
     with explorer.ledger.read() as connection:
         row = connection.exec_driver_sql("SELECT version, version_end FROM experiences ORDER BY version_end DESC")
         assert set(map(tuple, row)) <= {(0, 0), (1, 1)}
+
+
+def test_a_ledger_that_is_away_now_and_then_ends_no_controller_whenever_it_is_asked(
+    explorer, scripted_engine, monkeypatch
+):
+    newest, draw, outages = VersionPoller.newest, random.Random(1), []
+
+    def newest_or_not(poller: VersionPoller) -> VersionRow | None:
+        if draw.random() < 0.5:
+            outages.append("the database is unavailable")
+            raise LedgerError(outages[-1])
+        return newest(poller)
+
+    monkeypatch.setattr(VersionPoller, "newest", newest_or_not)
+    publish(explorer, 1)
+    wait_until(lambda: served(explorer) == "1" and len(outages) > 10)
+    assert explorer.background.failed is None

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from explorer_service.app import build_app
+from explorer_service.background import Background
 from explorer_service.deps import Deps
 from services.explorer import build_server, listen, open_deps
 from shared.config import Config
@@ -71,6 +72,7 @@ class RunningExplorer:
         self.config = config
         self.deps: Deps  # once it has started
         self.ledger = Ledger.open(config.ledger_url, answering_within(config.explorer.ledger_timeout_s))
+        self.background = Background(lambda: None)  # the test's process does not end when a side task dies
         self.app = build_app(self._open_deps, config.explorer)
         self.server = build_server(self.app, config.explorer)
         listener = listen(config.explorer)
@@ -83,7 +85,7 @@ class RunningExplorer:
 
     @asynccontextmanager
     async def _open_deps(self) -> AsyncIterator[Deps]:
-        async with open_deps(self.config, self.ledger) as self.deps:
+        async with open_deps(self.config, self.ledger, self.background) as self.deps:
             yield self.deps
 
     def wait_ready(self) -> RunningExplorer:
@@ -99,6 +101,7 @@ class RunningExplorer:
         self.http.close()
         self.ledger.close()
         assert not self.thread.is_alive()
+        assert self.background.failed is None, f"{self.background.failed} died"
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
