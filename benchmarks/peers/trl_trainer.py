@@ -6,10 +6,9 @@ import json
 import os
 import sys
 import tempfile
-import time
 from typing import Any
 
-os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+os.environ.update(TRL_EXPERIMENTAL_SILENCE="1", HF_HUB_OFFLINE="1")
 
 import torch
 from datasets import Dataset
@@ -17,8 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from benchmarks.trainer.cases import Row, is_up, rows
+from benchmarks.trainer.clock import seconds
 
 MICRO_BATCH = 8
+DEVICE = sys.argv[3] if len(sys.argv) > 3 else "cpu"
 
 
 def settings(found: list[Row], folder: str) -> dict[str, Any]:
@@ -29,8 +30,8 @@ def settings(found: list[Row], folder: str) -> dict[str, Any]:
         "max_steps": 1,
         "learning_rate": 1e-6,
         "gradient_checkpointing": False,
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": DEVICE == "cpu",
+        "bf16": DEVICE != "cpu",
         "report_to": "none",
         "save_strategy": "no",
         "logging_strategy": "no",
@@ -125,16 +126,17 @@ MAKERS = {"trl_sft": sft, "trl_sft_packed": sft_packed, "trl_grpo": grpo, "trl_d
 
 
 def main() -> None:
-    name, folder = sys.argv[1:]
+    name, folder = sys.argv[1:3]
     torch.set_num_threads(1)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # AutoTokenizer takes that of the model's type
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     for line in sys.stdin:
         with tempfile.TemporaryDirectory() as scratch:
             trainer = MAKERS[name](model, tokenizer, rows(line.strip()), scratch)
-            began = time.process_time()
+            began = seconds(DEVICE)
             trainer.train()
-            print(json.dumps({"cpu_s": time.process_time() - began}), flush=True)
+            print(json.dumps({"seconds": seconds(DEVICE) - began}), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,14 +40,15 @@ def main() -> None:
     learner = learner_of(config_of(ALGORITHM, *sys.argv[1:]), ranks)
     if not ranks.is_first:
         learner.follow(StopRequest())
-        ranks.part()
+        ranks.leave()
         return
     seconds, found = [], experiences(rows("mix"))
     for step in range(UPDATES):
         began = time.perf_counter()
         learner.train(found, step=step, version=step)
         seconds.append(time.perf_counter() - began)
-    ranks.part()
+    ranks.end()
+    ranks.leave()
     print(json.dumps(seconds[1:]), flush=True)
 
 

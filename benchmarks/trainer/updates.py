@@ -10,7 +10,6 @@ import contextlib
 import json
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.trainer.cases import Row, is_up, rows
+from benchmarks.trainer.clock import seconds
 from services.trainer import build_update
 from shared.config import Config
 from shared.experience import Experience, Other, Sampling, Tokens
@@ -76,16 +76,16 @@ def learner_of(config: Config, ranks: Ranks) -> Learner:
 
 
 def main() -> None:
-    name, folder = sys.argv[1:]
+    name, folder, device = sys.argv[1:]
     with tempfile.TemporaryDirectory() as root:
         config = config_of(name, str(Path(folder).absolute()), root)
         begin(config)
         learner = learner_of(config, join_ranks(60))
         for step, line in enumerate(sys.stdin):
             found = experiences(rows(line.strip()))
-            began = time.process_time()
+            began = seconds(device)
             stats = learner.train(found, step=step, version=step)
-            figures = {"cpu_s": time.process_time() - began, **learner.costs, "grad_norm": stats["grad_norm"]}
+            figures = {"seconds": seconds(device) - began, **learner.costs, "grad_norm": stats["grad_norm"]}
             print(json.dumps(figures), flush=True)
 
 

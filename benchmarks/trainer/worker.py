@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.trainer.cases import Row, rows
+from benchmarks.trainer.clock import seconds
 from shared.experience import Experience, Sampling, Tokens
 from trainer_service.models import prepare, score_actions
 from trainer_service.packing import Rows, pack, packing_figures
@@ -41,7 +41,7 @@ def ours(budget: int, kind: Rows) -> Step:
         micros = pack(trajectories, range(len(trajectories)), budget, kind)
         figures.update(packing_figures(micros, budget))
         for micro in micros:
-            yield -score_actions(model, micro)["logprobs"].sum()
+            yield -score_actions(model, micro.to(model.device))["logprobs"].sum()
 
     return losses
 
@@ -59,6 +59,7 @@ def plain(model: Any, found: list[Row], *, lean: bool = False) -> Iterator[Tenso
             ids[number, : row.tokens], mask[number, : row.tokens] = torch.tensor(row.prompt + row.reply), 1
             labels[number, len(row.prompt) : row.tokens] = torch.tensor(row.reply)
         figures["tokens_computed"] += ids.numel()
+        ids, labels, mask = (tensor.to(model.device) for tensor in (ids, labels, mask))
         if not lean:
             yield model(input_ids=ids, attention_mask=mask, use_cache=False, labels=labels, num_items_in_batch=1).loss
             continue
@@ -79,21 +80,22 @@ figures: dict[str, float] = {}
 
 
 def main() -> None:
-    name, folder = sys.argv[1:]
+    name, folder, device = sys.argv[1:]
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
     if name.startswith("flywheel"):
         prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device != "cpu")
     for line in sys.stdin:
         found = rows(line.strip())
         figures.clear()
-        began = time.process_time()
+        began = seconds(device)
         for loss in CONTESTANTS[name](model, found):
             (loss / sum(len(row.reply) for row in found)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        print(json.dumps({"cpu_s": time.process_time() - began, **figures}), flush=True)
+        print(json.dumps({"seconds": seconds(device) - began, **figures}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The trainer on an accelerator: bf16 under each ZeRO stage, and versions that prove themselves to a real engine."""
+"""The trainer on an accelerator: bf16 under each ZeRO stage, folded rows by its kernel, and versions that verify."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,17 @@ import torch
 
 from services.trainer import build_update
 from shared.ledger.connect import Ledger
-from shared.versions import read_manifest, version_path
-from tests.support.experiences import make_experiences, trainer_config
+from shared.ledger.queries import list_versions
+from shared.versions import read_manifest, verify_version, version_path
+from tests.support.experiences import make_experiences, record_ready, trainer_config
 from tests.support.models import make_tiny_model
+from tests.support.processes import wait_for
+from tests.support.trained_roots import LAST, ROWS, newest, open_ledger, prepare, start
+from tests.unit.test_packing import alone, branches
 from trainer_service.learner import Learner
-from trainer_service.models import load_causal_lm, named_weights
+from trainer_service.models import load_causal_lm, named_weights, score_actions
+from trainer_service.models import prepare as fold
+from trainer_service.packing import Rows, pack
 from trainer_service.publish import compute_probe, ensure_base_version
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import StateStore
@@ -68,3 +75,42 @@ def test_the_probe_of_a_version_is_what_its_file_gives_in_float32(tmp_path, base
     said = torch.tensor([sequence.logprobs for sequence in manifest.probe.sequences])
     found = torch.tensor([sequence.logprobs for sequence in again])
     assert float((said - found).abs().mean()) < 0.1, "as near as an engine must come in bf16"
+
+
+@pytest.mark.parametrize("rows", [Rows.FOLDED, Rows.PACKED])
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])  # SDPA, the kernel
+def test_logprobs_and_gradients_of_a_row_are_those_of_each_sequence_alone(rows, kind, tolerance, base):
+    theirs = load_causal_lm(base).to("cuda")
+    ours = copy.deepcopy(theirs).to(kind)
+    fold(ours)
+    batch = branches(theirs.config.vocab_size)
+    expected = [alone(theirs, one) for one in batch]
+    torch.cat(expected).sum().backward()
+    (micro,) = pack(batch, range(len(batch)), 1000, rows)
+    logprobs_K = score_actions(ours, micro.to(ours.device))["logprobs"]
+    logprobs_K.sum().backward()
+    wanted_K = torch.cat([expected[index] for index in micro.members])
+    assert float((logprobs_K - wanted_K).detach().abs().mean()) < tolerance
+    found = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        gap = (found[name].grad.float() - parameter.grad).norm() / parameter.grad.norm()
+        assert float(gap) < tolerance, name
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 8}}, {"deepspeed": {"zero_optimization": {"stage": 3}}}])
+def test_a_trainer_takes_ready_rows_to_versions_that_verify_and_goes_on_after_a_stop(settings, tmp_path, base):
+    rows = make_experiences(base, 2 * ROWS)
+    prepare(tmp_path, base, rows[:ROWS], **settings)
+    for last, more in ((LAST, []), (2 * LAST, rows[ROWS:])):
+        with contextlib.closing(open_ledger(tmp_path)) as ledger:
+            record_ready(ledger, more)
+        with start(tmp_path) as trainer:
+            wait_for(lambda last=last: newest(tmp_path) == last, "the last version", 240)
+            assert trainer.stop() == 0, trainer.output()
+    with contextlib.closing(open_ledger(tmp_path)) as ledger, ledger.read() as connection:
+        there = [row for row in list_versions(connection) if row.has_files]
+    assert len(there) > 5
+    for row in there:
+        verify_version(tmp_path / row.path, row.manifest_sha256)
+    log = (tmp_path / "trainer.log").read_text()
+    assert "Traceback" not in log and "one by one" not in log and "keeps its own part" not in log, log

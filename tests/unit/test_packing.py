@@ -105,7 +105,8 @@ def test_scatter_undoes_gather():
 
 def alone(model: torch.nn.Module, one: TokenSequence) -> torch.Tensor:
     """Logprobs by the model's own forward pass."""
-    ids, actions = torch.from_numpy(one.token_ids), torch.from_numpy(one.actions)
+    device = next(model.parameters()).device
+    ids, actions = torch.from_numpy(one.token_ids).to(device), torch.from_numpy(one.actions).to(device)
     logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
     return logits.log_softmax(-1)[actions - 1, ids[actions]]
 
