@@ -45,6 +45,7 @@ class Row:
     acts: Lesson = NOTHING
     taught: Lesson = NOTHING
     logged: float | None = None  # the reward that was said last, whether or not it could act
+    commented: bool = False  # whether or not it could act
 
     @property
     def given(self) -> Lesson:
@@ -54,6 +55,14 @@ class Row:
         """Something is said of it, whether or not it can act."""
         if lesson is R:
             self.logged = reward
+        else:
+            self.commented = True
+
+    def may_act(self, lesson: Lesson) -> bool:
+        """All comments are alike: one that is repeated acts no more, but while it waits it is the one that waits."""
+        if self.state == "DISCARDED" or lesson in self.given:
+            return False
+        return lesson is R or not self.commented or lesson in self.teaches
 
     def hear(self, lesson: Lesson) -> None:
         """What was said acts, and so does a reward that was said while a lease, since given back, held the row."""
@@ -171,9 +180,10 @@ class LedgerMachine(RuleBasedStateMachine):
             if row is None:
                 assert receipt.state == "unknown"
                 continue
+            may_act = row.may_act(lesson)
             if receipt.state != "duplicate":  # what was said before of the same scope changes nothing
                 row.log(lesson, reward)
-            if row.state != "DISCARDED" and lesson not in row.given:
+            if may_act:
                 assert receipt.state in ("applied", "updated", "duplicate")
                 before = row.reward
                 if receipt.state != "duplicate":

@@ -83,6 +83,17 @@ def test_a_second_comment_while_a_trainer_holds_the_row_for_the_first_acts_after
     assert train(ledger, 3) == {}
 
 
+def test_a_comment_that_is_repeated_while_a_trainer_holds_the_row_for_it_acts_once(ledger):
+    record(ledger, "m")
+    say(ledger, "m", COMMENT)
+    commit(ledger)
+    lease = claim(ledger)
+    assert say(ledger, "m", COMMENT) == "already_trained"
+    publish(ledger, lease, 1)
+    assert stands(ledger, "teaches") == [(0,)]
+    assert train(ledger, 2) == {}
+
+
 def test_two_comments_act_together_where_a_lease_was_given_back_between_them(ledger):
     record(ledger, "m")
     say(ledger, "m", COMMENT)

@@ -15,10 +15,11 @@ from shared.errors import LeaseLost
 from shared.experience import MAY_SERVE, BatchState, Purpose, State, VersionState
 from shared.ledger.conditions import in_parts, is_in
 from shared.ledger.connect import database_time
+from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
 from shared.ledger.transitions.retain import keep_base, release_version
 from shared.ledger.transitions.versions import publish_version
-from shared.reward import WORDS, lessons_of
+from shared.reward import WORDS, is_new, lessons_of
 
 
 def publish(
@@ -126,16 +127,19 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
 
 
 def _said_since(connection: Connection, held: Sequence[ColumnElement[bool]]) -> dict[int, list[int]]:
-    """Rows of which words were said since they were claimed, of a kind that acts in their batch: by Lesson."""
+    """Rows of which new words were said since they were claimed, of a kind that acts in their batch: by Lesson."""
     said_of = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     since = and_(batches.c.id == experiences.c.batch_id, signals.c.id > batches.c.last_signal)
-    query = select(experiences.c.id, experiences.c.acts, signals.c.kind).join_from(experiences, signals, said_of)
-    lessons: dict[int, int] = defaultdict(int)
-    for row in connection.execute(query.join(batches, since).where(*held, signals.c.kind.in_(sorted(WORDS)))):
-        lessons[row.id] |= lessons_of([row.kind]) & row.acts
+    columns = (*(experiences.c[name] for name in ("id", "msg_id", "choice", "acts")), batches.c.last_signal)
+    query = select(*columns).distinct().join_from(experiences, signals, said_of).join(batches, since)
+    rows = connection.execute(query.where(*held, signals.c.kind.in_(sorted(WORDS)))).all()
+    log = load_signals(connection, rows, WORDS)
     by_lessons: dict[int, list[int]] = defaultdict(list)
-    for row_id, said in lessons.items():
-        by_lessons[said].append(row_id)
+    for row in rows:
+        said = log[row.msg_id, row.choice]
+        new = [one.kind for place, one in enumerate(said) if is_new(one, said[:place], row.acts, row.last_signal)]
+        if lessons := lessons_of(new) & row.acts:
+            by_lessons[lessons].append(row.id)
     return by_lessons
 
 
