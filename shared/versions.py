@@ -46,13 +46,30 @@ class ProbeSequence(msgspec.Struct, frozen=True):
     logprobs: list[float]
 
 
+class Contrast(msgspec.Struct, frozen=True):
+    """A token on which a version and its parent differ.
+
+    token_ids: [T]; both logprobs are log p(token_ids[-1] | token_ids[:-1]) at temperature 1, natural logarithm.
+    """
+
+    token_ids: list[int]
+    logprob: float
+    parent_logprob: float
+
+
 class Probe(msgspec.Struct, frozen=True):
     """The logprobs that an engine must reproduce after loading, before it serves under this version's name."""
 
     dtype: str  # the type the logprobs were computed in
     sequences: list[ProbeSequence]
+    contrasts: list[Contrast] = []  # of all weights: where they differ most from the parent's, by more than rounding
     base: list[ProbeSequence] = []  # of an adapter: the same sequences by the base model alone
     distinct: bool = True  # of an adapter: whether these logprobs differ from the base's by more than an engine rounds
+
+    @property
+    def asked(self) -> list[list[int]]:
+        """Token ids of all that an engine scores: the sequences, then the contrasts."""
+        return [one.token_ids for one in self.sequences] + [one.token_ids for one in self.contrasts]
 
 
 class DeltaOf(msgspec.Struct, frozen=True):
@@ -177,13 +194,17 @@ def _contradiction(manifest: Manifest) -> str | None:
     """What in a manifest cannot be right; None: nothing."""
     if not manifest.probe.sequences:
         return "its probe is empty, so that no engine can prove to serve it"
-    if sum(len(sequence.token_ids) for sequence in manifest.probe.sequences) > _MOST_PROBE_TOKENS:
+    probe = manifest.probe
+    if sum(map(len, probe.asked)) > _MOST_PROBE_TOKENS:
         return f"its probe has more than {_MOST_PROBE_TOKENS} tokens"
-    for number, sequence in enumerate(manifest.probe.sequences):
+    for number, sequence in enumerate(probe.sequences):
         tokens, logprobs = len(sequence.token_ids), len(sequence.logprobs)
         if tokens < 2 or logprobs != tokens - 1:
             return f"probe {number} has {logprobs} logprobs for {tokens} tokens, and should have one less"
-        if min(sequence.token_ids) < 0 or max(sequence.token_ids) > _LARGEST_TOKEN_ID:
+    if any(len(contrast.token_ids) < 2 for contrast in probe.contrasts):
+        return "a contrast of its probe has less than two tokens"
+    for number, token_ids in enumerate(probe.asked):
+        if min(token_ids) < 0 or max(token_ids) > _LARGEST_TOKEN_ID:
             return f"probe {number} holds a number that is no token id"
     for name in (*manifest.files, *manifest.whole):
         if not _is_plain_name(name):

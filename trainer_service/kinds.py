@@ -17,7 +17,7 @@ from torch import Tensor
 from shared.adapters import ADAPTER_WEIGHTS, write_adapter_config
 from shared.experience import JSON
 from shared.tensors import Tensor as Described
-from shared.versions import Manifest, Probe, ProbeSequence, read_manifest, version_path, write_version
+from shared.versions import Contrast, Manifest, Probe, ProbeSequence, read_manifest, version_path, write_version
 from trainer_service.adapters import Adapters
 from trainer_service.models import named_weights
 from trainer_service.publish import (
@@ -32,6 +32,7 @@ from trainer_service.tensor_files import make_header, name_of, write_tensors
 
 _CANDIDATES = 16  # sequences that the adapted model says, beside those that the base said
 _KEPT = 4  # of all these: an engine scores them beside the streams that it writes
+_CONTRASTS = 4  # tokens on which a version and its parent are told apart
 _NOISE = {"float32": 1e-3}  # nats by which an engine's logprobs may differ from the trainer's through rounding alone
 _NARROW_NOISE = 0.05
 
@@ -54,8 +55,11 @@ class VersionKind(Protocol):
     def ask(self, root: Path) -> JSON:
         """What all ranks must know to take part: `names` of the weights that are read, and what the probe needs."""
 
-    def probe(self, asked: JSON) -> Probe:
-        """The probe, computed by every rank."""
+    def remember(self) -> list[ProbeSequence]:
+        """What the next version's probe compares with this one, computed by every rank."""
+
+    def probe(self, asked: JSON, parent: list[ProbeSequence]) -> Probe:
+        """The probe, computed by every rank. parent: what was remembered of the version before."""
 
     def weights(self) -> dict[str, Tensor]:
         """What a version's files hold, by its name there."""
@@ -81,14 +85,23 @@ class FullVersions:
         dtype = read_manifest(root / version_path(0)).probe.dtype
         return {"names": weight_names(root), "sequences": probe_sequences(root), "dtype": dtype}
 
-    def probe(self, asked: JSON) -> Probe:
-        return Probe(asked["dtype"], compute_probe(self._policy, asked["sequences"]))
+    def remember(self) -> list[ProbeSequence]:
+        """What the policy says by itself: where it learns something, these are likely to change."""
+        return compute_probe(self._policy, sample_sequences(self._policy))
+
+    def probe(self, asked: JSON, parent: list[ProbeSequence]) -> Probe:
+        now = compute_probe(self._policy, [sequence.token_ids for sequence in parent]) if parent else []
+        noise = _NOISE.get(asked["dtype"], _NARROW_NOISE)
+        most = [_contrast(own, other) for own, other in zip(now, parent, strict=True)]
+        told = [one for one in most if abs(one.logprob - one.parent_logprob) > noise]
+        told.sort(key=lambda one: -abs(one.logprob - one.parent_logprob))
+        return Probe(asked["dtype"], compute_probe(self._policy, asked["sequences"]), told[:_CONTRASTS])
 
     def weights(self) -> dict[str, Tensor]:
         return named_weights(self._policy)
 
     def write(self, root: Path, read: Read, probe: Probe, **about: Unpack[About]) -> Manifest:
-        return write_full_version(root, read, probe.sequences, **about)
+        return write_full_version(root, read, probe, **about)
 
 
 class AdapterVersions:
@@ -102,7 +115,11 @@ class AdapterVersions:
         dtype = read_manifest(root / version_path(0)).probe.dtype
         return {"names": list(self._adapters.weights()), "sequences": probe_sequences(root), "dtype": dtype}
 
-    def probe(self, asked: JSON) -> Probe:
+    def remember(self) -> list[ProbeSequence]:
+        """Nothing: an adapter is told apart from the base, and has a name of its own in the engine."""
+        return []
+
+    def probe(self, asked: JSON, parent: list[ProbeSequence]) -> Probe:
         """Of a few sequences, by base and adapter, those on which the two differ most."""
         with self._adapters.rounded(getattr(torch, asked["dtype"])):
             sequences = [*asked["sequences"], *sample_sequences(self._policy, _CANDIDATES)]
@@ -143,3 +160,10 @@ class AdapterVersions:
 
 def _gap(own: ProbeSequence, other: ProbeSequence) -> float:
     return max(abs(a - b) for a, b in zip(own.logprobs, other.logprobs, strict=True))
+
+
+def _contrast(own: ProbeSequence, other: ProbeSequence) -> Contrast:
+    """The token of a sequence on which two versions differ most."""
+    gaps = [abs(a - b) for a, b in zip(own.logprobs, other.logprobs, strict=True)]
+    place = gaps.index(max(gaps))
+    return Contrast(own.token_ids[: place + 2], own.logprobs[place], other.logprobs[place])

@@ -16,7 +16,7 @@ from typing import Any
 from shared.errors import DiskFull, StartupError
 from shared.experience import JSON, Experience
 from shared.stop_request import StopRequest
-from shared.versions import Manifest
+from shared.versions import Manifest, ProbeSequence
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.batch import make_batch
 from trainer_service.broadcast import pack_rows, unpack_rows
@@ -53,6 +53,7 @@ class Learner:
         self._ranks = ranks
         self._states = states
         self._update, self.policy = build()
+        self._parent: list[ProbeSequence] | None = None  # what the next version's probe is compared with; None: not yet
         self.saved: SavedState | None = None  # the last one, to which `restore` returns
 
     @property
@@ -98,6 +99,8 @@ class Learner:
         self._ranks.order("train", pack_rows(rows), step, version, ahead)
         try:
             with together():
+                if self._parent is None:
+                    self._parent = kind_of(self.policy).remember()
                 return self._update.update(make_batch(rows), step=step, version=version, ahead=ahead)
         except _FAILURES as exc:
             agreed = isinstance(exc, UpdateError)
@@ -117,7 +120,7 @@ class Learner:
         kind = kind_of(self.policy)
         asked = kind.ask(root)
         self._ranks.order("join_version", asked)
-        probe = kind.probe(asked)
+        probe = kind.probe(asked, self._parent or [])
         with self._alone_if_full():
             manifest = kind.write(root, self.weights(), probe, **about)
         self._remember_version()
@@ -125,13 +128,14 @@ class Learner:
 
     def join_version(self, asked: JSON) -> None:
         """On the other ranks: take part in `write_version`."""
-        kind_of(self.policy).probe(asked)
+        kind_of(self.policy).probe(asked, self._parent or [])
         read = self.weights()
         for name in asked["names"]:
             read(name)
         self._remember_version()
 
     def _remember_version(self) -> None:
+        self._parent = None
         if self._update.past is not None:
             self._update.past.written()
 
@@ -162,7 +166,7 @@ class Learner:
         assert self._states is not None
         self._ranks.order("join_load")
         self._update.memory = self._ranks.broadcast_json(self._states.load(self.backend, saved, self._update.past))
-        self.saved = saved
+        self.saved, self._parent = saved, None
 
     def join_load(self) -> None:
         """On the other ranks: take part in `load`."""
@@ -170,12 +174,14 @@ class Learner:
         if self._update.past is not None:
             self._update.past.load(None)
         self._update.memory = self._ranks.broadcast_json(None)
+        self._parent = None
 
     def restore(self) -> None:
         """Make all anew and load the last saved state: a failed update leaves parts of itself behind."""
         self._ranks.order("restore")
         self.close()
         self._update, self.policy = self._build()
+        self._parent = None
         if self.saved is not None:
             self.load(self.saved)
 

@@ -118,7 +118,7 @@ def _write_base_version(root: Path, model_folder: Path) -> Manifest:
 def write_full_version(
     root: Path,
     read: Callable[[str], torch.Tensor],
-    probe: list[ProbeSequence],
+    probe: Probe,
     *,
     version: int,
     parent: int,
@@ -134,7 +134,7 @@ def write_full_version(
     base = root / version_path(0)
     first = read_manifest(base)
     of = (first.base, first.base_fingerprint)
-    manifest = Manifest(version, parent, "full", *of, step, time.time(), {}, Probe(first.probe.dtype, probe))
+    manifest = Manifest(version, parent, "full", *of, step, time.time(), {}, probe)
 
     def write_files(folder: Path) -> None:
         for file in _weight_files(base):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from explorer_service.errors import ProbeMismatch
 from shared.config import Tolerance
 from shared.errors import VersionError
 from shared.experience import Sampling
-from shared.versions import Probe, ProbeSequence
+from shared.versions import Probe
 
 # Between trainer (float32) and engine, by the type of the weights in the engine.
 TABLE = {
@@ -30,55 +30,59 @@ class Gap:
 
     largest: float  # of one logprob
     mean: float
+    nearer: str = ""  # the other weights that it is nearer to, in words
 
     def is_within(self, allowed: Tolerance) -> bool:
         return self.largest <= allowed.per_token and self.mean <= allowed.mean
 
 
-async def measure(admin: EngineAdmin, probe: Probe) -> Gap:
-    """Score the probe's sequences, all at once. Raises EngineError when the engine does not."""
-    return _gap(admin, await _score(admin, probe, None), probe.sequences)
+async def measure(admin: EngineAdmin, probe: Probe, model: str | None = None) -> Gap:
+    """Score the probe's sequences, all at once. model: the name of an adapter.
+
+    Where other weights were told apart from the version's, what the engine computes must be nearer to the version's:
+    an adapter's base, and the parent of a version of all weights. Raises EngineError when the engine does not answer.
+    """
+    scores = await asyncio.gather(*(admin.score(token_ids, model) for token_ids in probe.asked))
+    whole, last = scores[: len(probe.sequences)], [score[-1:] for score in scores[len(probe.sequences) :]]
+    gap = _gap(admin, whole, [one.logprobs for one in probe.sequences])
+    if probe.base and probe.distinct:
+        base = _gap(admin, whole, [one.logprobs for one in probe.base])
+        if gap.mean > base.mean:
+            return replace(gap, nearer=f"the base model's, under the name {model}: the adapter has no effect there")
+    if probe.contrasts:
+        own = _gap(admin, last, [[one.logprob] for one in probe.contrasts])
+        parent = _gap(admin, last, [[one.parent_logprob] for one in probe.contrasts])
+        if own.mean > parent.mean:
+            return replace(gap, nearer="those of the version's parent: the load had no effect there")
+    return gap
 
 
 async def prove(admin: EngineAdmin, probe: Probe, allowed: Tolerance, model: str | None = None) -> None:
-    """Raise ProbeMismatch unless the engine computes the probe's logprobs; EngineError when it does not answer.
+    """Raise ProbeMismatch unless the engine computes the probe's logprobs; EngineError when it does not answer."""
+    require(admin, await measure(admin, probe, model), allowed)
 
-    model: the name of an adapter. Then what it computes must be nearer to the adapter's logprobs than to the base's,
-    where those differ by more than an engine rounds.
-    """
-    scores = await _score(admin, probe, model)
-    gap = _gap(admin, scores, probe.sequences)
+
+def require(admin: EngineAdmin, gap: Gap, allowed: Tolerance) -> None:
+    """Raise ProbeMismatch for a gap that is too large, or when the engine is nearer to other weights."""
     if not gap.is_within(allowed):
-        raise mismatch(admin, gap, allowed)
-    if probe.base and probe.distinct and gap.mean > (base := _gap(admin, scores, probe.base)).mean:
         raise ProbeMismatch(
-            f"engine {admin.url} computes the base model's logprobs under the name {model} (off by {base.mean:.4g} on "
-            f"average, and {gap.mean:.4g} from the adapter's); the adapter has no effect there"
+            f"engine {admin.url} computes other logprobs than the trainer: off by {gap.largest:.4g}, {gap.mean:.4g} on "
+            f"average (allowed: {allowed.per_token:g} and {allowed.mean:g})"
         )
+    if gap.nearer:
+        raise ProbeMismatch(f"engine {admin.url} computes logprobs that are nearer to {gap.nearer}")
 
 
-async def _score(admin: EngineAdmin, probe: Probe, model: str | None) -> list[list[float]]:
-    return await asyncio.gather(*(admin.score(sequence.token_ids, model) for sequence in probe.sequences))
-
-
-def _gap(admin: EngineAdmin, scores: list[list[float]], sequences: list[ProbeSequence]) -> Gap:
+def _gap(admin: EngineAdmin, scores: list[list[float]], expected: list[list[float]]) -> Gap:
     """Raises ProbeMismatch for what is no number."""
     gaps = [
         abs(ours - trainers)
-        for scored, sequence in zip(scores, sequences, strict=True)
-        for ours, trainers in zip(scored, sequence.logprobs, strict=True)
+        for scored, told in zip(scores, expected, strict=True)
+        for ours, trainers in zip(scored, told, strict=True)
     ]
     if not all(map(math.isfinite, gaps)):
         raise ProbeMismatch(f"engine {admin.url} computes logprobs that are no numbers")
     return Gap(max(gaps), sum(gaps) / len(gaps))
-
-
-def mismatch(admin: EngineAdmin, gap: Gap, allowed: Tolerance) -> ProbeMismatch:
-    """The error that tells how far an engine is from the trainer."""
-    return ProbeMismatch(
-        f"engine {admin.url} computes other logprobs than the trainer: off by {gap.largest:.4g}, {gap.mean:.4g} on "
-        f"average (allowed: {allowed.per_token:g} and {allowed.mean:g})"
-    )
 
 
 def read_sampling_defaults(folder: Path) -> Sampling:

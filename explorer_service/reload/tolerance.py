@@ -11,7 +11,7 @@ import asyncio
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.reload.judge import Target
-from explorer_service.reload.probe import TABLE, Gap, measure, mismatch
+from explorer_service.reload.probe import TABLE, Gap, measure, require
 from shared.config import Config, Tolerance
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
@@ -57,8 +57,7 @@ class EngineTolerance:
             allowed = Tolerance(per_token=_IMPLAUSIBLE * allowed.per_token, mean=_IMPLAUSIBLE * allowed.mean)
             if gap.is_within(allowed):
                 await self._store(self._dtype_of(target), gap)
-        if not gap.is_within(allowed):
-            raise mismatch(admin, gap, allowed)
+        require(admin, gap, allowed)
 
     async def _find_noise(self, dtype: str) -> Gap | None:
         if dtype not in self._noise and (found := await asyncio.to_thread(self._read, dtype)) is not None:

@@ -94,6 +94,18 @@ def test_a_comment_that_is_repeated_while_a_trainer_holds_the_row_for_it_acts_on
     assert train(ledger, 2) == {}
 
 
+def test_a_reward_that_comes_too_late_for_a_lease_does_not_act_beside_a_comment(ledger):
+    record(ledger, "m", "n", **RUN)
+    say(ledger, "m", UP)
+    commit(ledger)
+    lease = claim(ledger)
+    assert say(ledger, "n", UP) == "already_trained"
+    assert say(ledger, "n", COMMENT) == "applied"
+    assert stands(ledger, "teaches") == [(Lesson.REWARD,), (Lesson.COMMENT,)]
+    publish(ledger, lease, 1)
+    assert stands(ledger, "teaches", "taught") == [(0, Lesson.REWARD), (Lesson.COMMENT, Lesson.REWARD)]
+
+
 def test_two_comments_act_together_where_a_lease_was_given_back_between_them(ledger):
     record(ledger, "m")
     say(ledger, "m", COMMENT)

@@ -16,7 +16,7 @@ from services.trainer import build_update
 from shared.errors import VersionError
 from shared.ledger.connect import Ledger
 from shared.tensors import read_tensors
-from shared.versions import read_manifest, verify_version, version_path
+from shared.versions import Probe, read_manifest, verify_version, version_path
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
 from trainer_service.learner import Learner
@@ -88,6 +88,29 @@ def test_the_probe_is_of_the_weights_in_the_folder(stage, tmp_path):
             assert torch.allclose(torch.tensor(said), torch.tensor(found), atol=1e-5)
 
 
+@STAGES
+def test_the_probe_holds_the_tokens_on_which_a_version_and_its_parent_differ(stage, tmp_path):
+    model = make_tiny_model(tmp_path / "base")
+    rows = make_experiences(model, 8)
+    with learner_of(tmp_path, model, stage) as learner:
+        for version in (1, 2, 3):
+            learner.train(rows, step=version - 1, version=version - 1, ahead=0)
+            if version == 2:  # an update that failed is made again
+                learner.restore()
+                learner.train(rows, step=version - 1, version=version - 1, ahead=0)
+            publish(tmp_path, learner, version)
+            learner.save(version)
+    for version in (1, 2, 3):
+        own, parent = (load_causal_lm(tmp_path / version_path(number)) for number in (version, version - 1))
+        contrasts = read_manifest(tmp_path / version_path(version)).probe.contrasts
+        assert 0 < len(contrasts) <= 4
+        for one in contrasts:
+            assert abs(one.logprob - one.parent_logprob) > 1e-3
+            (ours,), (theirs,) = (compute_probe(by, [one.token_ids]) for by in (own, parent))
+            assert ours.logprobs[-1] == pytest.approx(one.logprob, abs=1e-5)
+            assert theirs.logprobs[-1] == pytest.approx(one.parent_logprob, abs=1e-5)
+
+
 def test_every_other_file_of_the_model_is_in_every_version(tmp_path):
     model = make_tiny_model(tmp_path / "base")
     (model / "special_config.json").write_text("{}")
@@ -109,7 +132,7 @@ def test_a_weight_of_another_shape_is_refused_before_it_becomes_a_version(tmp_pa
             return torch.empty(0) if name == "model.norm.weight" else whole(name)
 
         with pytest.raises(VersionError, match=r"'model\.norm\.weight' has shape \[0\], and should be F32 \[64\]"):
-            write_full_version(tmp_path, read, [], version=1, parent=0, step=1)
+            write_full_version(tmp_path, read, Probe("float32", []), version=1, parent=0, step=1)
     assert [folder.name for folder in (tmp_path / "versions").glob("*v0*")] == ["v000000"]
 
 
@@ -126,7 +149,7 @@ def test_no_more_than_one_weight_is_in_memory_while_a_version_is_written(tmp_pat
             given.append(weakref.ref(array))
             return torch.from_numpy(array)
 
-        write_full_version(tmp_path, read, [], version=1, parent=0, step=1)
+        write_full_version(tmp_path, read, Probe("float32", []), version=1, parent=0, step=1)
 
 
 def test_the_probe_is_what_the_base_says_by_itself_and_the_same_each_time(tmp_path):

@@ -211,7 +211,10 @@ def _given(row: AnyRow) -> int:
 def _credit_by(log: Sequence[Signal], row: AnyRow, rule: RewardConfig, learned: frozenset[Kind]) -> Credit:
     """The credit that the log makes of a row; rewards that it was trained on stay."""
     credit = credit_of(log, rule, learned, row.taught, row.heard)
-    return replace(_credit(row), teaches=credit.teaches) if _given(row) & Lesson.REWARD else credit
+    if not _given(row) & Lesson.REWARD:
+        return credit
+    teaches = (credit.teaches & ~Lesson.REWARD) | (row.teaches & Lesson.REWARD)
+    return replace(_credit(row), teaches=teaches)
 
 
 def _rewards(credits: dict[int, Credit]) -> list[Credit]:
