@@ -45,6 +45,7 @@ class Row:
     acts: Lesson = NOTHING
     taught: Lesson = NOTHING
     logged: float | None = None  # the reward that was said last, whether or not it could act
+    late: bool = False  # it could not act when it was said, and has not acted since
     commented: bool = False  # whether or not it could act
 
     @property
@@ -54,7 +55,7 @@ class Row:
     def log(self, lesson: Lesson, reward: float | None) -> None:
         """Something is said of it, whether or not it can act."""
         if lesson is R:
-            self.logged = reward
+            self.logged, self.late = reward, bool(self.given & R)
         else:
             self.commented = True
 
@@ -67,7 +68,7 @@ class Row:
     def hear(self, lesson: Lesson) -> None:
         """What was said acts, and so does a reward that was said while a lease, since given back, held the row."""
         if self.logged is not None and not self.given & R:
-            self.reward = self.logged
+            self.reward, self.late = self.logged, False
             lesson |= R
         self.teaches |= lesson & ~self.taught
 
@@ -185,11 +186,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 row.log(lesson, reward)
             if may_act:
                 assert receipt.state in ("applied", "updated", "duplicate")
-                before = row.reward
+                assert receipt.state != "updated" or lesson is R or row.late
                 if receipt.state != "duplicate":
                     row.hear(lesson)
-                if receipt.state == "updated":
-                    assert lesson is R or row.reward != before
             else:
                 assert receipt.state == ("expired" if row.state == "DISCARDED" else "already_trained")
 
