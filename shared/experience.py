@@ -139,14 +139,23 @@ class Tokens:
     _MAGIC = b"FWTK"
     _LAYOUT = 2
 
-    def check(self) -> None:
-        """Raise CorruptTokens unless the arrays agree in length and every logprob is finite and ≤ 0 (+ rounding)."""
+    def check(self, vocabulary: int | None = None, max_tokens: int | None = None) -> None:
+        """Raise CorruptTokens unless the arrays agree in length and every logprob is finite and ≤ 0 (+ rounding).
+
+        vocabulary: how many token ids the model knows; max_tokens: of prompt and reply; None: not checked.
+        """
         if len(self.reply_ids) != len(self.logprobs):
             raise CorruptTokens(f"{len(self.reply_ids)} reply tokens but {len(self.logprobs)} logprobs")
         if not len(self.prompt_ids) or not len(self.reply_ids):
             raise CorruptTokens(f"{len(self.prompt_ids)} prompt tokens and {len(self.reply_ids)} reply tokens")
         if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-3).any():
             raise CorruptTokens("a logprob is not a finite number of at most 0")
+        ids = (self.prompt_ids, self.reply_ids)
+        if vocabulary is not None and any(part.min() < 0 or part.max() >= vocabulary for part in ids):
+            raise CorruptTokens(f"a token id is outside of the model's vocabulary of {vocabulary}")
+        length = sum(map(len, ids))
+        if max_tokens is not None and length > max_tokens:
+            raise CorruptTokens(f"it has {length} tokens, and trainer.max_trajectory_tokens is {max_tokens}")
 
     def encode(self) -> bytes:
         """The arrays as bytes: 16 bytes of header, 2 to 4 for each id, 4 for each logprob."""

@@ -65,11 +65,8 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
 def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Experience, int]:
     """An export's row, and what it teaches (shared.reward.Lesson). Raises CorruptTokens and what bad data raises."""
     tokens, sampling = tokens_of(row)
-    tokens.check()
+    tokens.check(max_tokens=config.trainer.max_trajectory_tokens)
     sampling.check()
-    longest = config.trainer.max_trajectory_tokens
-    if longest is not None and len(tokens.prompt_ids) + len(tokens.reply_ids) > longest:
-        raise CorruptTokens(f"more than trainer.max_trajectory_tokens={longest} tokens")
     signals, learned = signals_of(row), learned_kinds(config.trainer)
     credit = credit_of(signals, config.reward, learned)
     msg_id = str(row.get("msg_id") or f"row-{number}")

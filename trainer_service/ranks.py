@@ -246,9 +246,11 @@ def _meet(rank: int, size: int) -> Any:
 
 
 def _require_gpus(local_rank: int, needed: int) -> None:
-    """Raise ConfigError on the first rank of a machine that has less GPUs than ranks; the others end with it."""
+    """Raise ConfigError on the first rank of a machine that has less GPUs than ranks; the others end without a word."""
     found = torch.cuda.device_count()
-    if needed > found and local_rank == 0:
+    if needed > found and local_rank:
+        raise SystemExit(2)
+    if needed > found:
         raise ConfigError(
             f"trainer.ranks={needed}, and this trainer sees {found} GPUs; lower trainer.ranks, or name more of them in "
             "trainer.devices"

@@ -23,6 +23,7 @@ from shared.config.algorithms import (
     StepGRPOConfig,
 )
 from shared.config.base import Count, Devices, Flag, Name, NonNegative, Positive, Section
+from shared.config.deepspeed import check_deepspeed
 from shared.config.surrogate import AlgorithmConfig
 from shared.config.taught import DistillConfig, HintConfig
 from shared.config.watch import BreakerConfig, WatchConfig
@@ -151,10 +152,8 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_precision(self) -> TrainerConfig:
-        for key in ("bf16", "fp16"):
-            if key in self.deepspeed:
-                raise ValueError(f"trainer.deepspeed.{key} is not taken; set trainer.precision: bf16 or float32")
+    def _check_deepspeed(self) -> TrainerConfig:
+        check_deepspeed(self.deepspeed)
         return self
 
     @model_validator(mode="after")

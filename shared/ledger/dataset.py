@@ -18,7 +18,7 @@ import numpy as np
 from sqlalchemy import ColumnElement, Connection, select
 
 from shared.errors import StartupError
-from shared.experience import Sampling, Tokens, choice_name
+from shared.experience import CorruptTokens, Sampling, TokenArray, Tokens, choice_name
 from shared.ledger.conditions import in_parts
 from shared.ledger.prefix import load_tokens
 from shared.ledger.tables import experiences, payloads, signals
@@ -109,9 +109,17 @@ def _about(row: Any) -> dict[str, Any]:
 def tokens_of(row: dict[str, Any]) -> tuple[Tokens, Sampling]:
     """The tokens of a row that has them, and how they were sampled. Raises what bad data raises."""
     sampling = {name: type(getattr(Sampling(), name))(value) for name, value in (row.get("sampling") or {}).items()}
-    prompt_ids, reply_ids = (np.array(row[name], np.int32) for name in ("prompt_ids", "reply_ids"))
+    prompt_ids, reply_ids = (_token_ids(row[name]) for name in ("prompt_ids", "reply_ids"))
     tokens = Tokens(prompt_ids, reply_ids, np.array(row["logprobs"], np.float32))
     return tokens, Sampling(**sampling)
+
+
+def _token_ids(given: Sequence[int]) -> TokenArray:
+    """Raises CorruptTokens for what is no token id: it is not rounded, and does not wrap around."""
+    found = np.array(given)
+    if found.size and (found.dtype.kind not in "iu" or found.min() < 0 or found.max() > np.iinfo(np.int32).max):
+        raise CorruptTokens("something among its token ids is none")
+    return found.astype(np.int32)
 
 
 class _ExportedSignal(msgspec.Struct):

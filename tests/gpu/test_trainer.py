@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from services.trainer import build_update
 from shared.ledger.connect import Ledger
@@ -22,7 +23,7 @@ from trainer_service.learner import Learner
 from trainer_service.models import load_causal_lm, named_weights, score_actions
 from trainer_service.models import prepare as fold
 from trainer_service.packing import Rows, pack
-from trainer_service.publish import compute_probe, ensure_base_version
+from trainer_service.publish import compute_probe, ensure_base_version, probe_sequences
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import StateStore
 
@@ -71,7 +72,7 @@ def test_the_probe_of_a_version_is_what_its_file_gives_in_float32(tmp_path, base
     with learner_of(tmp_path, base, 3) as learner:
         learner.train(make_experiences(base, 8), step=0, version=0, ahead=0)
         manifest = learner.write_version(tmp_path, version=1, parent=0, step=1)
-    again = compute_probe(load_causal_lm(tmp_path / version_path(1)))
+    again = compute_probe(load_causal_lm(tmp_path / version_path(1)), probe_sequences(tmp_path))
     said = torch.tensor([sequence.logprobs for sequence in manifest.probe.sequences])
     found = torch.tensor([sequence.logprobs for sequence in again])
     assert float((said - found).abs().mean()) < 0.1, "as near as an engine must come in bf16"
@@ -80,7 +81,7 @@ def test_the_probe_of_a_version_is_what_its_file_gives_in_float32(tmp_path, base
 @pytest.mark.parametrize("rows", [Rows.FOLDED, Rows.PACKED])
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])  # SDPA, the kernel
 def test_logprobs_and_gradients_of_a_row_are_those_of_each_sequence_alone(rows, kind, tolerance, base):
-    theirs = load_causal_lm(base).to("cuda")
+    theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).to("cuda")
     ours = copy.deepcopy(theirs).to(kind)
     fold(ours)
     batch = branches(theirs.config.vocab_size)

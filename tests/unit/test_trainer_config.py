@@ -45,6 +45,18 @@ from shared.errors import ConfigError
             "trainer.hint.teacher=version needs whole weights",
         ),
         ("{rehearse: 0.1}", "trainer.rehearse=0.1: only sft learns written answers again; name sft in trainer.algo"),
+        ("{deepspeed: {bf16: {enabled: true}}}", "trainer.deepspeed.bf16 is not taken; set trainer.precision: bf16"),
+        ("{deepspeed: {amp: {enabled: true}}}", "trainer.deepspeed.amp is not taken; set trainer.precision: bf16"),
+        ("{deepspeed: {gradient_accumulation_steps: 4}}", "is not taken; set trainer.minibatches and trainer.max_tok"),
+        ("{deepspeed: {gradient_clipping: 1.0}}", "trainer.deepspeed.gradient_clipping is not taken; set trainer.max_"),
+        (
+            "{deepspeed: {optimizer: adam}}",
+            "trainer.deepspeed.optimizer='adam': must be a section with keys of its own",
+        ),
+        ("{deepspeed: {optimizer: null}}", "trainer.deepspeed.optimizer=None: must be a section with keys of its own"),
+        ("{deepspeed: {optimizer: {params: null}}}", "trainer.deepspeed.optimizer.params=None: must be a section"),
+        ("{deepspeed: {zero_optimization: 3}}", "trainer.deepspeed.zero_optimization=3: must be a section with keys"),
+        ("{deepspeed: {zero_optimisation: {stage: 3}}}", "no key of DeepSpeed's; did you mean 'zero_optimization'?"),
         ("{warmup_updates: 3, deepspeed: {scheduler: {}}}", "trainer.warmup_updates and trainer.deepspeed.scheduler"),
     ],
 )

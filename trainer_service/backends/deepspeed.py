@@ -20,6 +20,8 @@ from shared.experience import JSON
 from trainer_service.backends.optimizer_state import OptimizerState
 from trainer_service.ranks import Ranks, is_lost
 
+_REFUSALS = (AssertionError, ValueError, TypeError, KeyError, AttributeError, RuntimeError)
+
 
 class DeepSpeedBackend:
     """One module under `deepspeed.initialize`."""
@@ -47,7 +49,7 @@ class DeepSpeedBackend:
             self._engine, *_ = deepspeed.initialize(
                 model=module, model_parameters=groups, config=config, mpu=ranks.data_parallel()
             )
-        except (AssertionError, ValueError, TypeError, KeyError, RuntimeError) as exc:
+        except (*_REFUSALS, deepspeed.DeepSpeedConfigError) as exc:
             if is_lost(exc):  # the configuration is not to blame
                 raise
             reason = str(exc).strip().split("\n")[0] or type(exc).__name__

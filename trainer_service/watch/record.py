@@ -33,7 +33,7 @@ class Record:
         """about: step and version. costs: as of Updater.costs."""
         figures = {name: value for name, value in stats.items() if name != "seconds"}
         tokens, computed = costs["tokens_in"], costs["tokens_computed"]
-        figures |= {"tokens_computed": computed, "rows_quarantined": float(len(lease.corrupt))}
+        figures |= {"tokens_in": tokens, "tokens_computed": computed, "rows_quarantined": float(len(lease.corrupt))}
         if tokens:
             figures |= {"tokens_folded": 1 - computed / tokens, "tokens_per_s": tokens / costs["train_seconds"]}
         return cls(

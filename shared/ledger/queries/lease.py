@@ -51,7 +51,9 @@ def load_lease(
     acts = {row.id: row.acts for row in rows}
     until = connection.execute(select(batches.c.last_signal).where(batches.c.id == batch_id)).scalar()
     lease = Lease(batch_id, *load_rows(connection, rows, acts, vocabulary, kinds, max_tokens, until))
-    return replace(lease, rows=with_preferences(connection, lease.rows)) if "preferred_over" in kinds else lease
+    if "preferred_over" not in kinds:
+        return lease
+    return replace(lease, rows=with_preferences(connection, lease.rows, vocabulary, max_tokens))
 
 
 def load_rows(
@@ -79,8 +81,7 @@ def load_rows(
         log = said.get((row.msg_id, row.choice), ())
         acting = tuple(_acting(log, row, acts[row.id], until))
         try:
-            tokens, sampling = _check(loaded.get(row.id), vocabulary), Sampling(*_sampling_of(row))
-            _require_length(tokens, max_tokens)
+            tokens, sampling = _check(loaded.get(row.id), vocabulary, max_tokens), Sampling(*_sampling_of(row))
             sampling.check()
             _check_rewards(row.reward, row.turn_reward, row.outcome)
         except CorruptTokens as exc:
@@ -107,24 +108,14 @@ def _check_rewards(*rewards: float | None) -> None:
             raise CorruptTokens(f"reward {reward} is beyond ±{_LARGEST_REWARD:g}: its square would be no number")
 
 
-def _check(tokens: Tokens | CorruptTokens | None, vocabulary: int | None) -> Tokens:
+def _check(tokens: Tokens | CorruptTokens | None, vocabulary: int | None, max_tokens: int | None) -> Tokens:
     """Tokens that can be trained on. Raises CorruptTokens."""
     if tokens is None:
         raise CorruptTokens("its tokens were erased")
     if isinstance(tokens, CorruptTokens):
         raise tokens
-    tokens.check()
-    ids = (tokens.prompt_ids, tokens.reply_ids)
-    if vocabulary is not None and any(part.min() < 0 or part.max() >= vocabulary for part in ids):
-        raise CorruptTokens(f"a token id is outside of the model's vocabulary of {vocabulary}")
+    tokens.check(vocabulary, max_tokens)
     return tokens
-
-
-def _require_length(tokens: Tokens, at_most: int | None) -> None:
-    """Raise CorruptTokens for a row that an update has no room for."""
-    length = len(tokens.prompt_ids) + len(tokens.reply_ids)
-    if at_most is not None and length > at_most:
-        raise CorruptTokens(f"it has {length} tokens, and trainer.max_trajectory_tokens is {at_most}")
 
 
 def held_rows(connection: Connection, batch_id: int) -> Sequence[AnyRow]:

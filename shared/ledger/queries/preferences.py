@@ -24,8 +24,13 @@ _SAMPLING = [field.name for field in fields(Sampling)]
 _COLUMNS = ("id", "msg_id", "choice", "key_group", *_SAMPLING)
 
 
-def with_preferences(connection: Connection, rows: Sequence[Experience]) -> list[Experience]:
-    """The rows with the replies that they are preferred over. Reads `preferred_over` among their signals."""
+def with_preferences(
+    connection: Connection, rows: Sequence[Experience], vocabulary: int | None = None, max_tokens: int | None = None
+) -> list[Experience]:
+    """The rows with the replies that they are preferred over. Reads `preferred_over` among their signals.
+
+    vocabulary, max_tokens: as for `Tokens.check`; a reply that is not within them is unknown.
+    """
     named = {row.id: list(_named(row.signals)) for row in rows}
     if not any(named.values()):
         return list(rows)
@@ -33,7 +38,7 @@ def with_preferences(connection: Connection, rows: Sequence[Experience]) -> list
     choices = [row for choices in found.values() for row in choices]
     kinds: tuple[Kind, ...] = ("preferred_over",)
     said = load_signals(connection, [*rows, *choices], kinds)  # also what acted before
-    return prefer(rows, found, _read(connection, choices), said)
+    return prefer(rows, found, _read(connection, choices, vocabulary, max_tokens), said)
 
 
 def prefer(
@@ -66,8 +71,10 @@ def _find(connection: Connection, messages: Sequence[str]) -> dict[str, list[Any
     return found
 
 
-def _read(connection: Connection, rows: Sequence[AnyRow]) -> dict[int, Other]:
-    """By row id; none for a row whose tokens are erased or damaged."""
+def _read(
+    connection: Connection, rows: Sequence[AnyRow], vocabulary: int | None, max_tokens: int | None
+) -> dict[int, Other]:
+    """By row id; none for a row whose tokens are erased or damaged, or cannot be trained on."""
     loaded = load_tokens(connection, [row.id for row in rows])
     found = {}
     for row in rows:
@@ -75,7 +82,7 @@ def _read(connection: Connection, rows: Sequence[AnyRow]) -> dict[int, Other]:
         sampling = Sampling(*(row._mapping[name] for name in _SAMPLING))
         try:
             if isinstance(tokens, Tokens):
-                tokens.check()
+                tokens.check(vocabulary, max_tokens)
                 sampling.check()
                 found[row.id] = Other(choice_name(row.msg_id, row.choice), tokens, sampling)
         except CorruptTokens:
