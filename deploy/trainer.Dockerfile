@@ -36,6 +36,7 @@ COPY trainer_service trainer_service
 COPY services services
 USER flywheel
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/app
+RUN python -c "import trainer_service.backends.deepspeed, trainer_service.learner, trainer_service.loop"
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["python", "-m", "services.cli"]
 CMD ["trainer", "-c", "/config/flywheel.yaml"]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 
+from shared.errors import ConfigError
 from shared.log import StageLogger, configure_logging
 from shared.ports import free_port
 from shared.process import die_with_parent
@@ -27,6 +28,16 @@ Rank = subprocess.Popen[bytes]
 def is_a_rank() -> bool:
     """Whether this process was started as one: by `run_ranks`, torchrun or DeepSpeed's launcher."""
     return "WORLD_SIZE" in os.environ
+
+
+def require_ranks(size: int) -> None:
+    """On a rank: raise ConfigError when its job has fewer ranks than the configuration says."""
+    started = os.environ["WORLD_SIZE"]
+    if started.isdigit() and int(started) < size:
+        raise ConfigError(
+            f"WORLD_SIZE={started}, and trainer.ranks={size}: unset WORLD_SIZE, so that `flywheel trainer` starts the "
+            "ranks, or let torchrun start as many"
+        )
 
 
 def end_with_torchrun() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared.chain import copy_version, read_chain
 from shared.config import Config, is_loopback
-from shared.errors import StartupError, VersionError
+from shared.errors import ConfigError, StartupError, VersionError
 from shared.experience import Purpose
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
@@ -43,6 +43,11 @@ def run_trainer(config: Config, work: Callable[[Config, Ranks, StopRequest], Non
 
     from trainer_service.ranks import join_ranks, together
 
+    if config.trainer.devices is not None and not torch.cuda.is_available():
+        raise ConfigError(
+            f"trainer.devices={list(config.trainer.devices)}, and PyTorch sees no GPU; remove it to train on the CPU, "
+            "or install PyTorch's build for CUDA and NVIDIA's driver"
+        )
     torch.manual_seed(config.trainer.seed)
     torch.set_num_threads(cpu_threads(config))
     ranks = join_ranks(config.trainer.rank_timeout_s)

@@ -18,14 +18,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Run the trainer, on as many ranks as `trainer.ranks` says unless this process is one of them."""
     config = read_config(args)
-    from services.ranks import end_with_torchrun, is_a_rank, run_ranks
+    from services.ranks import end_with_torchrun, is_a_rank, require_ranks, run_ranks
 
     if args.resume and os.environ.get("RANK", "0") == "0":
         from services.resume import resume_trainer
 
         if resume_trainer(config):
             return 0
-    if config.trainer.ranks > 1 and not is_a_rank():
+    if is_a_rank():
+        require_ranks(config.trainer.ranks)
+    elif config.trainer.ranks > 1:
         return run_ranks(config.trainer.ranks, ["trainer", "-c", args.config], config.log_level)
     from services.trainer import run_trainer
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shared.config import load_config
-from shared.experience import Tokens
+from shared.experience import Experience, Tokens
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state, find_trainer, list_versions, quarantined
 from shared.ledger.tables import experiences, trainers
@@ -19,6 +22,7 @@ from tests.support.lives import Life, Lives
 from tests.support.processes import wait_for, write_config
 
 BATCH = 8
+FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 
 
 @pytest.fixture(scope="module")
@@ -164,40 +168,42 @@ def reasons(root: Path) -> dict[str, int]:
     return with_ledger(root, read)
 
 
-def test_a_row_on_which_every_update_fails_is_quarantined_and_all_others_are_trained(tmp_path, lives, model, rows):
-    """Its min_p, which no engine takes, cuts off every token."""
+def poisoned(kind: str, row: Experience) -> Experience:
+    """The row with what no update survives, or what never gets as far."""
+    if kind == "memory":
+        long = 5_000
+        arrays = np.full(long, 5, np.int32), np.full(long, 6, np.int32), np.full(long, -1.0, np.float32)
+        return replace(row, tokens=Tokens(*arrays))
+    if kind == "vocabulary":
+        return replace(row, tokens=replace(row.tokens, prompt_ids=np.append(row.tokens.prompt_ids, 70_000)))
+    return row
+
+
+REASONS = {"logits": "not finite", "memory": "allocate|out of memory", "vocabulary": "model's vocabulary"}
+SHORT = [("logits", 2), ("memory", 1), ("vocabulary", 1)]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), list(product(REASONS, (1, 2))) if FULL else SHORT)
+def test_one_bad_row_of_64_is_quarantined_and_all_others_are_trained(kind, ranks, tmp_path, lives, model):
+    rows = make_experiences(model, 64)
+    bad = 37
+    rows[bad] = poisoned(kind, rows[bad])
     small = {"breaker": {"kl_of_update": None}}  # an update on a few rows moves this model far
-    prepare(tmp_path, model, rows[: 2 * BATCH], **small)
-    bad = rows[3].msg_id
-    spoil(tmp_path, bad, min_p=2.0)
-    with begin(lives, tmp_path) as trainer:
-        wait_for(lambda: trained_rows(tmp_path) == 2 * BATCH - 1 or not trainer.alive, "the rest", 60)
-        assert trainer.stop() == 0
-    assert counts(tmp_path)["DISCARDED"] == 1
-    ((reason, count),) = reasons(tmp_path).items()
-    assert count == 1 and "not finite" in reason
+    prepare(tmp_path, model, rows, ranks=ranks, **small)
+    if kind == "logits":
+        spoil(tmp_path, rows[bad].msg_id, min_p=2.0)  # which no engine takes: it cuts off every token
+    limit = {"LIMIT_MEMORY": str(140 * 1024**2)} if kind == "memory" else {}
+    starts = 0
+    while trained_rows(tmp_path) < 63:  # a rank that fails alone ends its job; a supervisor starts it again
+        starts += 1
+        with begin(lives, tmp_path, **limit) as trainer:
+            wait_for(lambda: trained_rows(tmp_path) == 63 or not trainer.alive, "the rest", 100)
+            status = trainer.stop()
+        assert status == 0 or (kind == "memory" and ranks == 2 and starts < 20)
+    assert counts(tmp_path)["CONSUMED"] == 63 and counts(tmp_path)["DISCARDED"] == 1
+    ((found, count),) = reasons(tmp_path).items()
+    assert count == 1 and re.search(REASONS[kind], found)
     assert "Traceback" not in said(tmp_path)
-
-
-def test_a_prompt_that_memory_cannot_hold_is_quarantined_and_all_others_are_trained(tmp_path, lives, model, rows):
-    long = 5_000
-    giant = Tokens(np.full(long, 5, np.int32), np.full(long, 6, np.int32), np.full(long, -1.0, np.float32))
-    prepare(tmp_path, model, [rows[0], replace(rows[1], tokens=giant), *rows[2:4]], batch_size=2)
-    with begin(lives, tmp_path, LIMIT_MEMORY=str(140 * 1024**2)) as trainer:
-        wait_for(lambda: trained_rows(tmp_path) == 3 or not trainer.alive, "the rest", 100)
-        assert trainer.stop() == 0
-    ((reason, count),) = reasons(tmp_path).items()
-    assert count == 1 and "allocate" in reason
-
-
-def test_a_token_outside_of_the_vocabulary_costs_its_row_alone(tmp_path, lives, model, rows):
-    tokens = rows[2].tokens
-    strange = replace(tokens, prompt_ids=np.append(tokens.prompt_ids, 70_000).astype(np.int32))
-    prepare(tmp_path, model, [*rows[:2], replace(rows[2], tokens=strange), *rows[3 : BATCH + 1]])
-    with begin(lives, tmp_path) as trainer:
-        wait_for(lambda: trained_rows(tmp_path) >= BATCH - 1 or not trainer.alive, "the rest", 60)
-        assert trainer.stop() == 0
-    assert "vocabulary" in next(iter(reasons(tmp_path)))
 
 
 def test_when_every_update_fails_no_row_is_blamed(tmp_path, lives, model, rows):

@@ -140,6 +140,9 @@ def test_rows_that_cannot_be_learned_from_are_counted_and_the_others_taken(ledge
         good,
         {**good, "logprobs": []},
         {**good, "reply_ids": "x"},
+        {**good, "reply_ids": [2**31]},
+        {**good, "prompt_ids": [1, -2]},
+        {**good, "prompt_ids": [1.5, 2]},
         {**good, "sampling": {"beams": 4}},
         {**good, "signals": [{"kind": "applause"}]},
         {"messages": [{"role": "user"}]},
@@ -149,7 +152,7 @@ def test_rows_that_cannot_be_learned_from_are_counted_and_the_others_taken(ledge
     file = tmp_path / "mixed.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     assert run_here(config, "import", str(file)) == 0
-    assert "1 imported, 0 known, 7 unusable" in capsys.readouterr().err
+    assert "1 imported, 0 known, 10 unusable" in capsys.readouterr().err
     file.write_text("not json")
     with pytest.raises(StartupError, match="not JSON"):
         run_here(config, "import", str(file))

@@ -80,7 +80,7 @@ ROW = {"msg_id": "m", "prompt_ids": [5, 6], "reply_ids": [7], "logprobs": [-0.5]
 
 @pytest.fixture
 def config(tmp_path, model):
-    prepare(tmp_path, model)
+    prepare(tmp_path, model, max_trajectory_tokens=40)
     return load_config(tmp_path / "flywheel.yaml")
 
 
@@ -94,6 +94,14 @@ def config(tmp_path, model):
         ),
         ([{**ROW, "reward": None}], "nothing was said of its rows that ppo learns from; choose another"),
         ([{**ROW, "logprobs": []}], r"no row has tokens \(1 unusable \(1 reply tokens but 0 logprobs\)\)"),
+        (
+            [{**ROW, "reply_ids": [2**40]}],
+            r"1 unusable \(something among its token ids is none\)",
+        ),
+        (
+            [{**ROW, "prompt_ids": [5] * 40}],
+            r"unusable \(it has 41 tokens, and trainer\.max_trajectory_tokens is 40\)\)",
+        ),
         ([{**ROW, "state": "DISCARDED"}], r"no row has tokens \(1 DISCARDED\)"),
     ],
 )

@@ -160,10 +160,12 @@ def test_a_loss_that_is_not_finite_is_undone_on_all_ranks_together(tmp_path, liv
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 and RANK is not set; start the ranks with `flywheel trainer`"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' is no number"),
+        ({"WORLD_SIZE": "1"}, "WORLD_SIZE=1, and trainer.ranks=2: unset WORLD_SIZE"),
+        ({"FLYWHEEL_TRAINER__RANKS": "1", "FLYWHEEL_TRAINER__DEVICES": "[0]"}, "trainer.devices=[0], and PyTorch sees"),
     ],
 )
-def test_a_rank_without_partners_is_refused_in_one_line(environ, expected, tmp_path, model):
-    prepare(tmp_path, model)
+def test_a_rank_without_partners_or_gpu_is_refused_in_one_line(environ, expected, tmp_path, model):
+    prepare(tmp_path, model, ranks=2)
     ended = run_flywheel("trainer", "-c", str(tmp_path / "flywheel.yaml"), **environ)
-    assert ended.returncode == 1
+    assert ended.returncode in (1, 2)
     assert expected in ended.stderr.strip().splitlines()[-1] and "Traceback" not in ended.stderr

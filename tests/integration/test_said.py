@@ -68,7 +68,7 @@ def leased(ledger: Ledger) -> list[Experience]:
     with ledger.write() as connection:
         transitions.commit(connection)
         batch = transitions.claim(connection, owner="t", at_least=1, at_most=64, lease_s=60)
-        lease = queries.load_lease(connection, batch, kinds=KINDS)
+        lease = queries.load_lease(connection, batch, vocabulary=208, kinds=KINDS, max_tokens=16)
         assert not lease.corrupt
         return lease.rows
 
@@ -127,6 +127,8 @@ def test_the_other_reply_is_read_in_whatever_state_it_is_and_stays_as_it_is(ledg
         ({"a": "theirs"}, {"preference_unknown": 1}),
         ({"a": "erased"}, {"preference_unknown": 1}),
         ({"a": "broken"}, {"preference_unknown": 1}),
+        ({"a": "foreign"}, {"preference_unknown": 1}),
+        ({"a": "long"}, {"preference_unknown": 1}),
         ({"a": "same"}, {"preference_of_equals": 1}),
         ({"a": "b", "b": "a"}, {"preference_circle": 2}),
         ({"a": "b", "b": "c", "c": "a"}, {"preference_circle": 3}),
@@ -138,6 +140,8 @@ def test_a_preference_that_cannot_teach_is_counted_and_leaves_the_row_to_its_oth
     record(ledger, "elsewhere", [20], [1, 4, 8])
     record(ledger, "theirs", [21], key_group="shop")
     record(ledger, "same", [10])
+    record(ledger, "foreign", [70_000])
+    record(ledger, "long", list(range(20, 40)))
     for name in ("erased", "broken"):
         record(ledger, name, [22])
     with ledger.write() as connection:

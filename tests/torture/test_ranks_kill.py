@@ -1,7 +1,7 @@
 """Rank 0 or 1 is killed at random moments: in a look, a step, a save, while publishing and between.
 
 What comes out are the bits of two ranks that nobody disturbed, and every row is trained on once. CI runs a short form;
-FLYWHEEL_TORTURE=full kills 200 times, under each ZeRO stage.
+FLYWHEEL_TORTURE=full kills 200 times, 50 under each ZeRO stage.
 """
 
 from __future__ import annotations
@@ -55,10 +55,15 @@ def ranks(lives: Lives, root: Path) -> list[Life]:
 
 
 def kill_a_rank(lives: Lives, root: Path, draw: random.Random) -> None:
-    """In the middle of whatever it does after the next version; the other one then ends by itself."""
-    seen = newest(root)
+    """In the middle of whatever it does after the next version; the other one then ends by itself.
+
+    Ranks that have not met yet wait longer for one another, and are not killed here.
+    """
+    seen, log = newest(root), root / "trainer.log"
+    before = log.stat().st_size
     both = ranks(lives, root)
     try:
+        wait_for(lambda: b"loading" in log.read_bytes()[before:], "ranks that have met", 60, 0.005)
         if draw.random() < 0.8 and seen < LAST:
             wait_for(lambda: newest(root) > seen or not all(one.alive for one in both), "progress", 60, 0.005)
         threading.Event().wait(draw.random() * LONGEST_S)  # a random moment is what is wanted

@@ -7,18 +7,20 @@ from threading import Event, Thread
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 from torch import distributed as dist
 
 from services.engine.launch import command_line
 from shared.config import Config
+from shared.errors import ConfigError
 from shared.experience import Experience, Tokens
 from shared.process import visible_devices
 from shared.stop_request import StopRequest
 from tests.support.experiences import rows
 from trainer_service.broadcast import pack_arrays, pack_rows, unpack_arrays, unpack_rows
 from trainer_service.errors import RankLost
-from trainer_service.ranks import Ranks
+from trainer_service.ranks import Ranks, join_ranks
 
 
 def test_rows_arrive_as_they_were_sent():
@@ -93,6 +95,18 @@ def test_a_rank_0_that_is_stopped_while_an_order_is_read_is_lost():
     following.start()
     following.join(5)
     assert "rank 0 does not answer" in str(found[0])
+
+
+def test_a_machine_with_fewer_gpus_than_ranks_is_refused_once(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"trainer\.ranks=2, and this trainer sees 1 GPUs; lower trainer\.ranks"):
+        join_ranks(1.0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit, match="2"):
+        join_ranks(1.0)
 
 
 def config(**sections: object) -> Config:
