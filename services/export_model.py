@@ -31,9 +31,10 @@ from shared.experience import Purpose
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, list_versions
+from shared.probe import Probe
 from shared.process import process_name
 from shared.tensors import INDEX, read_tensors
-from shared.versions import MANIFEST, Probe, verify_version, version_path
+from shared.versions import MANIFEST, verify_version, version_path
 
 if TYPE_CHECKING:
     from torch import Tensor

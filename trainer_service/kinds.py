@@ -16,8 +16,9 @@ from torch import Tensor
 
 from shared.adapters import ADAPTER_WEIGHTS, write_adapter_config
 from shared.experience import JSON
+from shared.probe import Contrast, Probe, ProbeSequence
 from shared.tensors import Tensor as Described
-from shared.versions import Contrast, Manifest, Probe, ProbeSequence, read_manifest, version_path, write_version
+from shared.versions import Manifest, read_manifest, version_path, write_version
 from trainer_service.adapters import Adapters
 from trainer_service.models import named_weights
 from trainer_service.publish import (

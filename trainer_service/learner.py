@@ -15,8 +15,9 @@ from typing import Any
 
 from shared.errors import DiskFull, StartupError
 from shared.experience import JSON, Experience
+from shared.probe import ProbeSequence
 from shared.stop_request import StopRequest
-from shared.versions import Manifest, ProbeSequence
+from shared.versions import Manifest
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.batch import make_batch
 from trainer_service.broadcast import pack_rows, unpack_rows

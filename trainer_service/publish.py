@@ -25,19 +25,10 @@ from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from shared.log import StageLogger
+from shared.probe import Probe, ProbeSequence
 from shared.soundness import is_foreign
 from shared.tensors import INDEX, read_tensors, require_same_tensors
-from shared.versions import (
-    MANIFEST,
-    Manifest,
-    Probe,
-    ProbeSequence,
-    fingerprint,
-    manifest_sha256,
-    read_manifest,
-    version_path,
-    write_version,
-)
+from shared.versions import MANIFEST, Manifest, fingerprint, manifest_sha256, read_manifest, version_path, write_version
 from trainer_service.disk import as_os_error
 from trainer_service.logprobs import token_logprobs
 from trainer_service.models import load_causal_lm, round_weights

@@ -12,7 +12,8 @@ from shared.adapters import ADAPTER_WEIGHTS, AdapterConfig, a_name, b_name, writ
 from shared.config import Config
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.versions import Manifest, Probe, read_manifest, version_path, write_version
+from shared.probe import Probe
+from shared.versions import Manifest, read_manifest, version_path, write_version
 
 SEQUENCES = 4  # of a probe, as the trainer writes it
 

@@ -22,7 +22,8 @@ from shared.config import Config, load_config
 from shared.engine_token import engine_token
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.versions import version_path
+from shared.probe import Probe
+from shared.versions import read_manifest, version_path
 
 REPOSITORY = Path(__file__).parents[2]
 START_S = 300.0
@@ -148,11 +149,12 @@ class Publisher:
                 parameter.add_(torch.randn_like(parameter), alpha=1e-3)
         with self._ledger.write() as connection:
             self._version = transitions.reserve_version(connection, writer="trainer")
-        weights, sequences = named_weights(self._model), probe_sequences(self._config.root)
-        probe = compute_probe(self._model, sequences)
+        root = self._config.root
+        dtype = read_manifest(root / version_path(0)).probe.dtype
+        probe = Probe(dtype, compute_probe(self._model, probe_sequences(root)))
         numbers = {"version": self._version, "parent": self._version - 1, "step": self._version}
-        manifest = write_full_version(self._config.root, weights.__getitem__, probe, **numbers)
-        self._about = as_published(self._config.root, manifest)
+        manifest = write_full_version(root, named_weights(self._model).__getitem__, probe, **numbers)
+        self._about = as_published(root, manifest)
 
     def publish(self) -> int:
         version = self._version

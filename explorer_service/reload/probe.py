@@ -14,7 +14,7 @@ from explorer_service.errors import ProbeMismatch
 from shared.config import Tolerance
 from shared.errors import VersionError
 from shared.experience import Sampling
-from shared.versions import Probe
+from shared.probe import Probe
 
 # Between trainer (float32) and engine, by the type of the weights in the engine.
 TABLE = {

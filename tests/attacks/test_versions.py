@@ -18,6 +18,7 @@ from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import versions
+from shared.probe import Probe
 from shared.soundness import read_base, require_sound
 from shared.versions import manifest_sha256
 from tests.support.experiences import trainer_config
@@ -242,7 +243,7 @@ def test_what_the_trainer_publishes_is_sound_whatever_lies_beside_its_base_model
     assert '"dtype": "bfloat16"' in (folder / "config.json").read_text(), "the engine goes by it"
     policy = load_causal_lm(config.root / row.path)
     weights = named_weights(policy)
-    probe = compute_probe(policy, probe_sequences(config.root))
+    probe = Probe("bfloat16", compute_probe(policy, probe_sequences(config.root)))
     write_full_version(config.root, weights.__getitem__, probe, version=1, parent=0, step=1)
     later = dataclasses.replace(row, version=1, parent=0, path="versions/v000001", manifest_sha256=None)
     assert require_sound(config.root, later, base).version == 1

@@ -18,7 +18,8 @@ from services.trainer import build_update
 from shared.errors import StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.versions import ProbeSequence, verify_version, version_path
+from shared.probe import ProbeSequence
+from shared.versions import verify_version, version_path
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
 from trainer_service.adapters import CRITIC, Adapters

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from services.trainer import build_update
 from shared.errors import VersionError
 from shared.ledger.connect import Ledger
+from shared.probe import Probe
 from shared.tensors import read_tensors
-from shared.versions import Probe, read_manifest, verify_version, version_path
+from shared.versions import read_manifest, verify_version, version_path
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
 from trainer_service.learner import Learner

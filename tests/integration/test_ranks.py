@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from itertools import product
@@ -13,16 +14,19 @@ import torch
 from safetensors.torch import load_file
 
 from shared.ledger.queries import count_by_state
+from shared.ports import free_port
 from shared.versions import verify_version, version_path
 from tests.support.experiences import make_experiences, record_ready
 from tests.support.lives import Life
+from tests.support.models import make_tiny_model
 from tests.support.processes import Process, run_flywheel, wait_for
 from tests.support.trained_roots import LAST, ROWS, begin, newest, open_ledger, prepare, start, weights
 
 EVERYTHING_PARTITIONED = {"stage3_param_persistence_threshold": 0}
 ADAM = {"optimizer": {"params": {"eps": 1e-6}}}  # Adam divides a gradient by its size: rounding shall be no gradient
 FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
-ALL = list(product([0, 1, 2, 3], [40, 8192]))  # ZeRO stages, token budgets
+ALL = list(product([0, 1, 2, 3], [40, 256, 8192]))  # ZeRO stages, token budgets
+PUBLISHED = list(product([0, 1, 2, 3], ["float32", "bf16"], [True, False]))
 SOME = [(0, 40), (3, 8192)]
 
 
@@ -61,6 +65,25 @@ def test_two_ranks_end_with_the_weights_of_one(stage, budget, tmp_path, lives, m
         assert torch.allclose(found[name], tensor, atol=2e-5), name
 
 
+@pytest.mark.parametrize(
+    ("stage", "precision", "tied"), PUBLISHED if FULL else [(3, "bf16", True), (2, "float32", False)]
+)
+def test_two_ranks_publish_their_masters_element_by_element(stage, precision, tied, tmp_path, lives):
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    base = make_tiny_model(tmp_path / "base", tied=tied, dtype=str(dtype).removeprefix("torch."))
+    deepspeed = {"zero_optimization": {"stage": stage, **EVERYTHING_PARTITIONED}}
+    prepare(tmp_path, base, make_experiences(base, ROWS), ranks=2, precision=precision, deepspeed=deepspeed)
+    published = finish(tmp_path, begin(lives, tmp_path))
+    (state,) = (tmp_path / "trainer/trainer").glob(f"state-*{LAST}")
+    masters = load_file(state / "master.safetensors")
+    before = load_file(tmp_path / version_path(0) / "model.safetensors")
+    assert published.keys() == before.keys()
+    for name, tensor in published.items():
+        of = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else name
+        assert torch.equal(tensor, masters[f"policy.{of}"].to(dtype)), name
+    assert not torch.equal(published["lm_head.weight"], before["lm_head.weight"])
+
+
 def test_torchrun_by_hand_starts_the_same_ranks_and_they_end_with_it_however_it_ends(tmp_path, model, rows, one_rank):
     prepare(tmp_path, model, rows, deepspeed=ADAM)
     arguments = ["--standalone", "--nproc-per-node", "2", "-m", "services.cli"]
@@ -74,6 +97,31 @@ def test_torchrun_by_hand_starts_the_same_ranks_and_they_end_with_it_however_it_
         assert len(ranks) == 2
         _, left = psutil.wait_procs(ranks, 10)
         assert not left, "ranks that nobody watches go on"
+    found = load_file(tmp_path / version_path(LAST) / "model.safetensors")
+    assert all(torch.allclose(found[name], tensor, atol=2e-5) for name, tensor in one_rank.items())
+
+
+def over_two_machines(port: int) -> list[tuple[str, list[str]]]:
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    return [("torch.distributed.run", ["--nnodes", "2", "--nproc-per-node", "1", *rendezvous, "-m"])] * 2
+
+
+def by_deepspeed(port: int) -> list[tuple[str, list[str]]]:
+    arguments = ["--num_gpus", "2", "--master_port", f"{port}", "--no_local_rank", "--module"]
+    return [("deepspeed.launcher.runner", arguments)]
+
+
+@pytest.mark.parametrize("launched", [over_two_machines, by_deepspeed])
+def test_ranks_meet_over_machines_and_by_deepspeeds_launcher(launched, tmp_path, model, rows, one_rank):
+    prepare(tmp_path, model, rows, deepspeed=ADAM)
+    command = ["services.cli", "trainer", "-c", str(tmp_path / "flywheel.yaml")]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(Process([*arguments, *command], tmp_path / f"{number}.log", module=module))
+            for number, (module, arguments) in enumerate(launched(free_port()))
+        ]
+        wait_for(lambda: newest(tmp_path) == LAST or not all(one.alive for one in started), "the last version", 120)
+        assert any("ranks=2" in one.output() for one in started)
     found = load_file(tmp_path / version_path(LAST) / "model.safetensors")
     assert all(torch.allclose(found[name], tensor, atol=2e-5) for name, tensor in one_rank.items())
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,11 +20,11 @@ from tests.support.processes import Process, descendants, wait_for, write_config
 from tests.support.servers import free_port
 
 
-@pytest.fixture
-def up(tmp_path: Path):
+@contextlib.contextmanager
+def started(tmp_path: Path, **trainer: object) -> Iterator[Process]:
     """explorer and trainer, no engine: what is tested here needs none."""
     model = make_tiny_model(tmp_path / "base")
-    config = trainer_config(tmp_path / "data", model)
+    config = trainer_config(tmp_path / "data", model, **trainer)
     engines = [{"name": "e0", "url": f"http://127.0.0.1:{free_port()}"}]
     config = type(config).model_validate(
         {**config.model_dump(exclude_unset=True), "explorer": {"port": free_port(), "engines": engines}},
@@ -30,6 +32,12 @@ def up(tmp_path: Path):
     file = write_config(config, tmp_path / "flywheel.yaml")
     with Process(["up", "-c", str(file), "--without", "engines"], tmp_path / "up.log") as process:
         wait_for(lambda: "at work" in process.output() and "listening" in process.output(), "both at work", 60)
+        yield process
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Process]:
+    with started(tmp_path) as process:
         yield process
 
 
@@ -54,6 +62,23 @@ def test_a_crashed_process_starts_again(up):
     trainer.kill()
     wait_for(lambda: up.output().count("at work") == 2, "a second trainer at work", 60)
     assert "ended by itself; restarting" in up.output()
+
+
+def test_a_rank_that_dies_takes_its_job_along_and_all_of_them_start_again(tmp_path):
+    with started(tmp_path, ranks=2) as up:
+        before = ranks_of(up)
+        before[1].kill()
+        wait_for(lambda: up.output().count("at work") == 2, "two ranks at work again", 90)
+        after = ranks_of(up)
+        assert len(before) == len(after) == 2 and not set(before) & set(after)
+        assert not any(one.is_running() for one in before)
+        assert up.stop(60) == 0
+        assert not any(one.is_running() for one in after)
+
+
+def ranks_of(up: Process) -> list[psutil.Process]:
+    (trainer,) = (one for one in psutil.Process(up.pid).children() if "trainer" in one.cmdline())
+    return [one for one in trainer.children() if "trainer" in one.cmdline()]
 
 
 def test_a_refused_configuration_stops_all_and_is_not_tried_again():

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from shared.versions import Manifest, Probe, ProbeSequence, version_path, write_version
+from shared.probe import Probe, ProbeSequence
+from shared.versions import Manifest, version_path, write_version
 from trainer_service.delta import DeltaMaker
 
 FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

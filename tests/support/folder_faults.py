@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
-from shared.versions import MANIFEST, Manifest, Probe, manifest_sha256, read_manifest, version_path, write_version
+from shared.probe import Probe
+from shared.versions import MANIFEST, Manifest, manifest_sha256, read_manifest, version_path, write_version
 
 WEIGHTS = "model.safetensors"
 

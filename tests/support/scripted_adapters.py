@@ -11,7 +11,8 @@ from aiohttp import web
 
 from shared.adapters import ADAPTER_WEIGHTS, AdapterConfig, a_name, b_name, write_adapter_config
 from shared.ledger import transitions
-from shared.versions import Manifest, Probe, ProbeSequence, manifest_sha256, version_path, write_version
+from shared.probe import Probe, ProbeSequence
+from shared.versions import Manifest, manifest_sha256, version_path, write_version
 from tests.support.script import Script
 from tests.support.scripted_answers import bad_request
 from tests.support.servers import RunningExplorer, safetensors, write_scripted_version

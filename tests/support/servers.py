@@ -25,7 +25,8 @@ from shared.config import Config
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.driver import answering_within
-from shared.versions import Manifest, Probe, ProbeSequence, write_version
+from shared.probe import Probe, ProbeSequence
+from shared.versions import Manifest, write_version
 
 
 def free_port() -> int:

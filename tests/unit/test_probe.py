@@ -6,7 +6,7 @@ import pytest
 
 from explorer_service.errors import ProbeMismatch
 from explorer_service.reload.probe import TABLE, measure, prove
-from shared.versions import Contrast, Probe, ProbeSequence
+from shared.probe import Contrast, Probe, ProbeSequence
 
 ALIKE = ProbeSequence([5, 6, 7], [-1.0, -2.0])  # by the version; its parent says nearly the same
 PROBE = Probe("bfloat16", [ALIKE], [Contrast([5, 8], -1.0, -1.3), Contrast([5, 6, 9], -2.0, -1.7)])

@@ -13,8 +13,9 @@ from torch import distributed as dist
 
 from services.engine.launch import command_line
 from shared.config import Config
-from shared.errors import ConfigError
+from shared.errors import ConfigError, StartupError
 from shared.experience import Experience, Tokens
+from shared.ports import free_port
 from shared.process import visible_devices
 from shared.stop_request import StopRequest
 from tests.support.experiences import rows
@@ -106,6 +107,16 @@ def test_a_machine_with_fewer_gpus_than_ranks_is_refused_once(monkeypatch):
         join_ranks(1.0)
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit, match="2"):
+        join_ranks(1.0)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_rank_whose_partners_do_not_come_says_so_in_time(rank, monkeypatch):
+    monkeypatch.setattr("trainer_service.ranks.JOIN_TIMEOUT_S", 0.5)
+    job = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+    for name, value in {**job, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StartupError, match=r"did not all meet at 127\.0\.0\.1:\d+ within 0\.5 s .*; start all of them"):
         join_ranks(1.0)
 
 
