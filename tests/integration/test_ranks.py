@@ -111,6 +111,7 @@ def by_deepspeed(port: int) -> list[tuple[str, list[str]]]:
     return [("deepspeed.launcher.runner", arguments)]
 
 
+@pytest.mark.skipif(not FULL, reason="in the long form")
 @pytest.mark.parametrize("launched", [over_two_machines, by_deepspeed])
 def test_ranks_meet_over_machines_and_by_deepspeeds_launcher(launched, tmp_path, model, rows, one_rank):
     prepare(tmp_path, model, rows, deepspeed=ADAM)

@@ -160,9 +160,11 @@ class ScriptedEngine:
 
     def _hold(self, folder: Path) -> None:
         self.script.loaded = folder.name
-        manifest = json.loads((folder / "MANIFEST.json").read_text())
-        for sequence in manifest["probe"]["sequences"]:
-            self.script.probes[tuple(sequence["token_ids"])] = sequence["logprobs"]
+        probe = json.loads((folder / "MANIFEST.json").read_text())["probe"]
+        for one in probe.get("contrasts", []):
+            self.script.probes[tuple(one["token_ids"])] = [*[0.0] * (len(one["token_ids"]) - 2), one["logprob"]]
+        for one in probe["sequences"]:
+            self.script.probes[tuple(one["token_ids"])] = one["logprobs"]
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
