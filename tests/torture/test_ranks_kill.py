@@ -60,7 +60,7 @@ def kill_a_rank(lives: Lives, root: Path, draw: random.Random) -> None:
     Ranks that have not met yet wait longer for one another, and are not killed here.
     """
     seen, log = newest(root), root / "trainer.log"
-    before = log.stat().st_size
+    before = log.stat().st_size if log.exists() else 0
     both = ranks(lives, root)
     try:
         wait_for(lambda: b"loading" in log.read_bytes()[before:], "ranks that have met", 60, 0.005)
