@@ -52,8 +52,12 @@ def weights(root: Path, version: int) -> bytes:
 def finish(lives: Lives, root: Path, **environ: str) -> None:
     """A life that nobody disturbs, up to the last version, and on until it has nothing to do."""
     log = root / "trainer.log"
-    before = log.stat().st_size
+    before = log.stat().st_size if log.exists() else 0
     with begin(lives, root, **environ) as trainer:
-        wait_for(lambda: b"no ready rows" in log.read_bytes()[before:] or not trainer.alive, "the last version", 60)
+        wait_for(lambda: _said(log, before, b"no ready rows") or not trainer.alive, "the last version", 60)
         assert newest(root) == LAST
         assert trainer.stop() == 0
+
+
+def _said(log: Path, before: int, line: bytes) -> bool:
+    return log.exists() and line in log.read_bytes()[before:]

@@ -19,7 +19,7 @@ from tests.integration.test_trainer import check_same_line
 from tests.support.experiences import make_experiences
 from tests.support.lives import Lives
 from tests.support.processes import wait_for
-from tests.support.trained_roots import LAST, ROWS, begin, newest, open_ledger, prepare
+from tests.support.trained_roots import LAST, ROWS, begin, finish, newest, open_ledger, prepare
 
 pytestmark = pytest.mark.torture
 FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
@@ -67,9 +67,3 @@ def seconds_of_an_update(root: Path) -> float:
         times = [row.created_at for row in list_versions(connection) if row.version]
     ledger.close()
     return (max(times) - min(times)) / (len(times) - 1)
-
-
-def finish(lives: Lives, root: Path) -> None:
-    with begin(lives, root) as job:
-        wait_for(lambda: newest(root) == LAST or not job.alive, "the last version", 60)
-        assert job.stop() == 0
