@@ -180,7 +180,7 @@ class AdapterTakeUp:
             await self._tolerance.prove_started(self._admin, target)
             return
         name = self._shared.adapter_name(target.version, target.sha256)
-        await prove(self._admin, target.manifest.probe, await self._tolerance.allowed(target), name)
+        await prove(self._admin, target.manifest.probe, await self._tolerance.bounds(target), name)
         self.leaving.pop(target.version, None)
         self.served[target.version] = name
 

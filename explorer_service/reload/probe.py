@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,9 @@ TABLE = {
 }
 
 
+_Logprobs = Sequence[Sequence[float]]
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """How far an engine's logprobs of a probe are from the trainer's."""
@@ -36,30 +40,46 @@ class Gap:
         return self.largest <= allowed.per_token and self.mean <= allowed.mean
 
 
-async def measure(admin: EngineAdmin, probe: Probe, model: str | None = None) -> Gap:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How far an engine may be from the trainer."""
+
+    allowed: Tolerance
+    rounding: Gap  # what its rounding may make; versions that are less than twice that apart cannot be told apart on it
+
+
+async def measure(admin: EngineAdmin, probe: Probe, rounding: Gap, model: str | None = None) -> Gap:
     """Score the probe's sequences, all at once. model: the name of an adapter.
 
-    Where other weights were told apart from the version's, what the engine computes must be nearer to the version's:
-    an adapter's base, and the parent of a version of all weights. Raises EngineError when the engine does not answer.
+    Where other weights are told apart from the version's by more than the engine rounds, what it computes must be
+    nearer to the version's: an adapter's base, and the parent of a version of all weights. Raises EngineError when the
+    engine does not answer, ProbeMismatch for what is no number.
     """
     scores = await asyncio.gather(*(admin.score(token_ids, model) for token_ids in probe.asked))
+    if not all(math.isfinite(logprob) for score in scores for logprob in score):
+        raise ProbeMismatch(f"engine {admin.url} computes logprobs that are no numbers")
     whole, last = scores[: len(probe.sequences)], [score[-1:] for score in scores[len(probe.sequences) :]]
-    gap = _gap(admin, whole, [one.logprobs for one in probe.sequences])
-    if probe.base and probe.distinct:
-        base = _gap(admin, whole, [one.logprobs for one in probe.base])
-        if gap.mean > base.mean:
-            return replace(gap, nearer=f"the base model's, under the name {model}: the adapter has no effect there")
-    if probe.contrasts:
-        own = _gap(admin, last, [[one.logprob] for one in probe.contrasts])
-        parent = _gap(admin, last, [[one.parent_logprob] for one in probe.contrasts])
-        if own.mean > parent.mean:
-            return replace(gap, nearer="those of the version's parent: the load had no effect there")
+    said = [one.logprobs for one in probe.sequences]
+    gap = _gap(whole, said)
+    if probe.base and probe.distinct and _is_nearer([one.logprobs for one in probe.base], whole, said, rounding.mean):
+        return replace(gap, nearer=f"the base model's, under the name {model}: the adapter has no effect there")
+    own, parent = ([[one.logprob] for one in probe.contrasts], [[one.parent_logprob] for one in probe.contrasts])
+    if probe.contrasts and _is_nearer(parent, last, own, rounding.largest):
+        return replace(gap, nearer="those of the version's parent: the load had no effect there")
     return gap
 
 
-async def prove(admin: EngineAdmin, probe: Probe, allowed: Tolerance, model: str | None = None) -> None:
+def _is_nearer(other: _Logprobs, scores: _Logprobs, own: _Logprobs, rounding: float) -> bool:
+    """Whether the scores are nearer to another model's than to the version's, and the two too far apart to be mistaken.
+
+    An engine that is off by at most `rounding` is nearer to what it holds when the two are twice that apart.
+    """
+    return _gap(other, own).mean > 2 * rounding and _gap(scores, own).mean > _gap(scores, other).mean
+
+
+async def prove(admin: EngineAdmin, probe: Probe, bounds: Bounds, model: str | None = None) -> None:
     """Raise ProbeMismatch unless the engine computes the probe's logprobs; EngineError when it does not answer."""
-    require(admin, await measure(admin, probe, model), allowed)
+    require(admin, await measure(admin, probe, bounds.rounding, model), bounds.allowed)
 
 
 def require(admin: EngineAdmin, gap: Gap, allowed: Tolerance) -> None:
@@ -73,15 +93,12 @@ def require(admin: EngineAdmin, gap: Gap, allowed: Tolerance) -> None:
         raise ProbeMismatch(f"engine {admin.url} computes logprobs that are nearer to {gap.nearer}")
 
 
-def _gap(admin: EngineAdmin, scores: list[list[float]], expected: list[list[float]]) -> Gap:
-    """Raises ProbeMismatch for what is no number."""
+def _gap(scores: _Logprobs, expected: _Logprobs) -> Gap:
     gaps = [
-        abs(ours - trainers)
+        abs(ours - theirs)
         for scored, told in zip(scores, expected, strict=True)
-        for ours, trainers in zip(scored, told, strict=True)
+        for ours, theirs in zip(scored, told, strict=True)
     ]
-    if not all(map(math.isfinite, gaps)):
-        raise ProbeMismatch(f"engine {admin.url} computes logprobs that are no numbers")
     return Gap(max(gaps), sum(gaps) / len(gaps))
 
 

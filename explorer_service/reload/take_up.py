@@ -21,10 +21,9 @@ from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.pool import Engine, EngineState
 from explorer_service.errors import EngineDied, EngineRefused, EngineTimeout, EngineUnavailable, LoadUndone, StageFailed
 from explorer_service.reload.judge import Target
-from explorer_service.reload.probe import prove
+from explorer_service.reload.probe import Bounds, prove
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.tolerance import EngineTolerance
-from shared.config import Tolerance
 from shared.errors import EngineError, VersionMissing
 from shared.ledger.queries.explorers import LIVE_S
 from shared.log import StageLogger
@@ -144,7 +143,7 @@ class FullTakeUp:
         hung, or could not be brought back and is started anew; another EngineError when it went on with weights that
         it cannot prove: what was in flight is spoiled.
         """
-        allowed = await self._tolerance.allowed(target)
+        bounds = await self._tolerance.bounds(target)
         mode = await self._clear_the_way(target)
         paused_at = time.monotonic()
         await self._admin.pause(mode)
@@ -155,14 +154,14 @@ class FullTakeUp:
             switched_at = (stood_at + time.monotonic()) / 2  # far from the last token before and the first one after
             self._pool.switch(self._engine, self._shared.named(held.version), switched_at)
             self._leases.note_switch(self._engine.url, switched_at)
-            await self._resume(held, allowed, paused_at)
+            await self._resume(held, bounds, paused_at)
         except EngineUnavailable as error:
             raise EngineDied(str(error)) from error
         self._shared.metrics.reload_gap.observe(time.monotonic() - paused_at)
         if undone is not None:
             raise undone
 
-    async def _resume(self, held: Target, allowed: Tolerance, paused_at: float) -> None:
+    async def _resume(self, held: Target, bounds: Bounds, paused_at: float) -> None:
         """Let the engine sample again, and hold back what it sends until it has proven what it holds."""
         metrics = self._shared.metrics
         self._pool.hold_back(self._engine)
@@ -170,7 +169,7 @@ class FullTakeUp:
             await self._admin.resume()
             metrics.reload_pause.observe(time.monotonic() - paused_at)
             with metrics.reload_proof.time():
-                await prove(self._admin, held.manifest.probe, allowed)
+                await prove(self._admin, held.manifest.probe, bounds)
         except EngineError as error:
             self._pool.spoil(self._engine, str(error))
             self._leases.note_spoiled(self._engine.url)

@@ -11,7 +11,7 @@ import asyncio
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.reload.judge import Target
-from explorer_service.reload.probe import TABLE, Gap, measure, require
+from explorer_service.reload.probe import TABLE, Bounds, Gap, measure, require
 from shared.config import Config, Tolerance
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
@@ -34,25 +34,24 @@ class EngineTolerance:
         self._key = engine_key
         self._noise: dict[str, Gap] = {}  # by dtype
 
-    async def allowed(self, target: Target) -> Tolerance:
+    async def bounds(self, target: Target) -> Bounds:
         """Raises LedgerError."""
-        if self._configured is not None:
-            return self._configured
         dtype = self._dtype_of(target)
-        table, noise = TABLE.get(dtype, TABLE["bfloat16"]), await self._find_noise(dtype)
+        noise, table = await self._find_noise(dtype), TABLE.get(dtype, TABLE["bfloat16"])
         if noise is None:
-            return table
-        return Tolerance(
-            per_token=max(table.per_token, _NOISE_FACTOR * noise.largest),
-            mean=max(table.mean, _NOISE_FACTOR * noise.mean),
-        )
+            allowed = self._configured or table
+            return Bounds(allowed, Gap(allowed.per_token, allowed.mean))
+        largest, mean = _NOISE_FACTOR * noise.largest, _NOISE_FACTOR * noise.mean
+        shown = Tolerance(per_token=max(table.per_token, largest), mean=max(table.mean, mean))
+        return Bounds(self._configured or shown, Gap(largest / 2, mean / 2))
 
     async def prove_started(self, admin: EngineAdmin, target: Target) -> None:
         """The proof of an engine that says that it holds the target already. On version 0 its noise is stored, once.
 
         Raises ProbeMismatch, EngineError when it does not answer, LedgerError.
         """
-        gap, allowed = await measure(admin, target.manifest.probe), await self.allowed(target)
+        bounds = await self.bounds(target)
+        gap, allowed = await measure(admin, target.manifest.probe, bounds.rounding), bounds.allowed
         if target.version == 0 and self._configured is None and self._dtype_of(target) not in self._noise:
             allowed = Tolerance(per_token=_IMPLAUSIBLE * allowed.per_token, mean=_IMPLAUSIBLE * allowed.mean)
             if gap.is_within(allowed):
