@@ -1,7 +1,7 @@
 """What a reload costs those who chat meanwhile, on the real engine, and how small deltas are. Prints one JSON line.
 
-    .venv/bin/python -m benchmarks.reload [--reloads 50] [--streams 8 32] [--engines 1] [--tied] [--no-fresh]
-                                          [--delta-steps 20] [--adapters 50] [--lora-only]
+    .venv/bin/python -m benchmarks.reload [--reloads 50] [--streams 8 32] [--engines 1] [--finish] [--tied]
+                                          [--no-fresh] [--delta-steps 20] [--adapters 50] [--lora-only]
 
 A model of 10 M parameters, made here, is served by `flywheel engine` and `flywheel explorer` in float32, staged on a
 folder of the engine's own. A turn is so many streams of 200 tokens at once. In turns: nothing happens ("none"); a

@@ -39,7 +39,7 @@ def main() -> None:
             report["lora"] = measure_adapters(folder / "lora", args)
         if args.reloads and not args.lora_only:
             model = make_model(folder / "base", tied=args.tied)
-            service = Service(folder, model, args.engines, stack)
+            service = Service(folder, model, args.engines, stack, streams="finish" if args.finish else "go_on")
             for streams in args.streams:
                 report[f"{streams} streams"] = asyncio.run(run_turns(service, streams, args.reloads))
             if not args.no_fresh:
@@ -54,6 +54,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--reloads", type=int, default=50)
     parser.add_argument("--streams", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--finish", action="store_true", help="reload.streams: finish, for several engines")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--no-fresh", action="store_true")
     parser.add_argument("--delta-steps", type=int, default=20)

@@ -34,11 +34,15 @@ TOKEN_HEADER = "X-Flywheel-Engine-Token"
 class Service:
     """Engines and an explorer that are ready. The stack ends them."""
 
-    def __init__(self, folder: Path, model: Path, engines: int, stack: ExitStack, kind: str = "full") -> None:
+    def __init__(
+        self, folder: Path, model: Path, engines: int, stack: ExitStack, kind: str = "full", streams: str = "go_on"
+    ) -> None:
+        """streams: as `explorer.reload.streams`."""
         folder.mkdir(exist_ok=True)
         self._folder = folder
         self._stack = stack
         self._kind = kind
+        self._reload = {"poll_interval_s": POLL_INTERVAL_S, "streams": streams}
         self.file = folder / "flywheel.yaml"
         addresses = [{"name": f"e{n}", "url": f"http://127.0.0.1:{_free_port()}"} for n in range(engines)]
         self._write_config(self.file, model, addresses)
@@ -59,7 +63,7 @@ class Service:
         config = {
             "root_dir": str(self._folder / "data"),
             "model": {"path": str(model), "kind": self._kind, "lora": {"rank": 8, "alpha": 16}},
-            "explorer": {"port": _free_port(), "engines": addresses, "reload": {"poll_interval_s": POLL_INTERVAL_S}},
+            "explorer": {"port": _free_port(), "engines": addresses, "reload": self._reload},
             "engine": {"max_model_len": 1024, "staging_dir": str(self._folder / "staged")},
         }
         file.write_text(yaml.safe_dump(config))
