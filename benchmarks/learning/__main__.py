@@ -112,3 +112,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         if values:
             figures[name] = {"median": statistics.median(values), "range": [min(values), max(values)]}
     return figures
+
+
+if __name__ == "__main__":
+    main()
