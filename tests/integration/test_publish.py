@@ -72,6 +72,20 @@ def test_every_element_of_a_version_is_the_one_that_was_trained(stage, dtype, pr
             assert tied_in_file == tied, "a tied model trains tied and is written untied"
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_training_in_bf16_begins_with_every_bit_of_a_float32_folder(stage, tmp_path, capfd):
+    model = make_tiny_model(tmp_path / "base")
+    with learner_of(tmp_path, model, stage, precision="bf16") as learner:
+        expected, read = load_file(tmp_path / version_path(0) / "model.safetensors"), learner.weights()
+        assert not torch.equal(expected["lm_head.weight"], expected["lm_head.weight"].bfloat16().float())
+        for name, tensor in expected.items():
+            assert torch.equal(read(name), tensor), name
+        working = dict(learner.policy.named_parameters(remove_duplicate=False))
+        if stage < 3:
+            assert torch.equal(working["lm_head.weight"], expected["lm_head.weight"].bfloat16())
+    assert "MA " not in capfd.readouterr().out, "DeepSpeed's figures of memory are not the trainer's log"
+
+
 @STAGES
 def test_the_probe_is_of_the_weights_in_the_folder(stage, tmp_path):
     model = make_tiny_model(tmp_path / "base")
