@@ -101,7 +101,7 @@ def _write_proven(root: Path, row: VersionRow, part: Path, merged: bool) -> Gap:
         write(folder, base, part, manifest.base)
         probe = manifest.probe
     gap = _measure(part, base, probe)
-    allowed = TABLE.get(probe.dtype, TABLE["bfloat16"])
+    allowed = TABLE.get(probe.rounding_of(probe.dtype), TABLE["bfloat16"])
     if not gap.is_within(allowed):
         raise VersionError(
             f"its files were written, and compute other logprobs than its probe: off by {gap.largest:.4g}, "

@@ -29,13 +29,18 @@ class Contrast(msgspec.Struct, frozen=True):
 class Probe(msgspec.Struct, frozen=True):
     """The logprobs that an engine must reproduce after loading, before it serves under this version's name."""
 
-    dtype: str  # the type the logprobs were computed in
+    dtype: str  # the type of the version's weights
     sequences: list[ProbeSequence]
     contrasts: list[Contrast] = []  # of all weights: where they differ most from the parent's, by more than rounding
     base: list[ProbeSequence] = []  # of an adapter: the same sequences by the base model alone
     distinct: bool = True  # of an adapter: whether these logprobs differ from the base's by more than an engine rounds
+    arithmetic: str = "float32"  # the type that these logprobs were computed in
 
     @property
     def asked(self) -> list[list[int]]:
         """Token ids of all that an engine scores: the sequences, then the contrasts."""
         return [one.token_ids for one in self.sequences] + [one.token_ids for one in self.contrasts]
+
+    def rounding_of(self, engine: str) -> str:
+        """The type whose rounding decides how far an engine that computes in the type `engine` may be from these."""
+        return engine if self.arithmetic == "float32" else self.arithmetic

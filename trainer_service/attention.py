@@ -181,6 +181,7 @@ def _has_kernel(query: Tensor, value: Tensor, softcap: float | None) -> bool:
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[0] == 1
         and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
         and softcap is None
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )

@@ -34,8 +34,8 @@ from trainer_service.tensor_files import make_header, name_of, write_tensors
 _CANDIDATES = 16  # sequences that the adapted model says, beside those that the base said
 _KEPT = 4  # of all these: an engine scores them beside the streams that it writes
 _CONTRASTS = 4  # tokens on which a version and its parent are told apart
-_NOISE = {"float32": 1e-3}  # nats by which an engine's logprobs may differ from the trainer's through rounding alone
-_NARROW_NOISE = 0.05
+_NOISE = 1e-3  # nats by which an engine's logprobs may differ from the trainer's through rounding alone
+_NARROW_NOISE = 0.05  # the same where one of the two computes in 16 bits
 
 Read = Callable[[str], Tensor]
 Shrink = Callable[[Path, Manifest], Manifest]
@@ -92,11 +92,13 @@ class FullVersions:
 
     def probe(self, asked: JSON, parent: list[ProbeSequence]) -> Probe:
         now = compute_probe(self._policy, [sequence.token_ids for sequence in parent]) if parent else []
-        noise = _NOISE.get(asked["dtype"], _NARROW_NOISE)
+        arithmetic = _arithmetic(self._policy)
+        noise = _noise(asked["dtype"], arithmetic)
         most = [_contrast(own, other) for own, other in zip(now, parent, strict=True)]
         told = [one for one in most if abs(one.logprob - one.parent_logprob) > noise]
         told.sort(key=lambda one: -abs(one.logprob - one.parent_logprob))
-        return Probe(asked["dtype"], compute_probe(self._policy, asked["sequences"]), told[:_CONTRASTS])
+        own = compute_probe(self._policy, asked["sequences"])
+        return Probe(asked["dtype"], own, told[:_CONTRASTS], arithmetic=arithmetic)
 
     def weights(self) -> dict[str, Tensor]:
         return named_weights(self._policy)
@@ -130,12 +132,13 @@ class AdapterVersions:
                 base = [one for block in blocks for one in compute_probe(self._policy, block)]
         gaps = [_gap(own, other) for own, other in zip(adapted, base, strict=True)]
         chosen = sorted(range(len(gaps)), key=lambda place: -gaps[place])[:_KEPT]
-        noise = _NOISE.get(asked["dtype"], _NARROW_NOISE)
+        arithmetic = _arithmetic(self._policy)
         return Probe(
             asked["dtype"],
             [adapted[place] for place in chosen],
             base=[base[place] for place in chosen],
-            distinct=gaps[chosen[0]] > noise,
+            distinct=gaps[chosen[0]] > _noise(asked["dtype"], arithmetic),
+            arithmetic=arithmetic,
         )
 
     def weights(self) -> dict[str, Tensor]:
@@ -157,6 +160,16 @@ class AdapterVersions:
             write_adapter_config(folder, self._adapters.describe(first.base_fingerprint))
 
         return write_version(root, manifest, write_files)
+
+
+def _arithmetic(policy: Any) -> str:
+    """The type that a policy computes in."""
+    return str(next(policy.parameters()).dtype).removeprefix("torch.")
+
+
+def _noise(dtype: str, arithmetic: str) -> float:
+    """dtype: of the version's weights, and mostly the engine's. arithmetic: the trainer's."""
+    return _NOISE if dtype == arithmetic == "float32" else _NARROW_NOISE
 
 
 def _gap(own: ProbeSequence, other: ProbeSequence) -> float:

@@ -17,7 +17,7 @@ from shared.errors import VersionError
 from shared.experience import Sampling
 from shared.probe import Probe
 
-# Between trainer (float32) and engine, by the type of the weights in the engine.
+# Between trainer and engine, by the type that decides: the engine's, or where that is float32 the trainer's.
 TABLE = {
     "float32": Tolerance(per_token=2e-3, mean=5e-4),
     "float16": Tolerance(per_token=0.1, mean=0.02),

@@ -20,6 +20,7 @@ from shared.log import StageLogger
 log = StageLogger("reload")
 
 _NOISE_FACTOR = 3.0
+_NARROW_TRAINER = Gap(0.05, 0.01)  # what the rounding of a trainer that computes in 16 bits may make
 _IMPLAUSIBLE = 10.0  # times what the table allows: no rounding, but other weights
 
 
@@ -37,13 +38,16 @@ class EngineTolerance:
     async def bounds(self, target: Target) -> Bounds:
         """Raises LedgerError."""
         dtype = self._dtype_of(target)
-        noise, table = await self._find_noise(dtype), TABLE.get(dtype, TABLE["bfloat16"])
+        noise = await self._find_noise(dtype)
+        decides = target.manifest.probe.rounding_of(dtype)
+        table = TABLE.get(decides, TABLE["bfloat16"])
         if noise is None:
             allowed = self._configured or table
             return Bounds(allowed, Gap(allowed.per_token, allowed.mean))
         largest, mean = _NOISE_FACTOR * noise.largest, _NOISE_FACTOR * noise.mean
         shown = Tolerance(per_token=max(table.per_token, largest), mean=max(table.mean, mean))
-        return Bounds(self._configured or shown, Gap(largest / 2, mean / 2))
+        least = Gap(0.0, 0.0) if decides == dtype else _NARROW_TRAINER
+        return Bounds(self._configured or shown, Gap(max(largest / 2, least.largest), max(mean / 2, least.mean)))
 
     async def prove_started(self, admin: EngineAdmin, target: Target) -> None:
         """The proof of an engine that says that it holds the target already. On version 0 its noise is stored, once.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from explorer_service.reload.probe import TABLE, Gap
 from services.trainer import build_update
 from shared.errors import VersionError
 from shared.ledger.connect import Ledger
@@ -70,6 +71,30 @@ def test_every_element_of_a_version_is_the_one_that_was_trained(stage, dtype, pr
             assert not torch.equal(written["lm_head.weight"], before["lm_head.weight"])
             tied_in_file = torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
             assert tied_in_file == tied, "a tied model trains tied and is written untied"
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_training_in_bf16_begins_with_every_bit_of_a_float32_folder(stage, tmp_path, capfd):
+    model = make_tiny_model(tmp_path / "base")
+    with learner_of(tmp_path, model, stage, precision="bf16") as learner:
+        expected, read = load_file(tmp_path / version_path(0) / "model.safetensors"), learner.weights()
+        assert not torch.equal(expected["lm_head.weight"], expected["lm_head.weight"].bfloat16().float())
+        for name, tensor in expected.items():
+            assert torch.equal(read(name), tensor), name
+        working = dict(learner.policy.named_parameters(remove_duplicate=False))
+        if stage < 3:
+            assert torch.equal(working["lm_head.weight"], expected["lm_head.weight"].bfloat16())
+        learner.train(make_experiences(model, 8), step=0, version=0, ahead=0)
+        probe = read_manifest(publish(tmp_path, learner, 1)).probe
+        ids = [sequence.token_ids for sequence in probe.sequences]
+        said, found = (
+            torch.tensor([sequence.logprobs for sequence in one])
+            for one in (probe.sequences, compute_probe(load_causal_lm(tmp_path / version_path(1)), ids))
+        )
+        assert float((said - found).abs().mean()) > TABLE["float32"].mean
+        allowed = TABLE[probe.rounding_of("float32")]
+        assert Gap(float((said - found).abs().max()), float((said - found).abs().mean())).is_within(allowed)
+    assert "MA " not in capfd.readouterr().out, "DeepSpeed's figures of memory are not the trainer's log"
 
 
 @STAGES

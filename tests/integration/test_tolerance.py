@@ -60,3 +60,15 @@ def test_an_engine_of_somebody_else_is_held_to_the_table_or_to_what_is_configure
     else:
         assert not explorer.deps.pool.serving
         assert version_state(explorer, 0) == "PUBLISHED", "an engine's noise condemns no base model"
+
+
+def test_of_a_trainer_in_bf16_an_engine_in_float32_may_be_as_far_as_bf16_rounds(scripted_engine, start_explorer):
+    scripted_engine.script.keeps_labels = False
+    explorer = start_explorer([scripted_engine.url], reload=RELOAD).wait_ready()
+    publish(explorer, 0)
+    wait_until(lambda: served(explorer) == "0")
+    scripted_engine.script.noise = 2 * NOISE
+    publish(explorer, 1, -1.5, arithmetic="bfloat16")
+    wait_until(lambda: served(explorer) == "1")
+    publish(explorer, 2, -2.5)
+    wait_until(lambda: version_state(explorer, 2) == "REJECTED")

@@ -127,10 +127,15 @@ def safetensors(tensors: dict[str, tuple[str, list[int]]], version: int = 0) -> 
 
 
 def write_scripted_version(
-    root: Path, version: int, logprob: float, files: dict[str, bytes] | None = None, base: str = ""
+    root: Path,
+    version: int,
+    logprob: float,
+    files: dict[str, bytes] | None = None,
+    base: str = "",
+    arithmetic: str = "float32",
 ) -> Path:
     """A version whose weights are small; the engine goes by its probe. files: beside or instead of the weights."""
-    probe = Probe("float32", [ProbeSequence([5, 6, 7], [logprob, logprob])])
+    probe = Probe("float32", [ProbeSequence([5, 6, 7], [logprob, logprob])], arithmetic=arithmetic)
     manifest = Manifest(
         version, version - 1 if version else None, "full", "base", base, version, time.time(), {}, probe
     )
@@ -143,8 +148,8 @@ def write_scripted_version(
     return root / f"versions/v{version:06d}"
 
 
-def publish(explorer: RunningExplorer, version: int, logprob: float = -1.0) -> Path:
-    folder = write_scripted_version(explorer.config.root, version, logprob)
+def publish(explorer: RunningExplorer, version: int, logprob: float = -1.0, arithmetic: str = "float32") -> Path:
+    folder = write_scripted_version(explorer.config.root, version, logprob, arithmetic=arithmetic)
     with explorer.ledger.write() as connection:
         parent = version - 1 if version else None
         transitions.publish(connection, version=version, parent=parent, kind="full", step=version)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shared.experience import Sampling
 from tests.support import architectures
+from trainer_service import attention
 from trainer_service.models import ActorCritic, ValueHead, prepare, score_actions
 from trainer_service.packing import Rows, gather, pack, packing_figures, scatter
 from trainer_service.trajectories import TokenSequence, sequence_alone
@@ -139,6 +142,61 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(name, rows, kin
     found = gradients(ours)
     for key, gradient in gradients(theirs).items():
         assert float((found[key] - gradient).norm() / gradient.norm()) < tolerance, key
+
+
+def varlen_by_hand(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What PyTorch's varlen_attn computes on a GPU, by its documentation: the last query of each sequence stands at
+    the last key, and the window says how many keys before and after its own a query sees, -1: all."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and enable_gqa
+    assert max_q == int(cu_q.diff().max()) and max_k == int(cu_k.diff().max())
+    assert int(cu_q[-1]) == len(query) and int(cu_k[-1]) == len(key) == len(value)
+    outputs = []
+    for n in range(len(cu_q) - 1):
+        q, k, v = (
+            t[starts[n] : starts[n + 1]].transpose(0, 1) for t, starts in ((query, cu_q), (key, cu_k), (value, cu_k))
+        )
+        at_Q1 = (torch.arange(q.shape[1]) + k.shape[1] - q.shape[1]).unsqueeze(1)
+        distance_QS = at_Q1 - torch.arange(k.shape[1])
+        before, after = (width if width >= 0 else k.shape[1] for width in window_size)
+        seen_QS = (distance_QS <= before) & (distance_QS >= -after)
+        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen_QS, scale=scale, enable_gqa=True))
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("rows", [Rows.FOLDED, Rows.PACKED])
+@pytest.mark.parametrize("name", ["qwen2", "mistral"])
+def test_the_gpus_kernel_is_asked_for_the_same(name, rows, monkeypatch):
+    torch.set_num_threads(1)
+    model = architectures.make(name).to(torch.float64)
+    prepare(model)
+    (micro,) = pack(branches(), range(5), 1000, rows)
+    found = []
+    for kernel in (False, True):
+        monkeypatch.setattr(attention, "_has_kernel", lambda *_, kernel=kernel: kernel)
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_hand)
+        logprobs_K = score_actions(model, micro)["logprobs"]
+        logprobs_K.sum().backward()
+        found.append({"logprobs": logprobs_K.detach(), **gradients(model)})
+    for key, expected in found[0].items():
+        torch.testing.assert_close(found[1][key], expected)
+
+
+@pytest.mark.parametrize(
+    ("head", "kind", "capability", "taken"),
+    [
+        (64, torch.bfloat16, (9, 0), True),
+        (256, torch.float16, (8, 0), True),
+        (100, torch.bfloat16, (9, 0), False),  # not a multiple of 8
+        (288, torch.bfloat16, (9, 0), False),
+        (64, torch.float32, (9, 0), False),
+        (64, torch.bfloat16, (7, 5), False),
+    ],
+)
+def test_the_gpus_kernel_is_given_what_it_takes(head, kind, capability, taken, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
+    heads = SimpleNamespace(is_cuda=True, dtype=kind, shape=(1, 4, 10, head), device="cuda:0")
+    assert attention._has_kernel(heads, heads, None) is taken
+    assert not attention._has_kernel(heads, heads, 30.0), "it knows no soft cap"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -6,6 +6,7 @@ import pytest
 
 from shared.config import TrainerConfig, load_config
 from shared.errors import ConfigError
+from trainer_service.backends.deepspeed import has_bf16
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,12 @@ def test_a_mix_learns_from_what_any_of_its_algorithms_learns_from():
     assert TrainerConfig().learns_from == {"reward", "rating", "metric"}
     mixed = TrainerConfig(algorithms={"reinforce_pp": 1.0, "sft": 0.2})
     assert mixed.learns_from == {"reward", "rating", "metric", "correction", "demonstration"}
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_gpu_that_only_emulates_bfloat16_has_none(emulated, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(
+        "torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation or not emulated
+    )
+    assert has_bf16() is not emulated

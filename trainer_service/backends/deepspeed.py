@@ -5,6 +5,8 @@ Its own checkpoints, which are pickles, are not used; see `OptimizerState`.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import os
@@ -45,10 +47,12 @@ class DeepSpeedBackend:
         # a shared-memory all-reduce for several CPU ranks, which would be compiled at each start
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        exact = _beyond_bf16(self._groups) if config.get("bf16", {}).get("enabled") else []
         try:
-            self._engine, *_ = deepspeed.initialize(
-                model=module, model_parameters=groups, config=config, mpu=ranks.data_parallel()
-            )
+            with contextlib.redirect_stdout(io.StringIO()):  # with bfloat16 it prints its use of memory
+                self._engine, *_ = deepspeed.initialize(
+                    model=module, model_parameters=groups, config=config, mpu=ranks.data_parallel()
+                )
         except (*_REFUSALS, deepspeed.DeepSpeedConfigError) as exc:
             if is_lost(exc):  # the configuration is not to blame
                 raise
@@ -56,6 +60,8 @@ class DeepSpeedBackend:
             raise ConfigError(f"trainer.deepspeed: DeepSpeed refuses its configuration ({reason}); correct it") from exc
         self.device: torch.device = self._engine.device
         self.state = OptimizerState(self._engine, deepspeed.utils)
+        for parameter, weights in exact:
+            self.state.write(parameter, weights.to(self.device))
 
     @property
     def module(self) -> nn.Module:
@@ -130,8 +136,17 @@ class DeepSpeedBackend:
 
 
 def has_bf16() -> bool:
-    """Whether this machine's accelerator computes in bfloat16."""
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    """Whether this machine's accelerator computes in bfloat16. Older ones emulate it, slower than float32."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _beyond_bf16(groups: list[list[nn.Parameter]]) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters that bfloat16 rounds, with their weights.
+
+    DeepSpeed rounds the model first and copies its float32 master weights from that.
+    """
+    weights = [(parameter, parameter.detach()) for group in groups for parameter in group]
+    return [(p, exact) for p, exact in weights if not torch.equal(exact, exact.to(torch.bfloat16).to(exact.dtype))]
 
 
 def configuration(learning_rate: float, over: JSON, *, bf16: bool) -> JSON:
