@@ -180,7 +180,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         poller = VersionPoller(ledger, explorer.reload.poll_interval_s, background)
         stack.push_async_callback(poller.stop)
         admin_http = await stack.enter_async_context(open_client())
-        http = EngineHttp(explorer.request_timeout_s)
+        http = EngineHttp(explorer.request_timeout_s, explorer.max_reply_bytes)
         stack.push_async_callback(http.close)
         pool = _engine_pool(config)
         membership = Membership(writer, agreed_settings(config))
