@@ -294,8 +294,7 @@ def counted(explorer: RunningExplorer, ask: Callable[[], object]) -> int:
     def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
         statements.append(statement)
 
-    engine = explorer.ledger._engine
-    event.listen(engine, "before_cursor_execute", note)
+    event.listen(explorer.ledger._engine, "before_cursor_execute", note)
     ask()
-    event.remove(engine, "before_cursor_execute", note)
+    event.remove(explorer.ledger._engine, "before_cursor_execute", note)
     return len([statement for statement in statements if "explorers" not in statement and "engines" not in statement])

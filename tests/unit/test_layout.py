@@ -15,7 +15,13 @@ PACKAGES = {
     **{name: REPOSITORY / name for name in ("explorer_service", "trainer_service", "services", "shared")},
     "flywheel": REPOSITORY / "agent_sdk" / "flywheel",
 }
-FILES = [file for folder in PACKAGES.values() for file in sorted(folder.rglob("*.py"))]
+OTHERS = [REPOSITORY / name for name in ("examples", "benchmarks", "tests")]
+FILES = [
+    file
+    for folder in (*PACKAGES.values(), *OTHERS)
+    for file in sorted(folder.rglob("*.py"))
+    if "node_modules" not in file.parts
+]
 MOST_LINES, MOST_IN_A_FUNCTION = 300, 45
 WHOLE = 99  # parts of a module's name
 
