@@ -1,6 +1,6 @@
 """One connection to an engine and the answers that come in on it: HTTP/1.1, parsed by httptools as uvicorn's is.
 
-A library's client for everybody costs a recorded chat a fifth of its CPU (decision 8). This one does what a chat needs:
+A library's client for everybody costs a recorded chat much of its CPU (decision 8). This one does what a chat needs:
 one request at a time, a body that waits until it is read, and nothing taken for an answer that is none.
 """
 
