@@ -19,6 +19,9 @@ FlywheelError                     shared/errors.py
 └── VersionNotServed              the version or model that a caller named is not in service
 
 CallerLeft                        the caller closed its connection; nobody waits for the answer
+ApiError                          an answer that is an error, for what only HTTP knows (api/errors.py)
+FramingError                      a connection can no longer be read as requests (api/framing.py)
+CannotGroup, JobFailed            how a group of writes failed; only the writer meets them (write_group.py)
 """
 
 from __future__ import annotations

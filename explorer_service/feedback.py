@@ -41,8 +41,8 @@ from explorer_service.idempotency import Asked, recall, remember
 from shared.config import RewardConfig
 from shared.errors import LedgerError
 from shared.ledger import queries, transitions
-from shared.ledger.queries import Targets, TooManyTargets
-from shared.ledger.transitions import Receipt, Said, TooManySignals
+from shared.ledger.queries import Targets
+from shared.ledger.transitions import Receipt, Said
 from shared.reward import Scope, Signal, learned_kinds
 
 
@@ -78,12 +78,7 @@ async def _answer_within_limit(request: Request, deps: Deps, caller: Caller) -> 
     msg_ids = list(dict.fromkeys(body.msg_ids or []))
     await _wait_recorded(msg_ids, deps)
     feedback = _Feedback(body, msg_ids, signals, caller, deps, _asked(request, caller.name, raw))
-    try:
-        answer = _answer(await feedback.apply())
-    except TooManySignals as exc:
-        raise ApiError(400, str(exc), code="too_many_signals") from exc
-    except TooManyTargets as exc:
-        raise ApiError(400, str(exc), code="too_many_targets") from exc
+    answer = _answer(await feedback.apply())
     for state, count in Counter(receipt.state for receipt in answer.receipts).items():
         deps.metrics.feedback_receipts.labels(state).inc(count)
     content = msgspec.json.encode(agentscope_java_answer(request, answer))

@@ -34,10 +34,10 @@ from explorer_service.membership import Membership
 from explorer_service.metrics import ExplorerMetrics, MetricsText
 from explorer_service.record import OpenStreams
 from explorer_service.reload.controller import EngineController
+from explorer_service.reload.lease import ReloadLease
 from explorer_service.reload.ownership import EngineLeases
 from explorer_service.reload.poller import VersionPoller
 from explorer_service.reload.reloading import Reloading
-from explorer_service.reload.turn import ReloadTurn
 from explorer_service.traffic.pins import Pins
 from explorer_service.traffic.router import Router
 from shared.belonging import require_belonging, require_kind
@@ -180,7 +180,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         poller = VersionPoller(ledger, explorer.reload.poll_interval_s, background)
         stack.push_async_callback(poller.stop)
         admin_http = await stack.enter_async_context(open_client())
-        http = EngineHttp(explorer.request_timeout_s)
+        http = EngineHttp(explorer.request_timeout_s, explorer.max_reply_bytes)
         stack.push_async_callback(http.close)
         pool = _engine_pool(config)
         membership = Membership(writer, agreed_settings(config))
@@ -189,7 +189,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         leases = EngineLeases(ledger, writer, membership, explorer.engines)
         await poller.refresh()
         await _join(membership)
-        reloading = Reloading(config, ledger, writer, pool, leases, poller, metrics, ReloadTurn(writer, membership))
+        reloading = Reloading(config, ledger, writer, pool, leases, poller, metrics, ReloadLease(writer, membership))
         _start_controllers(config, pool, reloading, admin_http, background)
         housekeeper = Housekeeper(explorer, feedback_writer, merges_counts=not ledger.is_sqlite)
         background.start_task("housekeeping", housekeeper.run())

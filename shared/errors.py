@@ -8,6 +8,9 @@ FlywheelError
 ├── VersionError     a version folder is damaged, or holds what it must not
 │   └── VersionMissing   the folder or a part of it is not there, or not yet
 ├── DiskFull         a version or a state does not fit on the disk
+├── CorruptTokens    a row's token arrays do not agree (experience.py)
+├── TooManySignals   so much was said about a row that it takes no more
+├── TooManyTargets   feedback is about more rows than it may reach at once
 └── EngineError      an engine is unavailable or answers wrongly
 """
 
@@ -55,6 +58,14 @@ class DiskFull(FlywheelError):
 def is_full(failure: Exception) -> bool:
     """Whether the operating system refused a write because the disk, or what one may use of it, is full."""
     return isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+class TooManySignals(FlywheelError):
+    """A row's log is full: nothing more can be said about it."""
+
+
+class TooManyTargets(FlywheelError):
+    """More rows than feedback may reach at once."""
 
 
 class EngineError(FlywheelError):

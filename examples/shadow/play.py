@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,15 +92,7 @@ async def go_live(
         return draw.choice(earlier)
 
     with serve(office(desk)) as office_url, serve(strong_model) as strong, serve(ratings.answer) as page:
-        runner = flywheel.TrainingRunner(
-            url,
-            reward=rated,
-            select=flywheel.SamplingRate(SHARE, seed=seed) & flywheel.Marked(),
-            repeat_time=RUNS_PER_CALL,
-            commit_every_s=COMMIT_EVERY_S,
-            at_once=AT_ONCE,
-            tools=flywheel.RecordedTools(),
-        )
+        runner = _trainee(url, rated, seed)
         production = flywheel.Model.of(f"{strong}/v1", "strong", key="unused")
         answered = runner.watch(support, production=production)
         people = asyncio.create_task(simulated_people(page, tickets, seed=seed))
@@ -118,6 +110,20 @@ async def go_live(
             await asyncio.to_thread(runner.stop)
         await asyncio.gather(people, return_exceptions=True)
         return books, books.figures(desk, runner.stats, ratings)
+
+
+def _trainee(
+    url: str, rated: Callable[[flywheel.Run, str | None], Awaitable[float | None]], seed: int
+) -> flywheel.TrainingRunner:
+    return flywheel.TrainingRunner(
+        url,
+        reward=rated,
+        select=flywheel.SamplingRate(SHARE, seed=seed) & flywheel.Marked(),
+        repeat_time=RUNS_PER_CALL,
+        commit_every_s=COMMIT_EVERY_S,
+        at_once=AT_ONCE,
+        tools=flywheel.RecordedTools(),
+    )
 
 
 async def _serve_one(answered: Any, ticket: Ticket, request: dict[str, Any], books: Books, began: float) -> None:

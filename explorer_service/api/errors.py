@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from explorer_service.errors import EngineLost, InvalidReply, NoEngine, VersionNotServed, WeightsUnproven
-from shared.errors import EngineError, LedgerError
+from shared.errors import EngineError, LedgerError, TooManySignals, TooManyTargets
 from shared.log import StageLogger
 
 log = StageLogger("explorer")
@@ -61,6 +61,10 @@ def as_api_error(error: Exception) -> ApiError | None:
             return unavailable("the ledger cannot store or read this now; send it again", "ledger_unavailable")
         case RecursionError():
             return bad_request("the body is nested too deeply")
+        case TooManySignals():
+            return ApiError(400, str(error), code="too_many_signals")
+        case TooManyTargets():
+            return ApiError(400, str(error), code="too_many_targets")
         case NoEngine():
             return unavailable(str(error), error.code)
         case EngineLost():

@@ -30,7 +30,7 @@ class FramingError(Exception):
     """This connection can no longer be read as requests."""
 
 
-class Stage(Enum):
+class Awaited(Enum):
     """What is expected of the caller."""
 
     REQUEST = "request"  # nothing of the next request is here
@@ -53,7 +53,7 @@ class Requests:
 
     def _begin(self) -> None:
         self.number += 1
-        self.stage = Stage.REQUEST
+        self.awaited = Awaited.REQUEST
         self._answered = False
         self._begun = self._ended = False  # as the parser sees it
         self._left: int | None = 0  # bytes of the body still to come; None: chunks
@@ -84,17 +84,17 @@ class Requests:
             data, self._held = self._held + data, b""
         at = 0
         while at < len(data) and not self.overrun:
-            if self.stage is Stage.NOTHING:
+            if self.awaited is Awaited.NOTHING:
                 self._hold_ahead(data[at:])
                 return
-            if self.stage is Stage.BODY:
+            if self.awaited is Awaited.BODY:
                 if self._waits_for_more(data, at):
                     self._held = data[at:]
                     return
                 stop = self._end_of_body_piece(data, at)
                 yield data[at:stop]
             else:
-                self.stage = Stage.HEAD
+                self.awaited = Awaited.HEAD
                 while data.startswith(b"\r\n", at):  # before a request (RFC 9112, 2.2)
                     at += 2
                 head_end = self._end_of_head(data, at)
@@ -108,7 +108,7 @@ class Requests:
                     yield _OFFER.sub(b"", head) + data[head_end:stop]
                 else:
                     yield data[at:stop]
-                self.stage = Stage.BODY
+                self.awaited = Awaited.BODY
                 if self._left:
                     self._left -= stop - head_end
             at = stop
@@ -117,7 +117,7 @@ class Requests:
     def end_answer(self) -> Iterator[bytes]:
         """The answer was sent, whole. What the parser may have now, as of `split`."""
         self._answered = True
-        if self.stage is Stage.NOTHING:
+        if self.awaited is Awaited.NOTHING:
             self._begin()
             yield from self.split(b"")
 
@@ -132,7 +132,7 @@ class Requests:
         if self._bodiless_bytes > _MAX_BODILESS_BYTES or self._blank_lines > _MAX_BLANK_LINES:
             raise FramingError("chunks of little but extensions, trailers or blank lines")
         if self._ended:
-            self.stage = Stage.NOTHING
+            self.awaited = Awaited.NOTHING
             if self._answered:
                 self._begin()
 

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from explorer_service.api.connections import Connections
 from explorer_service.api.errors import ApiError, unavailable
-from explorer_service.api.framing import FramingError, Requests, Stage
+from explorer_service.api.framing import Awaited, FramingError, Requests
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections: theirs close first, and none in use
 _GRACE_S = 5.0  # that the answer "too slow" comes before the connection is closed
@@ -36,7 +36,7 @@ class ExplorerProtocol(HttpToolsProtocol):
         self._connections = connections
         self._limits = connections.limits
         self._requests = Requests(self._limits.max_head_bytes, self._limits.max_headers)
-        self._awaited: tuple[int, Stage] | None = None
+        self._awaited: tuple[int, Awaited] | None = None
         self._deadline: float | None = None  # the loop's clock: when what is expected of the caller has to be here
         self._timer: asyncio.TimerHandle | None = None  # at the deadline, or at one before it
         self._read_timer: asyncio.TimerHandle | None = None  # for it to read
@@ -124,18 +124,18 @@ class ExplorerProtocol(HttpToolsProtocol):
 
     def _expect(self) -> None:
         """Wait for what the caller has to do next, if that is another thing than before."""
-        awaited = (self._requests.number, self._requests.stage)
+        awaited = (self._requests.number, self._requests.awaited)
         if awaited == self._awaited:
             return
         self._awaited = awaited
-        match self._requests.stage:
-            case Stage.REQUEST:
+        match self._requests.awaited:
+            case Awaited.REQUEST:
                 self._wait(KEEP_ALIVE_S)
-            case Stage.HEAD:
+            case Awaited.HEAD:
                 self._wait(self._limits.head_timeout_s)
-            case Stage.BODY:
+            case Awaited.BODY:
                 self._wait(self._limits.body_timeout_s + _GRACE_S)
-            case Stage.NOTHING:
+            case Awaited.NOTHING:
                 self._connections.begin_answer(self)
                 self._wait(None)
 
@@ -172,7 +172,7 @@ class ExplorerProtocol(HttpToolsProtocol):
             return
         if self._clock.time() < self._deadline:
             self._set_timer(self._deadline)
-        elif self._read_timer is not None and self._requests.stage is Stage.REQUEST:  # it still reads the last answer
+        elif self._read_timer is not None and self._requests.awaited is Awaited.REQUEST:  # it reads the last answer
             self._wait(KEEP_ALIVE_S)
         else:
             self.transport.abort()

@@ -9,7 +9,7 @@ import math
 import struct
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -68,6 +68,7 @@ class _Event(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
+_CallIndex = Annotated[int, msgspec.Meta(ge=0, lt=10_000)]  # of a tool call in its message
 _decode_identity = msgspec.json.Decoder(_Identity).decode
 _decode_reply = msgspec.json.Decoder(_Reply).decode
 _decode_events = msgspec.json.Decoder(list[_Event]).decode
@@ -248,17 +249,23 @@ class _Message:
 
 
 def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add a delta to the message: texts are joined, tool calls are joined by their index, the rest is set."""
+    """Add a delta to the message: texts are joined, tool calls are joined by their index, the rest is set.
+
+    Raises msgspec.ValidationError for tool calls that are none.
+    """
     for name, value in delta.items():
         if name == "tool_calls":
             calls = message.setdefault("tool_calls", [])
-            for part in value or []:
-                while len(calls) <= part.get("index", 0):
-                    calls.append({})
-                _merge_delta(calls[part.get("index", 0)], {k: v for k, v in part.items() if k != "index"})
+            for part in msgspec.convert(value or [], list[dict[str, Any]]):
+                index = msgspec.convert(part.get("index", 0), _CallIndex)
+                calls += [{} for _ in range(index + 1 - len(calls))]
+                _merge_delta(calls[index], {k: v for k, v in part.items() if k != "index"})
         elif isinstance(value, dict):
-            _merge_delta(message.setdefault(name, {}), value)
+            known = message.get(name)
+            message[name] = known if isinstance(known, dict) else {}
+            _merge_delta(message[name], value)
         elif isinstance(value, str) and name in ("content", "reasoning", "reasoning_content", "arguments", "refusal"):
-            message[name] = (message.get(name) or "") + value
+            known = message.get(name)
+            message[name] = known + value if isinstance(known, str) else value
         elif value is not None or name not in message:
             message[name] = value

@@ -68,9 +68,13 @@ async def relay(exchange: Exchange, chat: ChatRequest, deps: Deps) -> AsyncItera
 
 async def split_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Server-sent events, whole, each with the empty line that ends it."""
-    rest = b""
+    rest: list[bytes] = []  # of an event whose end has not come: joined once, however many parts it has
     async for chunk in chunks:
-        *events, rest = (rest + chunk).split(b"\n\n")
+        if b"\n\n" not in chunk and not (chunk.startswith(b"\n") and rest and rest[-1].endswith(b"\n")):
+            rest.append(chunk)
+            continue
+        *events, last = (b"".join(rest) + chunk).split(b"\n\n")
+        rest = [last] if last else []
         for event in events:
             yield event + b"\n\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from shared.errors import EngineError, VersionError, VersionMissing
 HEALTH_TIMEOUT_S = 5.0
 TOKEN_HEADER = "X-Flywheel-Engine-Token"  # as services/engine/gate.py has it
 STAGE_PATH, RESTART_PATH = "/flywheel/stage", "/flywheel/restart"  # as services/engine/gate.py has it
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _NO_ROUTE = (404, 405)
 
 
@@ -179,16 +181,27 @@ class EngineAdmin:
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> bytes:
         data = None if body is None else msgspec.json.encode(body)
-        timeout = httpx.Timeout(self._timeout_s if timeout_s is None else timeout_s, connect=CONNECT_TIMEOUT_S)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            reply = await self._client.request(
-                method, self.url + path, content=data, headers=self._headers, timeout=timeout
-            )
-        except (httpx.ReadTimeout, httpx.WriteTimeout) as exc:
-            raise EngineTimeout(f"engine {self.url}: {path} has not answered within {timeout.read:g} s") from exc
+            async with asyncio.timeout(limit_s):
+                status, content = await self._exchange(method, path, data)
+        except TimeoutError as exc:
+            raise EngineTimeout(f"engine {self.url}: {path} has not answered within {limit_s:g} s") from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise EngineUnavailable(f"engine {self.url}: {path} failed ({exc or type(exc).__name__})") from exc
-        if reply.status_code != 200:
-            text = reply.content[:300].decode(errors="replace")
-            raise EngineRefused(f"engine {self.url}: {path} answered {reply.status_code}: {text}", reply.status_code)
-        return reply.content
+            raise EngineUnavailable(f"engine {self.url}: {path} failed ({str(exc) or type(exc).__name__})") from exc
+        if status != 200:
+            text = content[:300].decode(errors="replace")
+            raise EngineRefused(f"engine {self.url}: {path} answered {status}: {text}", status)
+        return content
+
+    async def _exchange(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
+        """Status and body. Time is limited by the caller: an answer that drips in would reset httpx's own limit."""
+        content, timeout = bytearray(), httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        async with self._client.stream(
+            method, self.url + path, content=data, headers=self._headers, timeout=timeout
+        ) as reply:
+            async for part in reply.aiter_bytes():
+                content += part
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise EngineUnavailable(f"engine {self.url}: {path} answered more than {MAX_ANSWER_BYTES} bytes")
+        return reply.status_code, bytes(content)

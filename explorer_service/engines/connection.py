@@ -1,7 +1,7 @@
 """One connection to an engine and the answers that come in on it: HTTP/1.1, parsed by httptools as uvicorn's is.
 
-A library's client for everybody costs a recorded chat a fifth of its CPU (decision 8). This one does what a chat needs:
-one request at a time, a body of any length that waits until it is read, and nothing taken for an answer that is none.
+A library's client for everybody costs a recorded chat much of its CPU (decision 8). This one does what a chat needs:
+one request at a time, a body that waits until it is read, and nothing taken for an answer that is none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import cast
 
 import httptools
 
-from explorer_service.errors import EngineUnavailable
+from explorer_service.errors import EngineUnavailable, InvalidReply
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_UNREAD_BYTES = 1024 * 1024  # of a body, before the engine has to wait
@@ -23,8 +23,9 @@ _BODILESS = (204, 205, 304)  # no answers to what is asked here
 class EngineConnection(asyncio.Protocol):
     """A connection, idle or with one request under way."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_reply_bytes: int) -> None:
         self.loop = loop
+        self.max_reply_bytes = max_reply_bytes
         self.is_open = False
         self.idle_since = 0.0  # by the event loop's clock
         self._response: EngineResponse | None = None
@@ -74,9 +75,9 @@ class EngineResponse:
     """An engine's answer to one request. To be closed by whoever got it."""
 
     __slots__ = (
-        "_connection", "_error", "_head_bytes", "_is_delimited", "_is_interim", "_is_paused", "_parser", "_parts",
-        "_release", "_timeout_s", "_timer", "_unread_bytes", "_waiter", "content_type", "has_begun",
-        "has_head", "is_complete", "is_persistent", "received_at", "status",
+        "_announced_bytes", "_body_bytes", "_connection", "_error", "_head_bytes", "_is_delimited", "_is_interim",
+        "_is_paused", "_parser", "_parts", "_release", "_timeout_s", "_timer", "_unread_bytes", "_waiter",
+        "content_type", "has_begun", "has_head", "is_complete", "is_persistent", "received_at", "status",
     )  # fmt: skip
 
     def __init__(
@@ -90,7 +91,7 @@ class EngineResponse:
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._parts: list[bytes] = []
-        self._unread_bytes = self._head_bytes = 0
+        self._announced_bytes = self._body_bytes = self._unread_bytes = self._head_bytes = 0
         self._is_paused = self._is_delimited = self._is_interim = False
         self.status = 0
         self.content_type = ""  # without its parameters
@@ -101,12 +102,12 @@ class EngineResponse:
         self.is_persistent = False  # whether the engine leaves the connection open
 
     async def wait_head(self) -> None:
-        """Until status and headers are there. Raises EngineUnavailable, TimeoutError."""
+        """Until status and headers are there. Raises EngineUnavailable, InvalidReply, TimeoutError."""
         while not self.has_head:
             await self._wait()
 
     async def read(self) -> bytes:
-        """The rest of the body. Raises EngineUnavailable, TimeoutError."""
+        """The rest of the body. Raises EngineUnavailable, InvalidReply, TimeoutError."""
         parts = [self._take()]
         while not self.is_complete:
             await self._wait()
@@ -114,13 +115,16 @@ class EngineResponse:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def peek(self) -> bytes:
-        """The whole body, which stays to be read. Raises EngineUnavailable, TimeoutError."""
-        while not self.is_complete:
-            await self._wait()
-        return b"".join(self._parts)
+        """The whole body, which stays to be read. Raises EngineUnavailable, InvalidReply, TimeoutError."""
+        body = await self.read()
+        self._parts = [body]
+        return body
 
     async def read_some(self) -> bytes:
-        """What has come of the body since the last time; nothing at its end. Raises EngineUnavailable, TimeoutError."""
+        """What has come of the body since the last time; nothing at its end.
+
+        Raises EngineUnavailable, InvalidReply, TimeoutError.
+        """
         while not self._parts and not self.is_complete:
             await self._wait()
         return self._take()
@@ -158,6 +162,9 @@ class EngineResponse:
 
     def _expire(self) -> None:
         self.fail(TimeoutError(f"no whole answer within {self._timeout_s:g} s"))
+
+    def _refuse(self, what: str) -> None:
+        self.fail(InvalidReply(f"{what} than {self._connection.max_reply_bytes} bytes (explorer.max_reply_bytes)"))
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
@@ -206,7 +213,10 @@ class EngineResponse:
         name = name.lower()
         if name == b"content-type":
             self.content_type = value.decode("latin-1").partition(";")[0].strip().lower()
-        elif name in (b"content-length", b"transfer-encoding"):
+        elif name == b"content-length":
+            self._is_delimited = True
+            self._announced_bytes = int(value)
+        elif name == b"transfer-encoding":
             self._is_delimited = True
 
     def on_headers_complete(self) -> None:
@@ -220,12 +230,18 @@ class EngineResponse:
         if not 200 <= status < 600 or status in _BODILESS:
             self.fail(EngineUnavailable(f"it answered with status {status}"))
             return
+        if self._announced_bytes > self._connection.max_reply_bytes:
+            self._refuse(f"the engine's reply of {self._announced_bytes} bytes is larger")
+            return
         self.status, self.has_head = status, True
 
     def on_body(self, body: bytes) -> None:
         if not self.is_complete:
             self._parts.append(body)
             self._unread_bytes += len(body)
+            self._body_bytes += len(body)
+            if self._body_bytes > self._connection.max_reply_bytes:
+                self._refuse("the engine's reply is larger")
 
     def on_message_complete(self) -> None:
         assert self._parser is not None

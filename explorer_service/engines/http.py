@@ -23,9 +23,10 @@ KEEPALIVE_S = 4.0
 class EngineHttp:
     """Connections to all engines of a process: `await post(...)`, then close the response."""
 
-    def __init__(self, timeout_s: float) -> None:
-        """timeout_s: for a whole answer."""
+    def __init__(self, timeout_s: float, max_reply_bytes: int) -> None:
+        """timeout_s: for a whole answer. max_reply_bytes: of its body, or of a stream in all."""
         self._timeout_s = timeout_s
+        self._max_reply_bytes = max_reply_bytes
         self._loop = asyncio.get_running_loop()
         self._idle: dict[str, list[EngineConnection]] = {}  # the one used last at the end
         self._connections: set[EngineConnection] = set()
@@ -34,7 +35,7 @@ class EngineHttp:
         """Send a request to an engine; return when the head of its answer is there.
 
         url: "http://host:port". A request for which a kept connection turns out to be closed is sent once more, on a
-        new one. Raises EngineUnavailable, TimeoutError.
+        new one. Raises EngineUnavailable, InvalidReply, TimeoutError.
         """
         fields = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f"POST {path} HTTP/1.1\r\n{_target(url).fields}{fields}Content-Length: {len(body)}\r\n\r\n"
@@ -61,7 +62,7 @@ class EngineHttp:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await self._loop.create_connection(
-                    partial(EngineConnection, self._loop),
+                    partial(EngineConnection, self._loop, self._max_reply_bytes),
                     target.host,
                     target.port,
                     ssl=self._tls if target.is_https else None,

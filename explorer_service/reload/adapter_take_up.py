@@ -52,7 +52,7 @@ class AdapterTakeUp:
         self.served: dict[int, str] = {}  # adapters that this explorer has proven there: version → name
         self.leaving: dict[int, str] = {}  # adapters that get no requests any more, until they are unloaded
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
+    def alone(self) -> AbstractAsyncContextManager[None]:
         """Engines need not wait for one another: each serves on while it loads."""
         return nullcontext()
 

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.pool import Engine, EngineState
 from explorer_service.errors import EngineDied, EngineUnavailable, LoadUndone, NotOwner, ProbeMismatch, StageFailed
-from explorer_service.reload.adapter_keeper import AdapterKeeper
+from explorer_service.reload.adapter_controller import AdapterController
 from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame, failure_name
 from explorer_service.reload.follow import EngineFollower
@@ -53,11 +53,11 @@ class EngineController:
         tolerance = EngineTolerance(shared.config, shared.ledger, shared.writer, key)
         self._follower = EngineFollower(engine, shared)
         self._blame = Blame(engine, self._judge, shared)
-        self._keeper: AdapterKeeper | None = None
+        self._adapters: AdapterController | None = None
         if shared.loads_adapters:
             adapters = AdapterTakeUp(engine, admin, tolerance, shared)
-            self._keeper = AdapterKeeper(engine, adapters, self._judge, self._blame, shared)
-        self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, shared) if self._keeper is None else adapters
+            self._adapters = AdapterController(engine, adapters, self._judge, self._blame, shared)
+        self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, shared) if self._adapters is None else adapters
         self._backoff = Backoff(self._settings.retry_s)
         self._is_owner = False
         self._newest: VersionRow | None = None  # as of the last look at the ledger
@@ -101,7 +101,7 @@ class EngineController:
 
     async def _reconcile(self) -> None:
         engine = self._engine
-        await self._shared.turn.settle()
+        await self._shared.reload_lease.settle()
         await self._check_health()
         if not await self._leases.acquire(engine.url):
             self._is_owner = False
@@ -121,8 +121,8 @@ class EngineController:
                 self._pool.serve(engine, self._take_up.names(0), engine.sampling_defaults, version=0)
         elif engine.state is not EngineState.SERVING or engine.version != newest.version or self._served is None:
             await self._bring_in(newest)
-        if self._keeper is not None and engine.is_open:
-            await self._keeper.tend()
+        if self._adapters is not None and engine.is_open:
+            await self._adapters.tend()
 
     async def _check_health(self) -> None:
         answered_at = max(self._healthy_at, self._engine.answered_at)
@@ -201,10 +201,10 @@ class EngineController:
             if isinstance(error, VersionError):
                 await self._blame.condemn(target, str(error))
             return
-        async with self._take_up.turn():
+        async with self._take_up.alone():
             now = self._shared.poller.newest()
             if now is None or now.version != newest.version:
-                return  # overtaken, or rejected, while it waited for its turn
+                return  # overtaken, or rejected, while it waited for the lease
             started = time.monotonic()
             try:
                 await self._take_up.run(target, good)
@@ -261,8 +261,8 @@ class EngineController:
             self._backoff.forget(version)
         degraded = self._backoff.reason(newest.version)
         by, key = f"engine {engine.name}", self._leases.key(engine.url)
-        if self._keeper is not None and not engine.is_open:
-            await self._keeper.bring_in_pins()  # one that has started anew gets its set back before it takes chats
+        if self._adapters is not None and not engine.is_open:
+            await self._adapters.bring_in_pins()  # one that has started anew gets its set back before it takes chats
 
         def serve(connection: Connection) -> None:
             transitions.serve_version(connection, version, by=by, engine=key)

@@ -11,9 +11,9 @@ from explorer_service.engines.pool import EnginePool
 from explorer_service.errors import StageFailed
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.metrics import ExplorerMetrics
+from explorer_service.reload.lease import ReloadLease
 from explorer_service.reload.ownership import EngineLeases
 from explorer_service.reload.poller import VersionPoller
-from explorer_service.reload.turn import ReloadTurn
 from shared.config import Config
 from shared.experience import Purpose
 from shared.ledger import transitions
@@ -31,7 +31,7 @@ class Reloading:
     leases: EngineLeases
     poller: VersionPoller
     metrics: ExplorerMetrics
-    turn: ReloadTurn
+    reload_lease: ReloadLease
 
     @property
     def loads_adapters(self) -> bool:

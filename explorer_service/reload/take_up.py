@@ -37,7 +37,7 @@ LOADING = "loading:"  # the label of an engine that may hold parts of two versio
 class TakeUp(Protocol):
     """How one engine gets to serve another version. There is one for each `model.kind`."""
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
+    def alone(self) -> AbstractAsyncContextManager[None]:
         """Around `run`: so long may other engines not do the same."""
 
     def names(self, version: int) -> dict[int, str]:
@@ -91,9 +91,9 @@ class FullTakeUp:
         self._leases = shared.leases
         self._settings = shared.config.explorer.reload
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
+    def alone(self) -> AbstractAsyncContextManager[None]:
         """One engine of all stands still at a time."""
-        return self._shared.turn.taken()
+        return self._shared.reload_lease.taken()
 
     def names(self, version: int) -> dict[int, str]:
         """That one, under the configured name."""

@@ -1,7 +1,7 @@
 """The versions that callers name, where engines load adapters: brought into service on demand, and kept for a while.
 
 A pin is a lease on the version in the ledger, so that its files stay and every explorer's engines learn of it. It ends
-`unpin_after_s` after its last use. Whoever owns an engine brings pinned versions in (reload/adapter_keeper.py).
+`unpin_after_s` after its last use. Whoever owns an engine brings pinned versions in (reload/adapter_controller.py).
 """
 
 from __future__ import annotations

@@ -121,6 +121,8 @@ class ExplorerConfig(Section):
     """Chats that may wait for an engine; more of them answer 503."""
     request_timeout_s: Positive = 600.0
     """How long one engine request may take."""
+    max_reply_bytes: Count = 128 * 1024 * 1024
+    """A larger reply of an engine answers 503; a larger stream ends with an error."""
     max_messages: Count = 10_000
     """More messages in one chat answer 400."""
     store_text: Flag = True

@@ -1,13 +1,15 @@
-"""Attacks by an engine, or by whatever answers at its address: no status of its breaks the caller's connection."""
+"""Attacks by an engine, or by whatever answers at its address: none breaks the caller's connection or fills memory."""
 
 from __future__ import annotations
 
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from explorer_service.engines import admin
 from tests.support.servers import wait_until
 from tests.support.wire import CHAT_BODY, STREAM_BODY, connect, get, post, read_answers
 
@@ -19,6 +21,9 @@ class Engine(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
     answer = b""
+    health = OK
+    repeat = b""  # sent on and on behind an answer
+    pause_s = 0.0  # between the repetitions
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -35,7 +40,11 @@ class Handler(socketserver.StreamRequestHandler):
                 name, _, value = field.partition(b":")
                 length = int(value) if name.lower() == b"content-length" else length
             self.rfile.read(length)
-            self.wfile.write(self.server.answer if b"completions" in line else OK)
+            is_chat, is_health = b"completions" in line, b"/health" in line
+            self.wfile.write(self.server.answer if is_chat else self.server.health if is_health else OK)
+            while self.server.repeat and (is_chat or (is_health and self.server.health is not OK)):
+                self.wfile.write(self.server.repeat)
+                time.sleep(self.server.pause_s)
 
 
 @pytest.fixture
@@ -75,3 +84,45 @@ def test_an_early_hint_is_not_the_answer(engine, start_explorer):
         chat, health = read_answers(opened, 2)
     assert (chat.status, chat.body, health.status) == (400, refusal, 200)
     wait_until(lambda: explorer.deps.pool.engines[0].in_flight == 0)
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNK = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_without_end_is_refused_at_its_limit_and_the_engine_serves_on(engine, start_explorer, stream):
+    explorer = start_explorer([engine.url], max_reply_bytes=1_000_000).wait_ready()
+    engine.answer, engine.repeat = CHUNKED % (b"text/event-stream" if stream else b"application/json"), CHUNK
+    reply = explorer.chat(stream=stream)
+    assert reply.status_code == (200 if stream else 503)
+    assert "larger than 1000000 bytes (explorer.max_reply_bytes)" in reply.text
+    assert "[DONE]" not in reply.text
+    assert explorer.deps.pool.engines[0].is_open
+    wait_until(lambda: explorer.deps.pool.engines[0].in_flight == 0)
+
+
+def test_an_announced_size_beyond_the_limit_is_refused_by_its_head(engine, start_explorer):
+    explorer = start_explorer([engine.url]).wait_ready()
+    engine.answer = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 999999999999\r\n\r\n"
+    reply = explorer.chat()
+    assert reply.status_code == 503
+    assert "reply of 999999999999 bytes is larger than 134217728 bytes" in reply.text
+
+
+def test_an_engine_that_drips_its_health_is_given_up_in_time(engine, start_explorer, monkeypatch):
+    monkeypatch.setattr(admin, "HEALTH_TIMEOUT_S", 0.5)
+    explorer = start_explorer([engine.url]).wait_ready()
+    engine.repeat, engine.pause_s, engine.health = b"1\r\n \r\n", 0.05, CHUNKED % b"application/json"
+    wait_until(lambda: explorer.http.get("/ready").status_code == 503)
+    engine.health, engine.repeat = OK, b""
+    explorer.wait_ready()
+
+
+def test_an_engine_whose_health_does_not_end_is_away(engine, start_explorer, monkeypatch):
+    monkeypatch.setattr(admin, "MAX_ANSWER_BYTES", 1_000_000)
+    explorer = start_explorer([engine.url]).wait_ready()
+    engine.repeat, engine.health = CHUNK, CHUNKED % b"application/json"
+    wait_until(lambda: explorer.http.get("/ready").status_code == 503)
+    engine.health, engine.repeat = OK, b""
+    explorer.wait_ready()

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from sqlalchemy import event, func, insert, select, text
 
-from shared.ledger import transitions
+from shared.errors import TooManyTargets
+from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import TooManyTargets, find_targets
 from shared.ledger.tables import experiences, idempotency, open_streams, payloads, signals
 from shared.ledger.transitions.feedback import MAX_SIGNALS
 from tests.support.processes import Process, wait_for, write_config
@@ -107,9 +107,9 @@ def test_a_task_of_more_rows_than_a_statement_has_parameters_is_found_with_its_c
             connection.execute(text(fill), {"n": rows})
         scope: dict[str, Any] = {"msg_ids": [], "task_id": "large", "run_id": None, "conversations": True}
         with explorer.ledger.read() as connection:
-            assert len(find_targets(connection, **scope)) == rows
+            assert len(queries.find_targets(connection, **scope)) == rows
             with pytest.raises(TooManyTargets):
-                find_targets(connection, **scope, at_most=rows - 1)
+                queries.find_targets(connection, **scope, at_most=rows - 1)
         committed = explorer.http.post("/commit", timeout=300).json()
         assert (committed["committed"], committed["ready"]) == (rows, rows)
     finally:
@@ -294,8 +294,7 @@ def counted(explorer: RunningExplorer, ask: Callable[[], object]) -> int:
     def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
         statements.append(statement)
 
-    engine = explorer.ledger._engine
-    event.listen(engine, "before_cursor_execute", note)
+    event.listen(explorer.ledger._engine, "before_cursor_execute", note)
     ask()
-    event.remove(engine, "before_cursor_execute", note)
+    event.remove(explorer.ledger._engine, "before_cursor_execute", note)
     return len([statement for statement in statements if "explorers" not in statement and "engines" not in statement])

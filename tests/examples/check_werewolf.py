@@ -83,14 +83,15 @@ def referee(seats: list[str], wolves: frozenset[str], rounds: list[dict[str, str
                     spoke[name] = 1.0
         won = over()
     assert not waiting
-    won = won or "villagers"
-    found = {}
-    for name in seats:
-        side, part = ("wolves", "blame") if name in wolves else ("villagers", "found")
-        found[name] = {"team_win": float(won == side), "survive": float(name in living), part: spoke.get(name, 0.0)}
-        if name in wolves:
-            found[name]["exposed"] = float(name in hanged)
-    return found
+    return {name: earned(name, name in wolves, won or "villagers", living, hanged, spoke) for name in seats}
+
+
+def earned(
+    name: str, is_wolf: bool, won: str, living: list[str], hanged: list[str], spoke: dict[str, float]
+) -> dict[str, float]:
+    side, part = ("wolves", "blame") if is_wolf else ("villagers", "found")
+    found = {"team_win": float(won == side), "survive": float(name in living), part: spoke.get(name, 0.0)}
+    return {**found, "exposed": float(name in hanged)} if is_wolf else found
 
 
 WEIGHTS = {"team_win": 1.0, "survive": 0.5, "blame": 0.2, "found": 0.2, "exposed": -0.5}

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from services.trainer import build_update
-from shared.errors import ConfigError
 from shared.experience import Tokens
 from shared.ledger.connect import Ledger
 from shared.versions import version_path
@@ -21,11 +20,10 @@ from tests.support.batches import rows_batch
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
 from trainer_service.algorithms.seam import Needs, Unit, Words
-from trainer_service.errors import RankLost
 from trainer_service.models import named_weights
 from trainer_service.parts import Part
 from trainer_service.publish import ensure_base_version
-from trainer_service.ranks import join_ranks, together
+from trainer_service.ranks import join_ranks
 from trainer_service.update import Updater
 
 
@@ -244,11 +242,6 @@ def test_another_optimizer_gets_none_of_adams_settings(tmp_path, base, rows):
     train(tmp_path, base, rows, deepspeed={"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}})
 
 
-def test_a_learning_rate_that_is_no_number_is_named(tmp_path, base):
-    with pytest.raises(ConfigError, match=r"trainer\.deepspeed\.optimizer\.params\.lr='1e-6'.*positive number"):
-        build(tmp_path, base, deepspeed={"optimizer": {"params": {"lr": "1e-6"}}})
-
-
 def test_dropout_is_off_in_training(tmp_path, base, rows):
     """With it the first step would not begin at the policy of the look."""
     settings = json.loads((base / "config.json").read_text())
@@ -286,19 +279,3 @@ def test_a_teacher_scores_the_actions_that_words_are_about_behind_them(tmp_path,
             logprobs = policy(input_ids=ids[None]).logits[0].log_softmax(-1)
         expected = logprobs[3 + sequence.actions - 1, sequence.token_actions][1:4]
         np.testing.assert_allclose(got, expected.numpy(), atol=1e-5)
-
-
-def test_keys_that_deepspeed_refuses_are_named(tmp_path, base, rows):
-    with pytest.raises(ConfigError, match=r"trainer\.deepspeed"):
-        train(tmp_path, base, rows, deepspeed={"zero_optimization": {"stage": 7}})
-
-
-def test_a_rank_that_is_lost_while_deepspeed_begins_is_not_taken_for_a_wrong_configuration(tmp_path, base, monkeypatch):
-    """The configuration would be given up for good; a lost rank is started again."""
-
-    def lose(**_: object) -> None:
-        raise torch.distributed.DistNetworkError("Broken pipe")
-
-    monkeypatch.setattr("deepspeed.initialize", lose)
-    with pytest.raises(RankLost), together():
-        build(tmp_path, base)

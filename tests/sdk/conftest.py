@@ -49,3 +49,17 @@ def say(model: flywheel.Model, text: str = "hi") -> Any:
 async def say_async(model: flywheel.Model, text: str = "hi") -> Any:
     async with model.async_openai(max_retries=0) as openai:
         return await openai.chat.completions.create(model=model.name, messages=[{"role": "user", "content": text}])
+
+
+TASKS = [{"n": n} for n in range(6)]
+COLLECT: dict[str, Any] = {"require_trainer": False, "progress": False}
+
+
+async def count(task: Any, model: flywheel.Model) -> float:
+    await say_async(model, f"task {task['n']}")
+    return float(task["n"])
+
+
+def learn(explorer: Any, tmp_path: Path, workflow: Any = count, tasks: Any = TASKS, **options: Any) -> flywheel.Report:
+    given = {**COLLECT, "url": explorer.url, "folder": tmp_path / "runs", **options}
+    return flywheel.learn(workflow, tasks, **given)

@@ -10,8 +10,7 @@ import flywheel
 import pytest
 from flywheel.rewards import from_openai_grader
 
-from tests.sdk.conftest import rows
-from tests.sdk.test_learn import learn
+from tests.sdk.conftest import learn, rows
 
 TASK = {"answer": "the cat sat", "tags": ["a", "b"]}
 REPLY = "{{ sample.output_text }}"

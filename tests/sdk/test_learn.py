@@ -5,42 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import flywheel
 import pytest
-from flywheel.journal import Journal, read_lines
+from flywheel.journal import read_lines
 from flywheel.workflow import Caller
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shared.ledger import transitions
 from tests.sdk import learn_program
-from tests.sdk.conftest import rows, said, say, say_async
+from tests.sdk.conftest import COLLECT, TASKS, count, learn, rows, said, say, say_async
 from tests.support.processes import REPOSITORY
-from tests.support.servers import publish, wait_until
-
-TASKS = [{"n": n} for n in range(6)]
-COLLECT: dict[str, Any] = {"require_trainer": False, "progress": False}
-
-
-async def count(task: Any, model: flywheel.Model) -> float:
-    await say_async(model, f"task {task['n']}")
-    return float(task["n"])
-
-
-def learn(explorer: Any, tmp_path: Path, workflow: Any = count, tasks: Any = TASKS, **options: Any) -> flywheel.Report:
-    given = {**COLLECT, "url": explorer.url, "folder": tmp_path / "runs", **options}
-    return flywheel.learn(workflow, tasks, **given)
+from tests.support.servers import wait_until
 
 
 def test_each_run_of_each_task_is_rewarded_and_its_group_committed(explorer, tmp_path):
@@ -255,46 +237,6 @@ def test_a_line_of_progress_says_how_far_it_is_and_the_time_to_go(explorer, tmp_
     )
 
 
-def test_an_evaluation_is_pinned_and_nothing_of_it_is_recorded(explorer, tmp_path, scripted_engine):
-    found = flywheel.evaluate(count, TASKS, model=0, url=explorer.url, runs_per_task=2, params={"temperature": 0.0})
-    assert (found.version, found.n, found.mean, found.failed) == (0, 12, 2.5, 0)
-    assert found.solved == 5 / 6
-    assert rows(explorer) == []
-    assert {body["temperature"] for body in scripted_engine.script.bodies} == {0.0}
-    both = flywheel.compare(count, TASKS, 0, 0, url=explorer.url)
-    assert (both.difference, both.standard_error) == (0.0, 0.0)
-
-
-def test_learn_evaluates_and_stops_early(explorer, tmp_path):
-    report = learn(explorer, tmp_path, eval_tasks=TASKS[:2], stop=flywheel.EarlyStop(patience=1))
-    assert [evaluation.mean for evaluation in report.evaluations] == [0.5]
-    assert len(rows(explorer)) == 6
-    assert json.loads((tmp_path / "runs/report.json").read_text())["evaluations"][0]["n"] == 2
-
-
-def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, tmp_path):
-    newer = iter((2, 3))
-
-    def serve(version: int) -> None:
-        publish(explorer, version)
-        wait_until(lambda: explorer.http.get("/status").json()["versions"]["serving"] == version)
-
-    def publishes(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
-        say(model)
-        if run.run_id != "eval" and (version := next(newer, None)) is not None:
-            serve(version)
-            time.sleep(1.1)  # /status is asked for once a second
-        return 0.5
-
-    serve(1)
-    stop = flywheel.EarlyStop(patience=2)
-    given: dict[str, Any] = {"eval_tasks": TASKS[:1], "eval_every_versions": 1, "at_once": 1, "stop": stop}
-    report = learn(explorer, tmp_path, publishes, [{"n": n} for n in range(20)], **given)
-    assert (report.stopped, report.version_first) == ("early", 1)
-    assert report.runs < 5
-    assert [evaluation.version for evaluation in report.evaluations] == [1, 2, 3]
-
-
 def test_a_folder_of_other_work_is_refused_with_what_differs(explorer, tmp_path):
     learn(explorer, tmp_path)
     before = len(rows(explorer))
@@ -325,55 +267,3 @@ def test_a_function_gets_the_arguments_that_it_names():
     assert Caller(lambda *everything: 0, offered, None).arguments(1, 2, 3) == (1, 2, 3)
     with pytest.raises(flywheel.ConfigError, match="task, model, run"):
         Caller(lambda a, b, c, d: 0, offered, None)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_journal_that_was_cut_anywhere_is_read(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("journal")
-    journal = Journal(folder / "journal.jsonl", {"seed": 0}, resume=True)
-    for number in range(5):
-        journal.note({"kind": "ended", "place": f"ü#{number}", "outcome": "rewarded", "reward": 1.0, "feedback": []})
-        journal.note({"kind": "sent", "place": f"ü#{number}"})
-    journal.close()
-    whole = (folder / "journal.jsonl").read_bytes()
-    cut = data.draw(st.integers(0, len(whole)))
-    (folder / "journal.jsonl").write_bytes(whole[:cut])
-    again = Journal(folder / "journal.jsonl", {"seed": 0}, resume=True)
-    lines = whole[:cut].decode(errors="replace").split("\n")[:-1]
-    assert len(again.ended) == sum('"ended"' in line for line in lines)
-    assert len(again.unsent) == len(again.ended) - sum('"sent"' in line for line in lines)
-    again.note({"kind": "ended", "place": "last#0", "feedback": []})
-    again.close()
-    assert list(read_lines(folder / "journal.jsonl"))[-1]["place"] == "last#0"
-
-
-def test_kill_9_at_random_moments_counts_each_run_once_and_rewards_no_broken_run(explorer, tmp_path):
-    kills = 50 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 6
-    chance = random.Random(17)
-    folder, tasks, runs = tmp_path / "runs", 12 * kills, 2
-    code = [sys.executable, "-m", "tests.sdk.learn_program", explorer.url, str(folder), str(tasks), str(runs)]
-    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'agent_sdk'}"}
-    for _ in range(kills):
-        before = journal_size(folder)
-        process = subprocess.Popen(code, env=env, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
-        enough = before + chance.randrange(4000)
-        wait_until(lambda: journal_size(folder) > enough or process.poll() is not None, 60)  # noqa: B023
-        process.kill()
-        process.wait()
-    ended = subprocess.run(code, env=env, capture_output=True, text=True, cwd=REPOSITORY, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert ended.stdout.split() == [str(tasks * runs), "done"]
-    episodes = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
-    assert len({episode["place"] for episode in episodes}) == len(episodes) == tasks * runs
-    counted = {(episode["place"].rpartition("#")[0], episode["run_id"]) for episode in episodes}
-    rewarded = Counter((row.task_id, row.run_id) for row in rows(explorer) if row.reward is not None)
-    assert set(rewarded) == counted, "the rewarded runs are those of the report"
-    assert {row.reward for row in rows(explorer)} == {1.0, None}
-    assert {row.state for row in rows(explorer) if row.reward is not None} == {"READY"}, "each was committed"
-    assert set(Counter(signal.msg_id for signal in said(explorer)).values()) == {1}, "each was said once"
-
-
-def journal_size(folder: Path) -> int:
-    journal = folder / "journal.jsonl"
-    return journal.stat().st_size if journal.exists() else 0

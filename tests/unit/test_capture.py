@@ -86,3 +86,17 @@ def test_an_error_in_a_stream_is_no_sample():
 def test_what_is_no_completion_is_the_engines_fault(text):
     with pytest.raises(InvalidReply, match="engine e streamed what is no chat completion"):
         joined(b"data: " + text + b"\n\n")
+
+
+@pytest.mark.parametrize(
+    "calls", [[{"index": 10**9}], [{"index": -1}], [{"index": "x"}], [{"index": None}], ["x"], "x", 7, {"index": 0}]
+)
+def test_tool_calls_that_are_none_are_the_engines_fault(calls):
+    with pytest.raises(InvalidReply):
+        joined(event(0, {"role": "assistant", "tool_calls": calls}, 1))
+
+
+def test_a_field_that_changes_its_type_breaks_nothing():
+    changing: list[Any] = ["text", {"a": 1}, "text", None, 3, {"b": 2}, [4]]
+    (sample,) = joined(*(event(0, {"reasoning": value}, 1) for value in changing))
+    assert json.loads(sample.reply or b"") == {"reasoning": [4]}

@@ -50,7 +50,7 @@ class Engine:
 @asynccontextmanager
 async def serving(engine: Engine, timeout_s: float = 10.0) -> AsyncIterator[tuple[EngineHttp, str]]:
     server = await asyncio.start_server(engine, "127.0.0.1", 0)
-    client = EngineHttp(timeout_s)
+    client = EngineHttp(timeout_s, 128 << 20)
     try:
         yield client, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
@@ -93,13 +93,20 @@ async def test_a_reply_of_many_megabytes_comes_whole(size):
         assert await post(client, url) == b"{}"
 
 
+async def test_a_large_reply_that_was_looked_into_stays_to_be_read():
+    answer = b"HTTP/1.1 404 X\r\nContent-Length: %d\r\n\r\n" % (3 << 20) + bytes(3 << 20)
+    async with serving(Engine(answer)) as (client, url):
+        response = await client.post(url, "/", b"", {})
+        assert len(await response.peek()) == len(await response.read()) == 3 << 20
+
+
 async def test_an_engine_waits_when_nobody_takes_its_reply():
     written = 0
 
     async def flood(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal written
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (256 << 20))
-        for _ in range(256):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (100 << 20))
+        for _ in range(100):
             writer.write(bytes(1 << 20))
             await writer.drain()
             written += 1
@@ -284,12 +291,10 @@ async def test_https_is_verified(monkeypatch):
     context.load_cert_chain(CERTIFICATE)
     server = await asyncio.start_server(Engine(OK), "127.0.0.1", 0, ssl=context)
     url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    stranger = EngineHttp(10.0)
+    stranger, friend = EngineHttp(10.0, 1 << 20), EngineHttp(10.0, 1 << 20)
     with pytest.raises(EngineUnavailable, match="certificate"):
         await post(stranger, url)
-    await stranger.close()
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))
-    friend = EngineHttp(10.0)
     assert await post(friend, url) == b"{}"
-    await friend.close()
+    await asyncio.gather(stranger.close(), friend.close())
     server.close()

@@ -15,8 +15,15 @@ PACKAGES = {
     **{name: REPOSITORY / name for name in ("explorer_service", "trainer_service", "services", "shared")},
     "flywheel": REPOSITORY / "agent_sdk" / "flywheel",
 }
-FILES = [file for folder in PACKAGES.values() for file in sorted(folder.rglob("*.py"))]
+OTHERS = [REPOSITORY / name for name in ("examples", "benchmarks", "tests")]
+FILES = [
+    file
+    for folder in (*PACKAGES.values(), *OTHERS)
+    for file in sorted(folder.rglob("*.py"))
+    if "node_modules" not in file.parts
+]
 MOST_LINES, MOST_IN_A_FUNCTION = 300, 45
+TREES = ("shared", "explorer_service", "trainer_service")
 WHOLE = 99  # parts of a module's name
 
 
@@ -70,3 +77,18 @@ def test_no_file_and_no_function_is_long():
                 if lines > MOST_IN_A_FUNCTION:
                     long.append(f"{file}: {node.name} has {lines} lines")
     assert not long
+
+
+def test_every_exception_that_others_may_meet_is_drawn_in_a_tree():
+    """In the errors.py of its package. What is private to a module need not be."""
+    trees = {name: ast.get_docstring(ast.parse((PACKAGES[name] / "errors.py").read_text())) or "" for name in TREES}
+    kinds = {"Exception", "ValueError", "OSError"}
+    missing, classes = [], [(f, n) for f in FILES for n in ast.parse(f.read_text()).body if isinstance(n, ast.ClassDef)]
+    for _ in range(4):  # as deep as a tree is
+        kinds |= {node.name for _, node in classes if {ast.unparse(base) for base in node.bases} & kinds}
+    for file, node in classes:
+        package = file.relative_to(REPOSITORY).parts[0]
+        is_met = package in TREES and node.name in kinds and not node.name.startswith("_")
+        if is_met and node.name not in trees[package]:
+            missing.append(f"{file.relative_to(REPOSITORY)}: {node.name}")
+    assert not missing

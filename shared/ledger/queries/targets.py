@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, select
 
-from shared.errors import FlywheelError
+from shared.errors import TooManyTargets
 from shared.experience import TrajectoryKey, choice_name, trajectory_key
 from shared.ledger.conditions import AnyRow, in_group, in_parts, in_scope, split_name
 from shared.ledger.connect import plan_by_values
@@ -16,10 +16,6 @@ from shared.ledger.tables import experiences
 from shared.reward import Scope
 
 _MANY = 50  # values, for which statements are planned anew
-
-
-class TooManyTargets(FlywheelError):
-    """More rows than feedback may reach at once."""
 
 
 class Target(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from sqlalchemy import Connection, delete, insert, select, update
 
 from shared.config import RewardConfig
-from shared.errors import FlywheelError
+from shared.errors import TooManySignals
 from shared.experience import State, choice_name
 from shared.ledger import tables
 from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, in_parts
@@ -47,10 +47,6 @@ class Receipt:
 
     msg_id: str
     state: ReceiptState
-
-
-class TooManySignals(FlywheelError):
-    """A row's log is full: nothing more can be said about it."""
 
 
 def apply_feedback(

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _RENEW_S = transitions.VERSION_LEASE_S / 4
 
 
-class AdapterKeeper:
+class AdapterController:
     """For one engine, which this explorer owns."""
 
     def __init__(

@@ -12,11 +12,11 @@ from shared.errors import LedgerError
 from shared.ledger import transitions
 
 LEASE = "reload"
-_POLL_S = 0.2  # how often a turn that another explorer has is asked for
+_POLL_S = 0.2  # how often a lease that another explorer has is asked for
 
 
-class ReloadTurn:
-    """Whose turn it is: one of this explorer's engines, if it has the lease. Heartbeats renew that."""
+class ReloadLease:
+    """The right to reload one of this explorer's engines. Heartbeats renew it."""
 
     def __init__(self, writer: LedgerWriter, membership: Membership) -> None:
         self._writer = writer

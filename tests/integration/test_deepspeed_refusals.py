@@ -1,0 +1,40 @@
+"""What DeepSpeed refuses is named by its setting, and a lost rank is not taken for such a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.errors import ConfigError
+from tests.integration.test_update import build
+from tests.support.models import make_tiny_model
+from trainer_service.errors import RankLost
+from trainer_service.ranks import together
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "base")
+
+
+def test_a_learning_rate_that_is_no_number_is_named(tmp_path, base):
+    with pytest.raises(ConfigError, match=r"trainer\.deepspeed\.optimizer\.params\.lr='1e-6'.*positive number"):
+        build(tmp_path, base, deepspeed={"optimizer": {"params": {"lr": "1e-6"}}})
+
+
+def test_keys_that_deepspeed_refuses_are_named(tmp_path, base):
+    with pytest.raises(ConfigError, match=r"trainer\.deepspeed"):
+        build(tmp_path, base, deepspeed={"zero_optimization": {"stage": 7}})
+
+
+def test_a_rank_that_is_lost_while_deepspeed_begins_is_not_taken_for_a_wrong_configuration(tmp_path, base, monkeypatch):
+    """The configuration would be given up for good; a lost rank is started again."""
+
+    def lose(**_: object) -> None:
+        raise torch.distributed.DistNetworkError("Broken pipe")
+
+    monkeypatch.setattr("deepspeed.initialize", lose)
+    with pytest.raises(RankLost), together():
+        build(tmp_path, base)

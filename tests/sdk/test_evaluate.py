@@ -1,0 +1,52 @@
+"""Evaluations over the real explorer: pinned to a version, unrecorded, and the end of `learn` when nothing improves."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import flywheel
+
+from tests.sdk.conftest import TASKS, count, learn, rows, say
+from tests.support.servers import publish, wait_until
+
+
+def test_an_evaluation_is_pinned_and_nothing_of_it_is_recorded(explorer, tmp_path, scripted_engine):
+    found = flywheel.evaluate(count, TASKS, model=0, url=explorer.url, runs_per_task=2, params={"temperature": 0.0})
+    assert (found.version, found.n, found.mean, found.failed) == (0, 12, 2.5, 0)
+    assert found.solved == 5 / 6
+    assert rows(explorer) == []
+    assert {body["temperature"] for body in scripted_engine.script.bodies} == {0.0}
+    both = flywheel.compare(count, TASKS, 0, 0, url=explorer.url)
+    assert (both.difference, both.standard_error) == (0.0, 0.0)
+
+
+def test_learn_evaluates_and_stops_early(explorer, tmp_path):
+    report = learn(explorer, tmp_path, eval_tasks=TASKS[:2], stop=flywheel.EarlyStop(patience=1))
+    assert [evaluation.mean for evaluation in report.evaluations] == [0.5]
+    assert len(rows(explorer)) == 6
+    assert json.loads((tmp_path / "runs/report.json").read_text())["evaluations"][0]["n"] == 2
+
+
+def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, tmp_path):
+    newer = iter((2, 3))
+
+    def serve(version: int) -> None:
+        publish(explorer, version)
+        wait_until(lambda: explorer.http.get("/status").json()["versions"]["serving"] == version)
+
+    def publishes(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        say(model)
+        if run.run_id != "eval" and (version := next(newer, None)) is not None:
+            serve(version)
+            time.sleep(1.1)  # /status is asked for once a second
+        return 0.5
+
+    serve(1)
+    stop = flywheel.EarlyStop(patience=2)
+    given: dict[str, Any] = {"eval_tasks": TASKS[:1], "eval_every_versions": 1, "at_once": 1, "stop": stop}
+    report = learn(explorer, tmp_path, publishes, [{"n": n} for n in range(20)], **given)
+    assert (report.stopped, report.version_first) == ("early", 1)
+    assert report.runs < 5
+    assert [evaluation.version for evaluation in report.evaluations] == [1, 2, 3]
