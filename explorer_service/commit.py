@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
-from explorer_service.api.body import decode_typed, read_body
+from explorer_service.api.body import decode_typed
 from explorer_service.api.compat import agentscope_java_answer
 from explorer_service.api.errors import bad_request
 from explorer_service.chat.request import read_id
@@ -42,7 +42,7 @@ async def answer_commit(request: Request, deps: Deps) -> Response:
 
 
 async def _answer_within_limit(request: Request, deps: Deps, key_group: str | None) -> Response:
-    scope = parse_commit(await read_body(request, deps.config.explorer))
+    scope = parse_commit(await deps.bodies.read(request))
     task_id, run_id = read_id(scope.task_id, "task_id"), read_id(scope.run_id, "run_id")
     before = scope.time_threshold
     if before is not None and before > _MILLISECONDS_ABOVE:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from explorer_service.api.auth import Auth
+from explorer_service.api.body import BodyReader
 from explorer_service.engines.dispatch import Dispatcher
 from explorer_service.engines.pool import EnginePool
 from explorer_service.ledger_reader import LedgerReader
@@ -33,6 +34,7 @@ class Deps:
     pool: EnginePool
     dispatcher: Dispatcher
     auth: Auth
+    bodies: BodyReader
     metrics: ExplorerMetrics
     metrics_text: MetricsText
     started_at: float = field(default_factory=time.time)  # Unix seconds

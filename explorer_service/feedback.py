@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from explorer_service.api.auth import Caller
-from explorer_service.api.body import decode_typed, read_body
+from explorer_service.api.body import decode_typed
 from explorer_service.api.compat import agentscope_java_answer
 from explorer_service.api.errors import ApiError, bad_request, unavailable
 from explorer_service.chat.request import read_id
@@ -73,7 +73,7 @@ async def answer_feedback(request: Request, deps: Deps) -> Response:
 
 
 async def _answer_within_limit(request: Request, deps: Deps, caller: Caller) -> Response:
-    raw = await read_body(request, deps.config.explorer)
+    raw = await deps.bodies.read(request)
     body, signals = parse_feedback(raw, deps.config.reward)
     msg_ids = list(dict.fromkeys(body.msg_ids or []))
     await _wait_recorded(msg_ids, deps)

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from explorer_service.api.auth import Auth, doubtful_keys
+from explorer_service.api.body import BodyReader
 from explorer_service.api.connections import Connections, raise_descriptor_limit
 from explorer_service.api.protocol import KEEP_ALIVE_S, ExplorerProtocol
 from explorer_service.api.rules import HttpRules
@@ -210,6 +211,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
             pool=pool,
             dispatcher=Dispatcher(pool, http, metrics, pins.use if pins else None),
             auth=Auth(explorer),
+            bodies=BodyReader(explorer),
             metrics=metrics,
             metrics_text=MetricsText(reader, metrics),
         )

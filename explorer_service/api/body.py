@@ -11,23 +11,42 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive
 
-from explorer_service.api.errors import ApiError, bad_request
+from explorer_service.api.errors import ApiError, bad_request, unavailable
 from explorer_service.errors import CallerLeft
 from shared.config import ExplorerConfig
 
 T = TypeVar("T")
+SMALL_BODY_BYTES = 65_536  # the usual chat: a crowd of large bodies does not keep it out
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-async def read_body(request: Request, config: ExplorerConfig) -> bytes:
-    """The whole body.
+class BodyReader:
+    """Reads bodies, and knows how much of unfinished ones all callers together have sent."""
 
-    Raises ApiError 413 when it is longer than `max_body_bytes`, without reading on; 408 when it takes longer than
-    `body_timeout_s`; 400 when it is too much to decode; CallerLeft.
-    """
-    limit, body, more = config.max_body_bytes, bytearray(), True
-    try:
-        async with asyncio.timeout(config.body_timeout_s):
+    def __init__(self, config: ExplorerConfig) -> None:
+        self._config = config
+        self._held_bytes = 0  # of unfinished bodies that are larger than SMALL_BODY_BYTES
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body.
+
+        Raises ApiError 413 when it is longer than `max_body_bytes`, without reading on; 408 when it takes longer than
+        `body_timeout_s`; 503 when it and the unfinished bodies of others are larger than `max_unfinished_bytes`; 400
+        when it is too much to decode; CallerLeft.
+        """
+        timeout_s = self._config.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                body = await self._read(request)
+        except TimeoutError:
+            reason = f"the body did not arrive within {timeout_s:g} s (explorer.body_timeout_s)"
+            raise ApiError(408, reason, code="body_too_slow") from None
+        _check_values(body, self._config.max_body_values)
+        return bytes(body)
+
+    async def _read(self, request: Request) -> bytearray:
+        limit, body, more, held = self._config.max_body_bytes, bytearray(), True, 0
+        try:
             while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
@@ -35,14 +54,17 @@ async def read_body(request: Request, config: ExplorerConfig) -> bytes:
                 body += message.get("body", b"")
                 more = message.get("more_body", False)
                 if len(body) > limit:
-                    raise ApiError(
-                        413, f"the body is larger than {limit} bytes (explorer.max_body_bytes)", code="body_too_large"
-                    )
-    except TimeoutError:
-        reason = f"the body did not arrive within {config.body_timeout_s:g} s (explorer.body_timeout_s)"
-        raise ApiError(408, reason, code="body_too_slow") from None
-    _check_values(body, config.max_body_values)
-    return bytes(body)
+                    reason = f"the body is larger than {limit} bytes (explorer.max_body_bytes)"
+                    raise ApiError(413, reason, code="body_too_large")
+                if more and len(body) > SMALL_BODY_BYTES:
+                    self._held_bytes += len(body) - held
+                    held = len(body)
+                    if self._held_bytes > self._config.max_unfinished_bytes:
+                        reason = "too much of unfinished bodies is held (explorer.max_unfinished_bytes); try again"
+                        raise unavailable(reason, "too_many_bodies")
+        finally:
+            self._held_bytes -= held
+        return body
 
 
 def _check_values(body: bytearray, most: int) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from explorer_service.api.body import decode_body, read_body, while_caller_waits
+from explorer_service.api.body import decode_body, while_caller_waits
 from explorer_service.api.errors import ApiError
 from explorer_service.chat.redact import rename
 from explorer_service.chat.stream import RECORDED_HEADER, VERSION_HEADER, EventStream, split_events
@@ -27,7 +27,7 @@ async def answer_unrecorded(request: Request, deps: Deps) -> Response:
     caller = deps.auth.require(request, "chat")
     async with AsyncExitStack() as resources:
         resources.enter_context(caller.limit.taken())  # before anything is read or decoded
-        body = decode_body(await read_body(request, deps.config.explorer))
+        body = decode_body(await deps.bodies.read(request))
         route = deps.router.choose(body.get("model"))
         seeded = body.get("seed") is not None
         path, unknown = request.scope["path"], route.unknown_model

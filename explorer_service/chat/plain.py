@@ -14,7 +14,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from explorer_service.api.body import read_body, while_caller_waits
+from explorer_service.api.body import while_caller_waits
 from explorer_service.chat.capture import capture_reply
 from explorer_service.chat.redact import redact, rename
 from explorer_service.chat.request import CHAT, COMPLETION, ChatRequest, Surface, parse_chat
@@ -38,7 +38,7 @@ async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
     caller = deps.auth.require(request, "chat")
     async with AsyncExitStack() as resources:
         resources.enter_context(caller.limit.taken())  # before anything is read or decoded
-        raw = await read_body(request, settings)
+        raw = await deps.bodies.read(request)
         chat = parse_chat(surface, raw, request.headers, caller, deps.router, settings, request.path_params)
         async with while_caller_waits(request.receive):
             if chat.stream:

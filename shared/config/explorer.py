@@ -108,6 +108,9 @@ class ExplorerConfig(Section):
     """A connection on which no whole head of a request has arrived by then is closed."""
     max_body_bytes: Count = 8 * 1024 * 1024
     """A larger request body answers 413."""
+    max_unfinished_bytes: Count = 256 * 1024 * 1024
+    """Of request bodies that have not arrived whole, all callers' together, in each worker; one that would make it more
+    answers 503. Bodies of up to 64 KiB do not count."""
     max_body_values: Count = 250_000
     """A request body with more opening brackets and colons than this answers 400: decoding it would hold up others."""
     body_timeout_s: Positive = 60.0

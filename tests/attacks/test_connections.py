@@ -115,6 +115,21 @@ def test_when_all_connections_are_busy_a_new_caller_is_told_so(scripted_engine, 
             assert read_answer(opened).status == 200
 
 
+def test_unfinished_bodies_of_many_callers_have_a_common_bound(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], max_unfinished_bytes=1_000_000).wait_ready()
+    body = CHAT_BODY[:-1] + b" " * 700_000 + CHAT_BODY[-1:]
+    with connect(explorer, post("/chat", body[:600_000], length=len(body))) as unfinished:
+        held = explorer.deps.bodies
+        wait_until(lambda: held._held_bytes >= 600_000)
+        with connect(explorer, post("/chat", body[:600_000], length=len(body))) as refused:
+            assert read_answer(refused).status == 503
+        assert explorer.chat().status_code == 200, "small bodies do not count"
+        unfinished.sendall(body[600_000:])
+        assert read_answer(unfinished).status == 200
+    with connect(explorer, post("/chat", body)) as after:
+        assert read_answer(after).status == 200, "what was held is given back"
+
+
 # ------------------------------------------------------------------------------------------------------ deafness
 
 
