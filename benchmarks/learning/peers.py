@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_model
 from transformers import AutoModelForCausalLM
@@ -90,15 +89,8 @@ class RowWriter:
                 row["correction"] = row["reply"] if says_the_same else written.correction.tolist()
             elif signal.kind == "comment":
                 (written,) = self._hints.write([heard])
-                row |= self._as_text(written.hint, tokens.prompt_ids)
+                row["hint"] = written.hint.tolist()
         return row
-
-    def _as_text(self, hint: Any, prompt: Any) -> dict[str, str]:
-        """A comment and its prompt, for a trainer that takes texts; it makes the same tokens of them as ours."""
-        texts = {"comment": self._tokenizer.decode(hint), "prompt_text": self._tokenizer.decode(prompt)}
-        again = self._tokenizer(texts["comment"] + texts["prompt_text"])["input_ids"]
-        assert again == np.concatenate([hint, prompt]).tolist()
-        return texts
 
 
 class TrlDesk:

@@ -150,24 +150,46 @@ class Grpo(Peer):
 
 
 class Sdpo(Peer):
-    """Comments, as `privileged_context`: the teacher reads them where our own teacher does, before the prompt."""
+    """Comments, as `privileged_context`, which the teacher reads."""
 
     def make(self) -> Any:
         config = SDPOConfig(
             **self.settings, num_generations=1, steps_per_generation=self.minibatches, num_iterations=self.epochs,
-            scale_rewards="none", use_successful_as_teacher=False, include_environment_feedback=True,
-            feedback_template="{feedback_raw}", reprompt_template="{feedback}{prompt}", shuffle_dataset=False,
+            scale_rewards="none", diagnostics_warning_interval=0, shuffle_dataset=False,
         )  # fmt: skip
-        stand_in = Dataset.from_list([{"prompt": STAND_IN, "privileged_context": STAND_IN, "place": 0}])
+        stand_in = Dataset.from_list([{"prompt": STAND_IN, "privileged_context": [0], "place": 0}])
         trainer = _Sampled(self.model, _nothing, args=config, train_dataset=stand_in, **self.built)
-        trainer.peer = self
+        trainer.peer, trainer.teacher_context_builder = self, _Written()
         return trainer
 
     def columns(self) -> list[dict[str, Any]]:
         return [
-            {"prompt": row["prompt_text"], "privileged_context": row["comment"], "place": place}
+            {"prompt": STAND_IN, "privileged_context": row["hint"] + row["prompt"], "place": place}
             for place, row in enumerate(self.rows)
         ]
+
+
+class _Written:
+    """What the teacher reads, as tokens: a comment where our own teacher reads it, and the prompt.
+
+    TRL's own builder joins texts and tokenizes them. Words of a comment then become other tokens than those that the
+    base model has learnt to follow, and the teacher knows little more than the policy.
+    """
+
+    def __init__(self) -> None:
+        self.last_metrics: dict[str, float] = {}
+
+    def build(
+        self, output: dict[str, Any], prompts: list[Any], rewards: torch.Tensor, feedbacks: list[list[int]]
+    ) -> dict[str, torch.Tensor]:
+        texts = [torch.tensor(one) for one in feedbacks]
+        read = pad(texts, padding_value=0, padding_side="left")
+        is_read = pad([torch.ones_like(one) for one in texts], padding_value=0, padding_side="left")
+        return {
+            "teacher_input_ids": torch.cat([read, output["completion_ids"]], dim=1),
+            "teacher_attention_mask": torch.cat([is_read, output["completion_mask"]], dim=1),
+            "self_distillation_mask": torch.ones(len(prompts)),
+        }
 
 
 def _nothing(completions: list[Any], **_: Any) -> list[float]:
