@@ -96,10 +96,12 @@ class RowWriter:
 class TrlDesk:
     """What a trainer of TRL has in the place of our desk's parts."""
 
-    def __init__(self, plan: Plan, world: World, policy: torch.nn.Module, process: Any, weights: Path) -> None:
+    def __init__(
+        self, policy: torch.nn.Module, writer: RowWriter, rows: int, process: subprocess.Popen[str], weights: Path
+    ) -> None:
+        """rows: in an update. process: answers each line of rows with one of figures, once the weights are written."""
         self.policy = policy
-        self._plan, self._process, self._weights = plan, process, weights
-        self._writer = RowWriter(world.tokenizer)
+        self._writer, self._rows, self._process, self._weights = writer, rows, process, weights
         self._replies: dict[str, Reply] = {}
         self._ready: list[dict[str, Any]] = []
 
@@ -108,10 +110,11 @@ class TrlDesk:
 
     def hear(self, said: list[Said]) -> bool:
         self._ready += [self._writer.row(self._replies.pop(name), signals) for name, signals, _ in said]
-        return len(self._ready) >= self._plan.rows
+        return len(self._ready) >= self._rows
 
     def update(self, version: int) -> dict[str, float]:
-        rows, self._ready = self._ready[: self._plan.rows], self._ready[self._plan.rows :]
+        rows, self._ready = self._ready[: self._rows], self._ready[self._rows :]
+        assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(rows) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -127,15 +130,15 @@ def open_trl(base: Path, world: World, peer: Peer, seed: int, python: str) -> It
     """A trainer of TRL in a process of its own. python: that of a virtual environment with requirements/peers.txt."""
     policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        weights, plan = Path(folder) / "model.safetensors", peer.plan
+        weights, rows = Path(folder) / "model.safetensors", peer.plan.rows
         about = {"base": str(base), "trainer": peer.trainer, "settings": peer.settings}
-        about |= {"rows": plan.rows, "seed": seed, "weights": str(weights)}
+        about |= {"rows": rows, "seed": seed, "weights": str(weights)}
         process = subprocess.Popen(
             [python, "-m", MODULE, json.dumps(about)], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         )  # fmt: skip
         with process:
             try:
-                yield TrlDesk(plan, world, policy, process, weights)
+                yield TrlDesk(policy, RowWriter(world.tokenizer), rows, process, weights)
             finally:
                 process.kill()
