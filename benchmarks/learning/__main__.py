@@ -1,15 +1,21 @@
 """How quickly, how well and how robustly each algorithm learns from each form of feedback.
 
     python -m benchmarks.learning [--cases sparse,wrong/clean] [--seeds N] [--curves FOLDER] [--out FILE]
+                                 [--peers PYTHON]
 
 The support desk on the trainer's own code, sampled by its own policy (see world.py and run.py). A case is of cases.py,
 or `styles`: two tasks of opposite style learnt one after the other, with and without rehearsal. Prints JSON: of each
 case the figures of each seed, their medians and ranges. A file that exists is completed: its cases are not run again.
+
+Cases of corrections also say what replies are worth in three departments that nobody corrects: `uncorrected_before`,
+`uncorrected_after`, and the difference, `uncorrected_lost`. With --peers, the Python of a virtual environment with
+requirements/peers.txt, TRL's trainers learn from the same customers (see peers.py): `sparse/TRL GRPO` and others.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
@@ -20,7 +26,8 @@ from typing import Any
 import torch
 
 from benchmarks.learning.cases import CASES, correction, each, reversed_correction
-from benchmarks.learning.run import Curve, Plan, learn, open_desk, play
+from benchmarks.learning.peers import PEERS, open_trl
+from benchmarks.learning.run import Contestant, Curve, Plan, learn, open_desk
 from benchmarks.learning.world import DEPARTMENTS, STEPS, World, make_base, worth
 from examples.support_desk import desk
 from examples.support_desk.base_model import base_model
@@ -31,6 +38,8 @@ SMOOTH = 5  # versions that a curve's mean is taken over
 STYLES = ("styles/no rehearsal", "styles/rehearsal")
 OTHERS = ("devices", "network", "travel")  # departments of the second task
 JUDGED = 400  # replies
+CORRECTED = "corrections/"  # cases whose replies elsewhere are judged, too
+JUDGED_ELSEWHERE = 4000  # as many as a difference of 0.02 takes
 
 
 def main() -> None:
@@ -40,11 +49,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--curves", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--peers", metavar="PYTHON", type=lambda text: str(Path(text).absolute()))
     args = parser.parse_args()
     torch.set_num_threads(1)
     source = base_model(lambda *_: None)
     base = make_base(source, source.parent / f"{source.name}-follows-hints-{STEPS}")
-    parts, names = args.cases.split(","), [*CASES, *STYLES]
+    parts, names = args.cases.split(","), [*CASES, *STYLES, *(PEERS if args.peers else ())]
     chosen = [[part] if part in names else [name for name in names if name.startswith(part)] for part in parts]
     wanted = list(dict.fromkeys(name for some in chosen for name in some))
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
@@ -52,7 +62,7 @@ def main() -> None:
         for name in wanted:
             runs = found.setdefault(name, {"seeds": {}})["seeds"]
             if str(seed) not in runs:
-                runs[str(seed)] = run_case(name, base, seed)
+                runs[str(seed)] = run_case(name, base, seed, args.peers)
                 found[name] |= summary(list(runs.values()))
                 if args.out:
                     args.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -63,9 +73,9 @@ def main() -> None:
     print(json.dumps({name: {k: v for k, v in one.items() if k != "seeds"} for name, one in found.items()}, indent=1))
 
 
-def run_case(name: str, base: Path, seed: int) -> dict[str, Any]:
-    """The figures of one case with one seed."""
-    curve = run_styles(base, seed, name) if name in STYLES else play(World(base), base, CASES[name], seed)
+def run_case(name: str, base: Path, seed: int, peers: str | None = None) -> dict[str, Any]:
+    """The figures of one case with one seed. peers: the Python that runs those of TRL."""
+    curve = run_styles(base, seed, name) if name in STYLES else play(base, seed, name, peers)
     smooth = [statistics.mean(curve.rewards[max(0, n - SMOOTH + 1) : n + 1]) for n in range(len(curve.rewards))]
     enough = next((n for n, value in enumerate(smooth) if n >= SMOOTH and value >= ENOUGH * REACHABLE), None)
     return {
@@ -79,6 +89,32 @@ def run_case(name: str, base: Path, seed: int) -> dict[str, Any]:
         "figures": curve.last,
         "rewards": [round(one, 4) for one in curve.rewards],
     }
+
+
+def play(base: Path, seed: int, name: str, peers: str | None) -> Curve:
+    """One case of ours or of a peer."""
+    world, elsewhere = World(base), World(base, OTHERS)
+    with contextlib.ExitStack() as stack:
+        if name in PEERS:
+            assert peers is not None
+            plan = PEERS[name].plan
+            contestant: Contestant = stack.enter_context(open_trl(base, world, PEERS[name], seed, peers))
+        else:
+            plan = CASES[name]
+            contestant = stack.enter_context(open_desk(base, plan, seed))
+        if not name.startswith(CORRECTED):
+            return learn(contestant, world, plan, seed)
+        before = mean_worth(elsewhere, contestant)
+        curve = learn(contestant, world, plan, seed)
+        after = mean_worth(elsewhere, contestant)
+    figures = {"before": before, "after": after, "lost": before - after}
+    curve.after = {f"uncorrected_{name}": round(value, 4) for name, value in figures.items()}
+    return curve
+
+
+def mean_worth(world: World, contestant: Contestant) -> float:
+    """What a policy's replies are worth; the tickets are always the same."""
+    return statistics.mean(map(worth, world.sample(contestant.policy, random.Random(9), JUDGED_ELSEWHERE)))
 
 
 def run_styles(base: Path, seed: int, name: str) -> Curve:

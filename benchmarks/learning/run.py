@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +37,8 @@ from trainer_service.ranks import join_ranks
 
 Say = Callable[[list[Reply], random.Random], list[tuple[list[Signal], str | None]]]
 """What is said of replies, one for each: the signals, and the key that says them."""
+Said = tuple[str, list[Signal], str | None]
+"""What is said of one reply, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,23 @@ class Curve:
     after: dict[str, float] = field(default_factory=dict)  # what else was measured at the end
 
 
+class Contestant(Protocol):
+    """Who learns: our trainer, or a peer in its place."""
+
+    @property
+    def policy(self) -> Any:
+        """The module that is sampled."""
+
+    def record(self, names: list[str], replies: list[Reply], version: int) -> None:
+        """Keep replies of which something will be said."""
+
+    def hear(self, said: list[Said]) -> bool:
+        """What is said now. Returns whether there is something to learn from."""
+
+    def update(self, version: int) -> dict[str, float]:
+        """Learn from an update's rows. Returns figures."""
+
+
 @dataclass(frozen=True, slots=True)
 class Desk:
     """A trainer's parts in this process."""
@@ -71,6 +90,36 @@ class Desk:
     ledger: Ledger
     learner: Learner
     claimer: Claimer
+
+    @property
+    def policy(self) -> Any:
+        return self.learner.policy
+
+    def record(self, names: list[str], replies: list[Reply], version: int) -> None:
+        with self.ledger.write() as connection:
+            transitions.record(connection, [_sample(*one, version) for one in zip(names, replies, strict=True)])
+
+    def hear(self, said: list[Said]) -> bool:
+        """Feedback and a commit."""
+        about: dict[str, Any] = {"task_id": None, "run_id": None, "rule": RewardConfig()}
+        with self.ledger.write() as connection:
+            for name, signals, key in said:
+                transitions.apply_feedback(
+                    connection, msg_ids=[name], signals=signals, key_name=key,
+                    learned=learned_kinds(self.config.trainer), **about,
+                )  # fmt: skip
+            return transitions.commit(connection)[1] > 0
+
+    def update(self, version: int) -> dict[str, float]:
+        """One batch, as the trainer's loop claims it, and the next version's number."""
+        self.claimer.search_anew()
+        lease = self.claimer.next()
+        assert lease is not None
+        stats = self.learner.train(self.learner.prepare(lease.rows), step=version, version=version)
+        about: dict[str, Any] = {"version": version + 1, "parent": version, "kind": "full", "step": version + 1}
+        with self.ledger.write() as connection:
+            transitions.publish(connection, trainer=self.config.trainer.name, batch_ids=[lease.batch_id], **about)
+        return {name: float(f"{value:.4g}") for name, value in stats.items()}
 
 
 @contextlib.contextmanager
@@ -96,55 +145,24 @@ def open_desk(base: Path, plan: Plan, seed: int) -> Iterator[Desk]:
             learner.close()
 
 
-def play(world: World, base: Path, plan: Plan, seed: int) -> Curve:
-    """Run a case."""
-    with open_desk(base, plan, seed) as desk:
-        return learn(desk, world, plan, seed)
-
-
-def learn(desk: Desk, world: World, plan: Plan, seed: int, first: int = 0) -> Curve:
-    """The versions of a case, on a trainer that has published `first` of them."""
+def learn(contestant: Contestant, world: World, plan: Plan, seed: int, first: int = 0) -> Curve:
+    """The versions of a case, by a contestant that has published `first` of them."""
     started, draw, curve = time.perf_counter(), random.Random(f"{seed} {first}"), Curve()
     curve.per_version = round(plan.rows / plan.share)
-    waiting: dict[int, list[tuple[str, list[Signal], str | None]]] = defaultdict(list)
+    waiting: dict[int, list[Said]] = defaultdict(list)
     for version in range(first, first + plan.versions):
-        replies = world.sample(desk.learner.policy, draw, curve.per_version)
+        replies = world.sample(contestant.policy, draw, curve.per_version)
         curve.rewards.append(sum(map(worth, replies)) / len(replies))
         chosen = replies[: plan.rows]
         names = [f"m{version}-{number}" for number in range(len(chosen))]
-        with desk.ledger.write() as connection:
-            transitions.record(connection, [_sample(*one, version) for one in zip(names, chosen, strict=True)])
+        contestant.record(names, chosen, version)
         for name, (signals, key) in zip(names, plan.say(chosen, draw), strict=True):
             waiting[version + draw.randint(*plan.late)].append((name, signals, key))
-        if _feed(desk, waiting.pop(version, [])):
-            curve.last = _update(desk, version)
+        if contestant.hear(waiting.pop(version, [])):
+            curve.last = contestant.update(version)
     curve.seconds = time.perf_counter() - started
     return curve
 
 
 def _sample(name: str, reply: Reply, version: int) -> Sample:
     return Sample(name, 0, version, version, reply.tokens, Sampling(), "stop", time.time(), 0.01)
-
-
-def _feed(desk: Desk, said: list[tuple[str, list[Signal], str | None]]) -> bool:
-    """Feedback and a commit. Returns whether anything is ready."""
-    about: dict[str, Any] = {"task_id": None, "run_id": None, "rule": RewardConfig()}
-    with desk.ledger.write() as connection:
-        for name, signals, key in said:
-            transitions.apply_feedback(
-                connection, msg_ids=[name], signals=signals, key_name=key,
-                learned=learned_kinds(desk.config.trainer), **about,
-            )  # fmt: skip
-        return transitions.commit(connection)[1] > 0
-
-
-def _update(desk: Desk, version: int) -> dict[str, float]:
-    """One batch, as the trainer's loop claims it, and the next version's number."""
-    desk.claimer.search_anew()
-    lease = desk.claimer.next()
-    assert lease is not None
-    stats = desk.learner.train(desk.learner.prepare(lease.rows), step=version, version=version)
-    about: dict[str, Any] = {"version": version + 1, "parent": version, "kind": "full", "step": version + 1}
-    with desk.ledger.write() as connection:
-        transitions.publish(connection, trainer=desk.config.trainer.name, batch_ids=[lease.batch_id], **about)
-    return {name: float(f"{value:.4g}") for name, value in stats.items()}

@@ -1,0 +1,144 @@
+"""TRL's trainers in the place of ours: the loop that a user would write around them.
+
+TRL has no stream, so a peer is our case with another learner: the same customers, draws, delays, sampler, seeds and
+base model. Feedback is collected as it comes. Whenever an update's rows are ready, TRL's trainer learns from them in a
+process of the peers' Python (benchmarks/peers/trl_learner.py), and its weights are sampled from then on. Of more rows
+the oldest come first, one update a version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model
+from transformers import AutoModelForCausalLM
+
+from benchmarks.learning.cases import CASES
+from benchmarks.learning.run import Plan, Said
+from benchmarks.learning.world import HINT, Reply, World
+from shared.config import HintConfig
+from shared.experience import Experience, Sampling
+from shared.reward import Signal
+from trainer_service.answers import AnswerTokenizer
+from trainer_service.hints import HintWriter
+
+REPOSITORY = Path(__file__).parents[2]
+MODULE = "benchmarks.peers.trl_learner"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One trainer of TRL."""
+
+    like: str  # our case, whose customers, delays, versions and rows it shares
+    trainer: str  # in trl_learner
+    settings: dict[str, Any]  # of trl_learner
+    rows: int | None = None  # in an update; None: as many as our case
+
+    @property
+    def plan(self) -> Plan:
+        """What is said, when, and of how many replies."""
+        ours = CASES[self.like]
+        return replace(ours, rows=self.rows or ours.rows)
+
+
+_STEPS: dict[str, Any] = {"learning_rate": 3e-4, "epochs": 2, "minibatches": 4}
+_TEACHER: dict[str, Any] = {"teacher_model_kind": "base", "distillation_mode": "full_logits"}
+
+PEERS: dict[str, Peer] = {
+    "sparse/TRL GRPO": Peer("sparse/reinforce_pp", "grpo", _STEPS),
+    "sparse/TRL KTO": Peer("sparse/kto", "kto", _STEPS),
+    "sparse/TRL SDPO": Peer("sparse/hint", "sdpo", {**_STEPS, **_TEACHER}),
+    "comments/TRL SDPO": Peer("comments/hint", "sdpo", {**_STEPS, **_TEACHER}),
+    "corrections/TRL SFT": Peer("corrections/sft", "sft", _STEPS),
+    "corrections/TRL DPO": Peer("corrections/dpo", "dpo", _STEPS),
+}
+
+
+class RowWriter:
+    """Makes rows for TRL of replies and of what is said of them. Texts become tokens as in our trainer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._answers = AnswerTokenizer(tokenizer, vocabulary=len(tokenizer), longest=None)
+        self._hints = HintWriter(tokenizer, HintConfig.model_validate(HINT), None)
+
+    def row(self, reply: Reply, signals: list[Signal]) -> dict[str, Any]:
+        """A row with all that a trainer may want of it."""
+        tokens, said = reply.tokens, tuple(signals)
+        row: dict[str, Any] = {"prompt": tokens.prompt_ids.tolist(), "reply": tokens.reply_ids.tolist()}
+        row["logprobs"] = [float(one) for one in tokens.logprobs]
+        heard = Experience(1, "m", 0, None, None, None, "m", 0, None, 0.0, tokens, Sampling(), signals=said)
+        for signal in signals:
+            if signal.kind == "reward":
+                row["reward"] = signal.value
+            elif signal.kind == "rating":
+                row["up"] = signal.text == "up"
+            elif signal.kind == "correction":
+                (written,) = self._answers.with_corrections([heard])
+                says_the_same = written.correction is None  # which SFT learns from, and DPO has no gradient of
+                row["correction"] = row["reply"] if says_the_same else written.correction.tolist()
+            elif signal.kind == "comment":
+                (written,) = self._hints.write([heard])
+                row["hint"] = written.hint.tolist()
+        return row
+
+
+class TrlDesk:
+    """What a trainer of TRL has in the place of our desk's parts."""
+
+    def __init__(
+        self, policy: torch.nn.Module, writer: RowWriter, rows: int, process: subprocess.Popen[str], weights: Path
+    ) -> None:
+        """rows: in an update. process: answers each line of rows with one of figures, once the weights are written."""
+        self.policy = policy
+        self._writer, self._rows, self._process, self._weights = writer, rows, process, weights
+        self._replies: dict[str, Reply] = {}
+        self._ready: list[dict[str, Any]] = []
+
+    def record(self, names: list[str], replies: list[Reply], version: int) -> None:
+        self._replies |= dict(zip(names, replies, strict=True))
+
+    def hear(self, said: list[Said]) -> bool:
+        self._ready += [self._writer.row(self._replies.pop(name), signals) for name, signals, _ in said]
+        return len(self._ready) >= self._rows
+
+    def update(self, version: int) -> dict[str, float]:
+        rows, self._ready = self._ready[: self._rows], self._ready[self._rows :]
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(rows) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"TRL's process ended with {self._process.wait()}")
+        load_model(self.policy, self._weights)
+        figures: dict[str, float] = json.loads(answer)
+        return figures
+
+
+@contextlib.contextmanager
+def open_trl(base: Path, world: World, peer: Peer, seed: int, python: str) -> Iterator[TrlDesk]:
+    """A trainer of TRL in a process of its own. python: that of a virtual environment with requirements/peers.txt."""
+    policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        weights, rows = Path(folder) / "model.safetensors", peer.plan.rows
+        about = {"base": str(base), "trainer": peer.trainer, "settings": peer.settings}
+        about |= {"rows": rows, "seed": seed, "weights": str(weights)}
+        process = subprocess.Popen(
+            [python, "-m", MODULE, json.dumps(about)], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        )  # fmt: skip
+        with process:
+            try:
+                yield TrlDesk(policy, RowWriter(world.tokenizer), rows, process, weights)
+            finally:
+                process.kill()
