@@ -1,8 +1,8 @@
 """One run: customers say things of what the policy sampled, and the trainer's own code learns from it.
 
 Each version samples a number of replies. Of some of them something is said, at once or versions later; these alone are
-recorded, in a ledger, by the transitions that chats, feedback and commits use. The claim, the preparations and the
-update are the trainer's. Of a version nothing is written: the policy is sampled as it is in memory.
+recorded, in a ledger, by the transitions that chats, feedback and commits use. Of the others some are sampled to
+measure a version's reward, and the rest is counted. The claim, the preparations and the update are the trainer's. Of a version nothing is written: the policy is sampled as it is in memory.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ Say = Callable[[list[Reply], random.Random], list[tuple[list[Signal], str | None
 """What is said of replies, one for each: the signals, and the key that says them."""
 Said = tuple[str, list[Signal], str | None]
 """What is said of one reply, by its name."""
+MEASURED = 200  # replies of a version, whose mean worth is its reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +150,10 @@ def learn(contestant: Contestant, world: World, plan: Plan, seed: int, first: in
     """The versions of a case, by a contestant that has published `first` of them."""
     started, draw, curve = time.perf_counter(), random.Random(f"{seed} {first}"), Curve()
     curve.per_version = round(plan.rows / plan.share)
+    sampled = min(curve.per_version, max(plan.rows, MEASURED))  # of the others nobody says anything
     waiting: dict[int, list[Said]] = defaultdict(list)
     for version in range(first, first + plan.versions):
-        replies = world.sample(contestant.policy, draw, curve.per_version)
+        replies = world.sample(contestant.policy, draw, sampled)
         curve.rewards.append(sum(map(worth, replies)) / len(replies))
         chosen = replies[: plan.rows]
         names = [f"m{version}-{number}" for number in range(len(chosen))]
