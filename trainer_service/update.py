@@ -23,6 +23,7 @@ from trainer_service.algorithms.seam import Batch, Floats, Looked, Memory, Needs
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.drift import Drift
 from trainer_service.errors import UpdateError
+from trainer_service.key_means import center_keys
 from trainer_service.logprobs import Scores
 from trainer_service.look import Looker, Reference
 from trainer_service.minibatches import blocks_of, even_minibatches
@@ -33,6 +34,7 @@ from trainer_service.past_policy import PastPolicy
 from trainer_service.shares import bound_shares
 
 Stats = dict[str, float]
+_KEYS = "keys"  # in the memory, beside the parts: what each key gives
 
 
 class Updater:
@@ -55,7 +57,7 @@ class Updater:
         """
         self.rows = rows
         self.backend = backend
-        self.memory: dict[str, Memory] = {}  # by part
+        self.memory: dict[str, Memory] = {}  # by part; and of keys
         # of the last update: look_seconds, train_seconds; of this rank, in all passes: tokens_in, tokens_computed
         self.costs: Stats = {}
         self._ranks = backend.ranks
@@ -82,6 +84,8 @@ class Updater:
         Returns figures for logs and plots. Raises UpdateError when the result is not finite.
         """
         started = time.perf_counter()
+        if self._config.center_keys:
+            batch = center_keys(batch, self.memory.setdefault(_KEYS, {}))
         units = {name: part.algorithm.units(batch) for name, part in self._parts.items()}
         looked = self._gather(self._looker.look(batch, {n: (p.algorithm, units[n]) for n, p in self._parts.items()}))
         works = {name: self._prepare(name, batch, units[name], looked) for name in self._parts if units[name]}

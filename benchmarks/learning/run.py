@@ -2,7 +2,8 @@
 
 Each version samples a number of replies. Of some of them something is said, at once or versions later; these alone are
 recorded, in a ledger, by the transitions that chats, feedback and commits use. Of the others some are sampled to
-measure a version's reward, and the rest is counted. The claim, the preparations and the update are the trainer's. Of a version nothing is written: the policy is sampled as it is in memory.
+measure a version's reward, and the rest is counted. The claim, the preparations and the update are the trainer's. Of a
+version nothing is written: the policy is sampled as it is in memory.
 """
 
 from __future__ import annotations

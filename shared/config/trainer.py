@@ -45,6 +45,9 @@ class TrainerConfig(Section):
     max_share_per_key: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Largest share of a batch, of its rows and of its gradient, that comes of rewards which one key has set, so that
     no single key steers the model; 1: all. Of the gradient each of n keys in a batch may have 1/n."""
+    center_keys: Flag = False
+    """Rewards are compared with what their key gives otherwise, so that a strict key and a mild one say the same of the
+    same reply, and one that always gives the same says nothing. For algorithms with advantages."""
     max_trajectory_rows: Count = 1000
     """Rows of one run or conversation that are claimed together, though the batch grows over its size; of a longer one
     the oldest come first, and each part is trained on apart."""
@@ -187,6 +190,8 @@ class TrainerConfig(Section):
                 f"trainer.rehearse={self.rehearse}: only sft learns written answers again; name sft in "
                 "trainer.algorithms, or set rehearse to 0"
             )
+        if self.center_keys and "spo" in self.parts and self.spo.bounds is not None:
+            raise ValueError("trainer.center_keys moves rewards out of trainer.spo.bounds; remove one of them")
         if self.warmup_updates and "scheduler" in self.deepspeed:
             raise ValueError("trainer.warmup_updates and trainer.deepspeed.scheduler are both set; remove one of them")
         for name in ALGORITHMS:

@@ -172,6 +172,15 @@ def test_a_mix_is_the_weighted_sum_of_its_parts(tmp_path, base, rows):
     assert_same(both, {key: 0.7 * first[key] + 0.3 * second[key] for key in first}, 1e-6)
 
 
+def test_rewards_that_are_centred_by_key_are_remembered_and_shown_as_they_were_given(tmp_path, base, rows):
+    update, _ = build(tmp_path, base, algorithm="reinforce_pp", center_keys=True)
+    stats = update.update(rows_batch(rows), step=0, version=0)
+    given = float(np.mean([row.reward for row in rows]))
+    assert stats["reward_mean"] == pytest.approx(given)
+    remembered = update.memory["keys"]["all"]
+    assert remembered["sequences"] == len(rows) and remembered["mean"] == pytest.approx(given)
+
+
 def test_the_first_step_begins_at_the_policy_that_sampled(tmp_path, base, rows):
     """Each input of the loss under its own name: log π_prox in the ratio, whitened advantages in the surrogate."""
     settings = {"kl_coef": 0.0, "lam": 1.0, "normalize_returns": False}

@@ -51,6 +51,13 @@ def batch_of(*sequences: TokenSequence) -> Batch:
     return Batch.of(Trajectory(None, [one], [0], [float(one.rewards[-1])], None) for one in sequences)
 
 
+def rewarded_batch(said: Iterable[tuple[str | None, float | None]]) -> Batch:
+    """Trajectories of one turn of two tokens: the key that spoke of each, and its reward; None: nobody did."""
+    return Batch.of(
+        Trajectory(None, [sequence([0.0, reward or 0.0])], [0], [reward], None, [0], key=key) for key, reward in said
+    )
+
+
 def looked(batch: Batch, **arrays: Sequence[np.ndarray]) -> Looked:
     """What the models said; log π = −1 and V = 0 where nothing else is given."""
     ones = [np.full(len(one.actions), -1.0, np.float32) for one in batch.sequences]
