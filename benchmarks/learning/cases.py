@@ -90,20 +90,33 @@ def _alone(name: str, **section: Any) -> dict[str, Any]:
 PPO = {"lam": 0.8, "kl_coef": 0.02, "critic_learning_rate": 1e-3, "value_clip": 0.0, "normalize_returns": False}
 SAMPLED: dict[str, Any] = {"top_k": 0, "teacher": "live"}
 HELD: dict[str, Any] = {**SAMPLED, "kl_coef": 0.2}
-MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 1.0, "hint": 0.5}, "reinforce_pp": STEADY}
-_OLD: dict[str, Any] = {"late": (OLD, OLD), "versions": 200 + OLD, "share": 0.5, "say": each(reward)}
+# rewards lie between 0 and 1, and a comment on a reply that is half right makes it less likely: they do not contradict
+MIX: dict[str, Any] = {
+    "algorithms": {"reinforce_pp": 0.1, "hint": 1.0}, "reinforce_pp": STEADY, "hint": {"neutral_reward": None},
+}  # fmt: skip
+STEPS: dict[str, Any] = {"epochs": 4, "minibatches": 2}  # of policy gradients: half of the rows each
+REINFORCE: dict[str, Any] = {**_alone("reinforce_pp", **STEADY), **STEPS}
+_SPARSE: dict[str, Any] = {"rows": 64, "versions": 80}
+_OLD: dict[str, Any] = {"late": (OLD, OLD), "versions": 200 + OLD, "share": 0.5, "say": each(reward), "rows": 32}
 _FIXED: dict[str, Any] = {"share": 0.05, "versions": 80}
 _AT_ONCE: dict[str, Any] = {"late": (0, 0), "versions": 60}
+_WRONG: dict[str, Any] = {"share": 0.5, "rows": 64, "versions": 100}
+
+
+def _old(**section: Any) -> Plan:
+    settings = {**_alone("reinforce_pp", kl_coef=0.0, **section), "epochs": 2, "minibatches": 2}
+    return Plan(settings, **_OLD)
+
 
 CASES: dict[str, Plan] = {
     # sparse: of 10 % of single samples something is said, up to 4 versions late
-    "sparse/ppo": Plan(_alone("ppo", **PPO), each(reward)),
-    "sparse/reinforce_pp": Plan(_alone("reinforce_pp", **STEADY), each(reward)),
-    "sparse/spo": Plan(_alone("spo", **STEADY), each(reward)),
+    "sparse/ppo": Plan(_alone("ppo", **PPO), each(reward), **_SPARSE),
+    "sparse/reinforce_pp": Plan(REINFORCE, each(reward), **_SPARSE),
+    "sparse/spo": Plan({**_alone("spo", **STEADY), **STEPS}, each(reward), **_SPARSE),
     "sparse/kto": Plan(_alone("kto"), each(rating), rows=64, versions=60),
     "sparse/kto, without its bound": Plan(_alone("kto", clip=0.0), each(rating), rows=64, versions=60),
-    "sparse/hint": Plan(_alone("hint"), each(comment)),
-    "sparse/mix": Plan(MIX, each(everything)),
+    "sparse/hint": Plan(_alone("hint"), each(comment), versions=80),
+    "sparse/mix": Plan(MIX, each(everything), versions=80),
     # comments alone, and the same ones of other rows
     "comments/hint": Plan(_alone("hint"), each(comment), **_AT_ONCE),
     "comments/hint, live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),
@@ -112,19 +125,17 @@ CASES: dict[str, Plan] = {
     "comments/hint of other rows": Plan(_alone("hint"), of_others(comment), **_AT_ONCE),
     # corrections of 5 %
     "corrections/sft": Plan(_alone("sft"), each(correction), **_FIXED),
-    "corrections/dpo": Plan(_alone("dpo"), each(correction), **_FIXED),
+    "corrections/dpo": Plan(_alone("dpo"), each(correction), share=0.05, versions=120),
     "corrections/dpo and sft": Plan({"algorithms": {"dpo": 1.0, "sft": 0.2}}, each(correction), **_FIXED),
     "corrections/hint": Plan(_alone("hint"), each(correction), **_FIXED),
     # wrong ones
-    "wrong/clean": Plan(_alone("reinforce_pp", **STEADY), each(reward), share=0.5),
-    "wrong/20 % flipped": Plan(_alone("reinforce_pp", **STEADY), flipped(0.2), share=0.5),
-    "wrong/one key hates": Plan(_alone("reinforce_pp", **STEADY), one_hates(0.3), share=0.5),
-    "wrong/one key hates, bounded": Plan(
-        {**_alone("reinforce_pp", **STEADY), "max_share_per_key": 0.15}, one_hates(0.3), share=0.5
-    ),
+    "wrong/clean": Plan(REINFORCE, each(reward), **_WRONG),
+    "wrong/20 % flipped": Plan(REINFORCE, flipped(0.2), **_WRONG),
+    "wrong/one key hates": Plan(REINFORCE, one_hates(0.3), **_WRONG),
+    "wrong/one key hates, centred": Plan({**REINFORCE, "center_keys": True}, one_hates(0.3), **_WRONG),
     # old rows: 200 updates on what was sampled 16 versions before
-    "old/clip": Plan(_alone("reinforce_pp", kl_coef=0.0, importance_cap=1e9), **_OLD),
-    "old/clip, truncated": Plan(_alone("reinforce_pp", kl_coef=0.0), **_OLD),
-    "old/topr": Plan(_alone("reinforce_pp", kl_coef=0.0, surrogate="topr"), **_OLD),
-    "old/masks": Plan(_alone("reinforce_pp", kl_coef=0.0, importance_floor=0.5, importance_outside="mask"), **_OLD),
+    "old/clip": _old(importance_cap=1e9),
+    "old/clip, truncated": _old(),
+    "old/topr": _old(surrogate="topr"),
+    "old/masks": _old(importance_floor=0.5, importance_outside="mask"),
 }
