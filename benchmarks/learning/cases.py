@@ -94,6 +94,8 @@ HELD: dict[str, Any] = {**SAMPLED, "kl_coef": 0.2}
 MIX: dict[str, Any] = {
     "algorithms": {"reinforce_pp": 0.1, "hint": 1.0}, "reinforce_pp": STEADY, "hint": {"neutral_reward": None},
 }  # fmt: skip
+FAST: dict[str, Any] = {"learning_rate": 1e-3}  # of words: each says which token is right
+HINT: dict[str, Any] = {**_alone("hint"), **FAST}
 STEPS: dict[str, Any] = {"epochs": 4, "minibatches": 2}  # of policy gradients: half of the rows each
 REINFORCE: dict[str, Any] = {**_alone("reinforce_pp", **STEADY), **STEPS}
 _SPARSE: dict[str, Any] = {"rows": 64, "versions": 80}
@@ -115,19 +117,19 @@ CASES: dict[str, Plan] = {
     "sparse/spo": Plan({**_alone("spo", **STEADY), **STEPS}, each(reward), **_SPARSE),
     "sparse/kto": Plan(_alone("kto"), each(rating), rows=64, versions=60),
     "sparse/kto, without its bound": Plan(_alone("kto", clip=0.0), each(rating), rows=64, versions=60),
-    "sparse/hint": Plan(_alone("hint"), each(comment), versions=80),
-    "sparse/mix": Plan(MIX, each(everything), versions=80),
+    "sparse/hint": Plan(HINT, each(comment), versions=80),
+    "sparse/mix": Plan({**MIX, **FAST}, each(everything), versions=80),
     # comments alone, and the same ones of other rows
-    "comments/hint": Plan(_alone("hint"), each(comment), **_AT_ONCE),
+    "comments/hint": Plan(HINT, each(comment), **_AT_ONCE),
     "comments/hint, live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),
     "comments/hint, sampled tokens": Plan(_alone("hint", **SAMPLED, kl_coef=0.01), each(comment), **_AT_ONCE),
     "comments/hint, sampled tokens, kl_coef 0.2": Plan(_alone("hint", **HELD), each(comment), **_AT_ONCE),
-    "comments/hint of other rows": Plan(_alone("hint"), of_others(comment), **_AT_ONCE),
+    "comments/hint of other rows": Plan(HINT, of_others(comment), **_AT_ONCE),
     # corrections of 5 %
     "corrections/sft": Plan(_alone("sft"), each(correction), **_FIXED),
     "corrections/dpo": Plan(_alone("dpo"), each(correction), share=0.05, versions=120),
     "corrections/dpo and sft": Plan({"algorithms": {"dpo": 1.0, "sft": 0.2}}, each(correction), **_FIXED),
-    "corrections/hint": Plan(_alone("hint"), each(correction), **_FIXED),
+    "corrections/hint": Plan(HINT, each(correction), **_FIXED),
     # wrong ones
     "wrong/clean": Plan(REINFORCE, each(reward), **_WRONG),
     "wrong/20 % flipped": Plan(REINFORCE, flipped(0.2), **_WRONG),
