@@ -51,16 +51,21 @@ class Peer:
         return replace(ours, rows=self.rows or ours.rows)
 
 
-_STEPS: dict[str, Any] = {"learning_rate": 3e-4, "epochs": 2, "minibatches": 4}
-_TEACHER: dict[str, Any] = {"teacher_model_kind": "base", "distillation_mode": "full_logits"}
+_STEPS: dict[str, Any] = {"epochs": 2, "minibatches": 4, "learning_rate": 3e-4}
+_FAST: dict[str, Any] = {**_STEPS, "learning_rate": 1e-3}
+_SDPO: dict[str, Any] = {
+    **_FAST, "teacher_model_kind": "base", "distillation_mode": "full_logits", "distillation_alpha": 0.0,
+}  # fmt: skip
+_WITH_SFT: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]}
+_IN_BALANCE: dict[str, Any] = {"undesirable_weight": 0.25}  # by TRL's advice: a fourth to a third of ratings are up
 
 PEERS: dict[str, Peer] = {
-    "sparse/TRL GRPO": Peer("sparse/reinforce_pp", "grpo", _STEPS),
-    "sparse/TRL KTO": Peer("sparse/kto", "kto", _STEPS),
-    "sparse/TRL SDPO": Peer("sparse/hint", "sdpo", {**_STEPS, **_TEACHER}),
-    "comments/TRL SDPO": Peer("comments/hint", "sdpo", {**_STEPS, **_TEACHER}),
-    "corrections/TRL SFT": Peer("corrections/sft", "sft", _STEPS),
-    "corrections/TRL DPO": Peer("corrections/dpo", "dpo", _STEPS),
+    "sparse/TRL GRPO": Peer("sparse/reinforce_pp", "grpo", {**_STEPS, "beta": 0.1}),
+    "sparse/TRL KTO": Peer("sparse/kto", "kto", {**_STEPS, "epochs": 3, "minibatches": 2, **_IN_BALANCE}),
+    "sparse/TRL SDPO": Peer("sparse/hint", "sdpo", _SDPO),
+    "comments/TRL SDPO": Peer("comments/hint", "sdpo", _SDPO),
+    "corrections/TRL SFT": Peer("corrections/sft", "sft", _FAST),
+    "corrections/TRL DPO": Peer("corrections/dpo", "dpo", {**_STEPS, **_WITH_SFT}),
 }
 
 
