@@ -1,6 +1,7 @@
 """A key's share of the gradient: what callers with one key said of a batch is bounded together.
 
-The gradient of a token is proportional to its weight and its advantage, so Σ |w_t Â_t| stands for a key's part of it.
+The gradient of a token is proportional to its weight and its advantage, so Σ |w_t Â_t| stands for a key's part of it;
+where a divergence is learnt, what words change stands for the advantage.
 A key with more than its share has all of its weights lowered by one factor. What is left of each key is min(m, c), with
 m what it had, and c the largest number for which c ≤ share · Σ min(m, c). Of n keys each may have 1/n.
 """
@@ -14,7 +15,8 @@ import numpy as np
 
 from trainer_service.algorithms.seam import Constants, Figures
 
-_FACTORS = ("weights", "advantages", "shares")  # constants of a loss, by their names; what it has of them is multiplied
+# Constants of a loss, by their names: a weight, and what it is multiplied by where the loss has it.
+_FACTORS = (("weights", "advantages", "shares"), ("divergence_weights", "effects"))
 
 
 def bound_shares(constants: Constants, keys: Sequence[Hashable], at_most: float) -> tuple[Constants, Figures]:
@@ -24,17 +26,20 @@ def bound_shares(constants: Constants, keys: Sequence[Hashable], at_most: float)
     """
     if at_most >= 1 or "weights" not in constants:
         return constants, {}
-    parts = [constants[name] for name in _FACTORS if name in constants]
     masses: dict[Hashable, float] = dict.fromkeys(keys, 0.0)
-    for key, *arrays in zip(keys, *parts, strict=True):
-        masses[key] += float(np.abs(np.prod(np.broadcast_arrays(*arrays), axis=0, dtype=np.float64)).sum())
+    weighted = [names for names in _FACTORS if names[0] in constants]
+    for names in weighted:
+        for key, *arrays in zip(keys, *(constants[name] for name in names if name in constants), strict=True):
+            masses[key] += float(np.abs(np.prod(np.broadcast_arrays(*arrays), axis=0, dtype=np.float64)).sum())
     whole = sum(masses.values())
     if not whole:
         return constants, {}
     bound = largest_mass(list(masses.values()), at_most)
     factors = {key: np.float32(min(1.0, bound / mass) if mass else 1.0) for key, mass in masses.items()}
-    weights = [array * factors[key] for key, array in zip(keys, constants["weights"], strict=True)]
-    return {**constants, "weights": weights}, {"largest_key_share": max(masses.values()) / whole}
+    lowered = {
+        name: [array * factors[key] for key, array in zip(keys, constants[name], strict=True)] for name, *_ in weighted
+    }
+    return {**constants, **lowered}, {"largest_key_share": max(masses.values()) / whole}
 
 
 def largest_mass(masses: Sequence[float], share: float) -> float:

@@ -94,7 +94,7 @@ HELD: dict[str, Any] = {**SAMPLED, "kl_coef": 0.2}
 MIX: dict[str, Any] = {
     "algorithms": {"reinforce_pp": 0.1, "hint": 1.0}, "reinforce_pp": STEADY, "hint": {"neutral_reward": None},
 }  # fmt: skip
-FAST: dict[str, Any] = {"learning_rate": 1e-3}  # of words: each says which token is right
+FAST: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 4}  # of words: each says which token is right
 HINT: dict[str, Any] = {**_alone("hint"), **FAST}
 STEPS: dict[str, Any] = {"epochs": 4, "minibatches": 2}  # of policy gradients: half of the rows each
 REINFORCE: dict[str, Any] = {**_alone("reinforce_pp", **STEADY), **STEPS}

@@ -82,9 +82,13 @@ def test_a_head_scores_other_tokens_and_names_the_likeliest(chunks, shape, entro
         torch.testing.assert_close(ours, theirs)
 
 
-def test_the_loss_is_the_mean_divergence_at_the_actions_that_words_are_about():
+@pytest.mark.parametrize(
+    "sampled_by", [-1.0, -0.1, -4.0], ids=["this one", "a surer one", "a less sure one"]
+)
+def test_the_loss_is_the_mean_divergence_at_the_actions_that_words_are_about(sampled_by):
+    """Whatever the sampled tokens' own importance weights are: the divergence is the same whatever was sampled."""
     torch.manual_seed(1)
-    batch = batch_of(sequence([0, 0, 0]), sequence([0, 0]))
+    batch = batch_of(sequence([0, 0, 0], [sampled_by] * 3), sequence([0, 0]))
     batch.words.update({0: [Words(np.array([7]), np.array([1, 2]))], 1: [Words(np.array([7]), np.array([0]))]})
     teacher = [torch.randn(count, VOCABULARY).double().softmax(-1) for count in (2, 1)]
     top = [one.topk(TOP) for one in teacher]

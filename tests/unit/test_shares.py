@@ -41,6 +41,18 @@ def test_shares_in_a_mean_over_sequences_count():
     assert [one.tolist() for one in bounded["weights"]] == [[1, 1], [1]]
 
 
+def test_what_words_change_counts_where_a_divergence_is_learnt():
+    constants = {
+        "weights": [array(1, 1), array(1)],
+        "advantages": [array(0, 0), array(0)],
+        "divergence_weights": [array(1, 1), array(1)],
+        "effects": [array(-2, 1), array(1)],
+    }
+    bounded, figures = bound_shares(constants, ["loud", "calm"], 0.5)
+    assert figures == {"largest_key_share": pytest.approx(3 / 4)}
+    assert [one.tolist() for one in bounded["divergence_weights"]] == [pytest.approx([1 / 3, 1 / 3]), [1]]
+
+
 def test_a_weight_of_a_whole_sequence_is_lowered_alike():
     bounded, _ = bound_shares({"weights": [array(3), array(1)], "advantages": [array(1, 1), array(2)]}, ["a", "b"], 0.5)
     assert [one.tolist() for one in bounded["weights"]] == [[pytest.approx(1)], [1]]

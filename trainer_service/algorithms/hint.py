@@ -12,13 +12,14 @@ divergence from the teacher.
 With top_k, the default, the term in Â_t of the teacher gives way to a divergence over its k likeliest tokens i and all
 others, ∅:
 
-    loss = E[ w_t Σ_i p_i log(p_i / π_θ(i|x, y_<t)) ] + …                  p: the teacher's; i: its top k, and ∅
+    loss = E[ m_t Σ_i p_i log(p_i / π_θ(i|x, y_<t)) ] + …                  p: the teacher's; i: its top k, and ∅
 
 Departures, each with its reason:
 1. The words stand before the row's own tokens, which are never tokenised again; in SDPO they follow the prompt.
 2. The difference is clipped: a few tokens would outweigh all others (as in the code of arXiv 2603.12273).
 3. With top_k nothing is clipped: the derivative by a logit is p − π. All others count as one class, without which the
-   divergence would not be 0 where both agree.
+   divergence would not be 0 where both agree. It is the same whatever token was sampled at its place: so an importance
+   weight of that token does not belong to it, and m_t is 0 where w_t is, else 1.
 4. Words that contradict the turn's reward are left out, and so are words that change nothing.
 5. The teacher is a running average of the weights, as in SDPO, unless `teacher` names others: π_prox, the weights at
    the start of the batch, or those of the last version.
@@ -63,6 +64,9 @@ class Hint(PartialPolicyGradient[HintConfig]):
         effects: list[Floats] = []
         constants["advantages"] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
         constants["counts"] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
+        if self.top:
+            constants["effects"] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
+            constants["divergence_weights"] = [(weights > 0).astype(np.float32) for weights in constants["weights"]]
         for number, (unit, teacher) in enumerate(zip(units, looked.teacher, strict=True)):
             (words,) = unit.words
             bound = self.config.advantage_bound
@@ -72,7 +76,7 @@ class Hint(PartialPolicyGradient[HintConfig]):
                 figures[reason] += 1
                 continue
             effects.append(effect)
-            constants["advantages"][number][words.actions] = 0 if self.top else effect
+            constants["effects" if self.top else "advantages"][number][words.actions] = effect
             constants["counts"][number][words.actions] = 1
         if self.top:
             constants["others"] = _spread(units, looked.top, constants["proximal"])
@@ -89,7 +93,7 @@ class Hint(PartialPolicyGradient[HintConfig]):
         if now.others_KN is not None:
             counts_K = constants["counts"] > 0
             gap_K = divergence_with_tail(constants["top_logprobs"][counts_K], now.others_KN[counts_K])
-            loss = loss + (constants["weights"][counts_K] * gap_K).sum()
+            loss = loss + (constants["divergence_weights"][counts_K] * gap_K).sum()
             sums["kl_to_teacher"] = gap_K.detach().sum()
         return loss, sums
 
