@@ -82,9 +82,7 @@ def test_a_head_scores_other_tokens_and_names_the_likeliest(chunks, shape, entro
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "sampled_by", [-1.0, -0.1, -4.0], ids=["this one", "a surer one", "a less sure one"]
-)
+@pytest.mark.parametrize("sampled_by", [-1.0, -0.1, -4.0], ids=["this one", "a surer one", "a less sure one"])
 def test_the_loss_is_the_mean_divergence_at_the_actions_that_words_are_about(sampled_by):
     """Whatever the sampled tokens' own importance weights are: the divergence is the same whatever was sampled."""
     torch.manual_seed(1)
