@@ -155,7 +155,8 @@ class Tokens:
             raise CorruptTokens(f"a token id is outside of the model's vocabulary of {vocabulary}")
         length = sum(map(len, ids))
         if max_tokens is not None and length > max_tokens:
-            raise CorruptTokens(f"it has {length} tokens, and trainer.max_trajectory_tokens is {max_tokens}")
+            most = f"at most {max_tokens} are trained on (trainer.max_trajectory_tokens, else the model's context)"
+            raise CorruptTokens(f"it has {length} tokens; {most}")
 
     def encode(self) -> bytes:
         """The arrays as bytes: 16 bytes of header, 2 to 4 for each id, 4 for each logprob."""

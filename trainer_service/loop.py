@@ -103,6 +103,8 @@ class Trainer:
         whole: transitions.Whole = "task" if "task" in wholes else "run"
         vocabulary, context = self._learner.vocabulary, self._learner.context
         answers = answer_tokenizer(config, self._base_folder, vocabulary=vocabulary, context=context)
+        if config.max_trajectory_tokens is None:
+            config = config.model_copy(update={"max_trajectory_tokens": context})
         claimer = Claimer(self._ledger, config, self._stop, vocabulary, whole, answers)
         anew = False
         with Heartbeat(self._ledger, config, self._stop), contextlib.suppress(Stopped):

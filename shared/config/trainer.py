@@ -83,7 +83,8 @@ class TrainerConfig(Section):
     max_tokens_per_micro_batch: Count = 4096
     """Token budget of one forward pass; a longer sequence goes alone."""
     max_trajectory_tokens: Count | None = None
-    """A row of more tokens, prompt and reply together, is quarantined when it is claimed; null: of no length."""
+    """A row of more tokens, prompt and reply together, is quarantined when it is claimed; null: of more than the
+    model's context."""
     poll_interval_s: Positive = 0.5
     """Seconds between two queries for ready rows."""
     min_free_disk_gb: NonNegative = 1.0

@@ -100,7 +100,7 @@ def config(tmp_path, model):
         ),
         (
             [{**ROW, "prompt_ids": [5] * 40}],
-            r"unusable \(it has 41 tokens, and trainer\.max_trajectory_tokens is 40\)\)",
+            r"unusable \(it has 41 tokens; at most 40 are trained on \(trainer\.max_trajectory_tokens, .*\)\)",
         ),
         ([{**ROW, "state": "DISCARDED"}], r"no row has tokens \(1 DISCARDED\)"),
     ],
