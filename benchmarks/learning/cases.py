@@ -94,7 +94,7 @@ HELD: dict[str, Any] = {**SAMPLED, "kl_coef": 0.2}
 MIX: dict[str, Any] = {
     "algorithms": {"reinforce_pp": 0.1, "hint": 1.0}, "reinforce_pp": STEADY, "hint": {"neutral_reward": None},
 }  # fmt: skip
-FAST: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 4}  # of words: each says which token is right
+FAST: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 4}  # of words and corrections, which name the right tokens
 HINT: dict[str, Any] = {**_alone("hint"), **FAST}
 STEPS: dict[str, Any] = {"epochs": 4, "minibatches": 2}  # of policy gradients: half of the rows each
 REINFORCE: dict[str, Any] = {**_alone("reinforce_pp", **STEADY), **STEPS}
@@ -126,7 +126,7 @@ CASES: dict[str, Plan] = {
     "comments/hint, sampled tokens, kl_coef 0.2": Plan(_alone("hint", **HELD), each(comment), **_AT_ONCE),
     "comments/hint of other rows": Plan(HINT, of_others(comment), **_AT_ONCE),
     # corrections of 5 %
-    "corrections/sft": Plan(_alone("sft"), each(correction), **_FIXED),
+    "corrections/sft": Plan({**_alone("sft"), **FAST}, each(correction), **_FIXED),
     "corrections/dpo": Plan(_alone("dpo"), each(correction), share=0.05, versions=120),
     "corrections/dpo and sft": Plan({"algorithms": {"dpo": 1.0, "sft": 0.2}}, each(correction), **_FIXED),
     "corrections/hint": Plan(HINT, each(correction), **_FIXED),

@@ -52,7 +52,7 @@ class Peer:
 
 
 _STEPS: dict[str, Any] = {"epochs": 2, "minibatches": 4, "learning_rate": 3e-4}
-_FAST: dict[str, Any] = {**_STEPS, "learning_rate": 1e-3}
+_FAST: dict[str, Any] = {**_STEPS, "learning_rate": 1e-3, "epochs": 4}
 _SDPO: dict[str, Any] = {
     **_FAST, "teacher_model_kind": "base", "distillation_mode": "full_logits", "distillation_alpha": 0.0,
 }  # fmt: skip

@@ -1,7 +1,8 @@
 """The most memory that scoring takes, in units of one float32 array of all tokens' logits.
 
 A process of its own for each way: 2,048 sampled tokens, vocabulary 151,936, every other token with top-p 0.8, a head
-of 256. "look" computes logprobs and what the sampler makes of them, "update" logprobs and their gradient.
+of 256. "look" computes logprobs and what the sampler makes of them, "plain" logprobs alone, as TRL does, "update"
+logprobs and their gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SPREADS = {"flat": "0.3", "steep": "3"}  # logits of an untrained model, and of 
 
 
 def main() -> None:
-    chunked, update = sys.argv[1] == "chunked", sys.argv[2] == "update"
+    chunked, update, processed = sys.argv[1] == "chunked", sys.argv[2] == "update", sys.argv[2] == "look"
     head.CHUNK_BYTES = {"cpu": CHUNK_BYTES}
     ones = torch.ones(TOKENS)
     sampling = SamplingTensors(ones, torch.tensor([1.0, 0.8])[torch.arange(TOKENS) % 2], 0 * ones, 0 * ones)
@@ -30,8 +31,8 @@ def main() -> None:
     def score(layer: nn.Linear, hidden_KD: Tensor, actions_K: Tensor) -> Tensor:
         if chunked:
             ours = ScoringHead.replacing(layer, LogitShape())
-            return ours.score(hidden_KD, Question(actions_K, sampling, processed=not update))["logprobs"]
-        return logprobs.score(layer(hidden_KD), actions_K, sampling, processed=not update)["logprobs"]
+            return ours.score(hidden_KD, Question(actions_K, sampling, processed=processed))["logprobs"]
+        return logprobs.score(layer(hidden_KD), actions_K, sampling, processed=processed)["logprobs"]
 
     print(measure(float(sys.argv[3]), score, update=update))
 
@@ -39,15 +40,14 @@ def main() -> None:
 def peaks(repository: Path, peers: str | None) -> dict[str, float]:
     """Of all ways. TRL's are its own logprobs in chunks, with its own chunk and with one of our size."""
     found = {}
-    for step in ("look", "update"):
+    for step in ("look", "plain", "update"):
         for name, spread in SPREADS.items():
             for way in ("chunked", "whole"):
                 found[f"{way}_{step}_{name}"] = _run(repository, sys.executable, "trainer.memory", way, step, spread)
-        if peers:
+        if peers and step != "look":
             for way in ("own", "equal"):
                 found[f"trl_{step}_{way}_chunk"] = _run(repository, peers, "peers.trl_memory", way, step, "3")
-    if "trl_update_equal_chunk" in found:
-        found["update_of_trl_equal_chunk"] = found["chunked_update_steep"] / found["trl_update_equal_chunk"]
+            found[f"{step}_of_trl_equal_chunk"] = found[f"chunked_{step}_steep"] / found[f"trl_{step}_equal_chunk"]
     return found
 
 
