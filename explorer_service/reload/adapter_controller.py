@@ -17,7 +17,7 @@ from explorer_service.engines.pool import Engine, EnginePool
 from explorer_service.errors import EngineUnavailable, LoadUndone, NotOwner, ProbeMismatch
 from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame
-from explorer_service.reload.judge import Target, VersionJudge
+from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
 from shared.errors import EngineError, VersionError
 from shared.ledger import queries, transitions
@@ -106,7 +106,7 @@ class AdapterController:
             await self._blame.reject(row, str(error))
             return str(error)
 
-    async def _load(self, target: Target) -> str | None:
+    async def _load(self, target: TargetVersion) -> str | None:
         """As `_bring_in`. Raises VersionError."""
         try:
             await self._take_up.run(await self._take_up.stage(target), None)

@@ -26,7 +26,7 @@ from explorer_service.errors import (
     ProbeMismatch,
     StageFailed,
 )
-from explorer_service.reload.judge import Target
+from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.probe import prove
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import stage_folder
@@ -64,7 +64,7 @@ class AdapterTakeUp:
         """What the ledger is to know of it, in the transaction that announces it."""
         transitions.hold_adapters(connection, self._key, serves=self.served, leaving=self.leaving)
 
-    async def stage(self, target: Target) -> Target:
+    async def stage(self, target: TargetVersion) -> TargetVersion:
         """The target, in the folder from which the engine will read it.
 
         Raises VersionError when the engine's machine finds the version unsound, StageFailed when it cannot have it,
@@ -82,7 +82,7 @@ class AdapterTakeUp:
         folder = await stage_folder(self._admin, target, self._shared, in_use=await self._read_in_use())
         return dataclasses.replace(target, folder=folder or self._shared.config.root.resolve() / row.path)
 
-    async def holds(self, target: Target) -> bool:
+    async def holds(self, target: TargetVersion) -> bool:
         """Whether the engine has the target already, and proves it. Raises EngineUnavailable, LedgerError."""
         await self.read_present()
         if target.version != 0 and self._shared.adapter_name(target.version, target.sha256) not in self.present:
@@ -96,7 +96,7 @@ class AdapterTakeUp:
             return False
         return True
 
-    async def run(self, target: Target, good: Target | None) -> None:
+    async def run(self, target: TargetVersion, good: TargetVersion | None) -> None:
         """Returns when the engine serves the target beside what it served before.
 
         good: what it serves when this fails; nothing has to be done for that. Raises StageFailed when no engine of its
@@ -154,7 +154,7 @@ class AdapterTakeUp:
         self.present.pop(self.leaving.pop(version), None)
         log.info("version out of service", version=version, engine=self._engine.name)
 
-    async def _load(self, target: Target) -> None:
+    async def _load(self, target: TargetVersion) -> None:
         await self.read_present()
         if target.version == 0:
             return
@@ -175,7 +175,7 @@ class AdapterTakeUp:
                 "it there"
             )
 
-    async def _prove(self, target: Target) -> None:
+    async def _prove(self, target: TargetVersion) -> None:
         if target.version == 0:
             await self._tolerance.prove_started(self._admin, target)
             return
@@ -184,13 +184,13 @@ class AdapterTakeUp:
         self.leaving.pop(target.version, None)
         self.served[target.version] = name
 
-    async def _forget(self, target: Target) -> None:
+    async def _forget(self, target: TargetVersion) -> None:
         """What was not proven has served nobody, unless it was proven before."""
         if target.version != 0:
             self.leave(target.version, self._shared.adapter_name(target.version, target.sha256))
 
 
-def _explain(error: EngineRefused, target: Target) -> EngineError:
+def _explain(error: EngineRefused, target: TargetVersion) -> EngineError:
     """What a refused load says: of the engine's settings, or of the adapter."""
     said = str(error)
     if "LoRA is not enabled" in said or (error.status in (404, 405) and '"error"' not in said):

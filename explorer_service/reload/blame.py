@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from explorer_service.engines.pool import Engine
 from explorer_service.errors import EngineDied, LoadUndone, ProbeMismatch, StageFailed
-from explorer_service.reload.judge import Target, VersionJudge
+from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
 from shared.errors import EngineError, VersionError
 from shared.ledger import transitions
@@ -71,7 +71,7 @@ class Blame:
         self._judge = judge
         self._shared = shared
 
-    async def condemn(self, target: Target, reason: str) -> None:
+    async def condemn(self, target: TargetVersion, reason: str) -> None:
         """The engine is well, and does not serve this version: it is rejected, unless another engine has proven it."""
         await self._decide(
             target.row,
@@ -79,7 +79,7 @@ class Blame:
             lambda c: transitions.reject_version(c, target.version, reason, by=self._by, only_unproven=True),
         )
 
-    async def count(self, target: Target, reason: str) -> None:
+    async def count(self, target: TargetVersion, reason: str) -> None:
         """The engine died, or took too long. The second time the version is given up, unless one has proven it."""
         await self._decide(target.row, reason, lambda c: self._count(c, target.version, reason))
 

@@ -21,7 +21,7 @@ from explorer_service.reload.adapter_controller import AdapterController
 from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame, failure_name
 from explorer_service.reload.follow import EngineFollower
-from explorer_service.reload.judge import Target, VersionJudge
+from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.ownership import POLL_S
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import LOADING, FullTakeUp, TakeUp
@@ -61,7 +61,7 @@ class EngineController:
         self._backoff = Backoff(self._settings.retry_s)
         self._is_owner = False
         self._newest: VersionRow | None = None  # as of the last look at the ledger
-        self._served: Target | None = None  # the last one that this explorer has proven there
+        self._served: TargetVersion | None = None  # the last one that this explorer has proven there
         self._reloaded_at = -self._settings.min_interval_s  # time.monotonic()
         self._healthy_at = 0.0  # time.monotonic()
         self._moved_at = time.monotonic()  # when no chat waited, or the engine was resumed
@@ -184,7 +184,7 @@ class EngineController:
         else:
             await self._replace(target, newest)
 
-    async def _examine(self, row: VersionRow) -> Target | None:
+    async def _examine(self, row: VersionRow) -> TargetVersion | None:
         """A version that may go in; None: it is not there yet, or rejected now."""
         try:
             return await self._judge.examine(row)
@@ -192,7 +192,7 @@ class EngineController:
             await self._blame.reject(row, str(error))
             return None
 
-    async def _replace(self, target: Target, newest: VersionRow) -> None:
+    async def _replace(self, target: TargetVersion, newest: VersionRow) -> None:
         version = target.version
         try:
             target, good = await self._take_up.stage(target), await self._stage_good(version)
@@ -240,7 +240,7 @@ class EngineController:
         if self._engine.is_open and self._served is not None:
             await self._serve(self._served)
 
-    async def _stage_good(self, failed: int) -> Target | None:
+    async def _stage_good(self, failed: int) -> TargetVersion | None:
         """What goes back in when a load fails, where the engine can read it. Raises StageFailed."""
         good = await self._find_good(failed)
         try:
@@ -253,7 +253,7 @@ class EngineController:
         self._shared.metrics.reload_failures.labels(failure_name(error)).inc()
         self._backoff.note(version, str(error))
 
-    async def _serve(self, target: Target, **fields: float) -> None:
+    async def _serve(self, target: TargetVersion, **fields: float) -> None:
         """The engine has proven the target: it gets chats under its name."""
         engine, version, newest = self._engine, target.version, self._shared.poller.newest()
         assert newest is not None
@@ -276,7 +276,7 @@ class EngineController:
         self._shared.metrics.reload_version.labels(engine.name).set(version)
         log.info("version in service", version=version, engine=engine.name, **fields)
 
-    async def _find_good(self, failed: int) -> Target | None:
+    async def _find_good(self, failed: int) -> TargetVersion | None:
         """What this engine has served before, or else the newest other version that has ever served, or the base."""
         rows = await asyncio.to_thread(self._servable, failed)
         if self._served is not None and any(row.version == self._served.version for row in rows):

@@ -22,7 +22,7 @@ log = StageLogger("reload")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetVersion:
     """A version that may go into an engine."""
 
     row: VersionRow
@@ -50,7 +50,7 @@ class VersionJudge:
         self._ledger = ledger
         self._missing_since: dict[int, float] = {}  # time.monotonic(); by version
 
-    async def examine(self, row: VersionRow) -> Target | None:
+    async def examine(self, row: VersionRow) -> TargetVersion | None:
         """A version that may go into an engine; None: the version, or version 0, is not there yet.
 
         Raises VersionError when the version is to be rejected, EngineError when root_dir holds no version at all.
@@ -71,11 +71,11 @@ class VersionJudge:
         self._missing_since.pop(row.version, None)
         return target
 
-    def _find(self, row: VersionRow, base: Base | None) -> Target:
+    def _find(self, row: VersionRow, base: Base | None) -> TargetVersion:
         manifest = require_sound(self._root, row, base)
         folder = (self._root / row.path).resolve()
         label = version_label(row.version, folder)
-        return Target(row, manifest, label, folder, read_sampling_defaults(self._model_folder(row)))
+        return TargetVersion(row, manifest, label, folder, read_sampling_defaults(self._model_folder(row)))
 
     def _model_folder(self, row: VersionRow) -> Path:
         """The model's folder that engines run a version on: an adapter's has no configuration of the model."""

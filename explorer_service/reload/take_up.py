@@ -20,7 +20,7 @@ from sqlalchemy import Connection
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.pool import Engine, EngineState
 from explorer_service.errors import EngineDied, EngineRefused, EngineTimeout, EngineUnavailable, LoadUndone, StageFailed
-from explorer_service.reload.judge import Target
+from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.probe import Bounds, prove
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.tolerance import EngineTolerance
@@ -46,17 +46,17 @@ class TakeUp(Protocol):
     def note(self, connection: Connection) -> None:
         """Write what else the ledger is to know, in the transaction that announces what the engine serves."""
 
-    async def stage(self, target: Target) -> Target:
+    async def stage(self, target: TargetVersion) -> TargetVersion:
         """The target, in the folder from which the engine will read it. The engine serves meanwhile.
 
         Raises VersionError when the engine's machine finds the version unsound, StageFailed when it cannot have it,
         LedgerError.
         """
 
-    async def holds(self, target: Target) -> bool:
+    async def holds(self, target: TargetVersion) -> bool:
         """Whether the engine says that it holds the target, and proves it. Raises EngineUnavailable, LedgerError."""
 
-    async def run(self, target: Target, good: Target | None) -> None:
+    async def run(self, target: TargetVersion, good: TargetVersion | None) -> None:
         """Returns when the engine has proven that it serves the target, staged before.
 
         good: what it serves when that fails. Raises LoadUndone when it serves that; EngineDied when it died or hung;
@@ -65,7 +65,7 @@ class TakeUp(Protocol):
 
 
 async def stage_folder(
-    admin: EngineAdmin, target: Target, shared: Reloading, in_use: Collection[int] = ()
+    admin: EngineAdmin, target: TargetVersion, shared: Reloading, in_use: Collection[int] = ()
 ) -> Path | None:
     """Where the engine's machine has staged the target; None: it stages nothing. Raises VersionError, StageFailed.
 
@@ -102,7 +102,7 @@ class FullTakeUp:
     def note(self, connection: Connection) -> None:
         """The engine's row says all of it."""
 
-    async def stage(self, target: Target) -> Target:
+    async def stage(self, target: TargetVersion) -> TargetVersion:
         """As the protocol says."""
         shared, row = self._shared, target.row
         if row.kind != "full":
@@ -119,7 +119,7 @@ class FullTakeUp:
             )
         return dataclasses.replace(target, folder=folder or shared.config.root.resolve() / row.path)
 
-    async def holds(self, target: Target) -> bool:
+    async def holds(self, target: TargetVersion) -> bool:
         """Whether the engine says that it holds the target, and proves it."""
         if await self._admin.read_label() != target.label:
             return False
@@ -135,7 +135,7 @@ class FullTakeUp:
             return False
         return True
 
-    async def run(self, target: Target, good: Target | None) -> None:
+    async def run(self, target: TargetVersion, good: TargetVersion | None) -> None:
         """Returns when the engine has proven that it holds the target, staged before.
 
         good: what goes back in when the load fails. Raises NotOwner and LedgerError when nothing was done; LoadUndone
@@ -161,7 +161,7 @@ class FullTakeUp:
         if undone is not None:
             raise undone
 
-    async def _resume(self, held: Target, bounds: Bounds, paused_at: float) -> None:
+    async def _resume(self, held: TargetVersion, bounds: Bounds, paused_at: float) -> None:
         """Let the engine sample again, and hold back what it sends until it has proven what it holds."""
         metrics = self._shared.metrics
         self._pool.hold_back(self._engine)
@@ -176,7 +176,7 @@ class FullTakeUp:
             raise
         self._pool.go_on(self._engine)
 
-    async def _clear_the_way(self, target: Target) -> str:
+    async def _clear_the_way(self, target: TargetVersion) -> str:
         """Nobody gives the engine new chats any more. Returns how to pause it."""
         engine, drain_s = self._engine, 0.0
         generation = await self._leases.announce(engine.url, EngineState.RELOADING, engine.version)
@@ -191,7 +191,7 @@ class FullTakeUp:
             self._pool.close(engine, f"taking up version {target.version}")
         return "wait" if seeded or engine.seeded_in_flight else "keep"
 
-    async def _load_or_undo(self, target: Target, good: Target | None) -> LoadUndone | None:
+    async def _load_or_undo(self, target: TargetVersion, good: TargetVersion | None) -> LoadUndone | None:
         """The error to report when `good` is in the engine instead of the target."""
         try:
             await self._load(target)
@@ -206,7 +206,7 @@ class FullTakeUp:
             return LoadUndone(str(error), is_technical=isinstance(error, EngineTimeout))
         return None
 
-    async def _load(self, target: Target) -> None:
+    async def _load(self, target: TargetVersion) -> None:
         await self._admin.write_label(f"{LOADING}{target.version}")
         await self._admin.reload_weights(target.folder)
         await self._admin.reset_prefix_cache()

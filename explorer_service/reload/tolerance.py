@@ -10,7 +10,7 @@ import asyncio
 
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.ledger_writer import LedgerWriter
-from explorer_service.reload.judge import Target
+from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.probe import TABLE, Bounds, Gap, measure, require
 from shared.config import Config, Tolerance
 from shared.ledger import queries, transitions
@@ -35,7 +35,7 @@ class EngineTolerance:
         self._key = engine_key
         self._noise: dict[str, Gap] = {}  # by dtype
 
-    async def bounds(self, target: Target) -> Bounds:
+    async def bounds(self, target: TargetVersion) -> Bounds:
         """Raises LedgerError."""
         dtype = self._dtype_of(target)
         noise = await self._find_noise(dtype)
@@ -49,7 +49,7 @@ class EngineTolerance:
         least = Gap(0.0, 0.0) if decides == dtype else _NARROW_TRAINER
         return Bounds(self._configured or shown, Gap(max(largest / 2, least.largest), max(mean / 2, least.mean)))
 
-    async def prove_started(self, admin: EngineAdmin, target: Target) -> None:
+    async def prove_started(self, admin: EngineAdmin, target: TargetVersion) -> None:
         """The proof of an engine that says that it holds the target already. On version 0 its noise is stored, once.
 
         Raises ProbeMismatch, EngineError when it does not answer, LedgerError.
@@ -76,5 +76,5 @@ class EngineTolerance:
         self._noise[dtype] = gap
         log.info("engine calibrated", engine=self._key, dtype=dtype, largest=gap.largest, mean=gap.mean)
 
-    def _dtype_of(self, target: Target) -> str:
+    def _dtype_of(self, target: TargetVersion) -> str:
         return target.manifest.probe.dtype if self._dtype == "auto" else self._dtype

@@ -63,7 +63,7 @@ class TrainerMetrics:
         pass
 
 
-class Endpoint:
+class MetricsServer:
     """Serves the metrics at GET /metrics until it is closed."""
 
     def __init__(self, config: WatchConfig, metrics: TrainerMetrics) -> None:

@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.log import StageLogger
 from trainer_service.watch.jsonl import JsonLines
 from trainer_service.watch.mlflow import MLflow
-from trainer_service.watch.prometheus import Endpoint, TrainerMetrics
+from trainer_service.watch.prometheus import MetricsServer, TrainerMetrics
 from trainer_service.watch.record import Record, Sink
 from trainer_service.watch.tensorboard import TensorBoard
 from trainer_service.watch.wandb import WeightsAndBiases
@@ -40,7 +40,7 @@ class Watch:
         self._sinks: dict[str, Sink] = {"Prometheus": self._metrics}
         if settings.jsonl:
             self._sinks["JSONL"] = JsonLines(folder, int(settings.jsonl_mb * 1e6))
-        self._endpoint = None if settings.port is None else Endpoint(settings, self._metrics)
+        self._endpoint = None if settings.port is None else MetricsServer(settings, self._metrics)
         self._outside = Outside(outside, settings.timeout_s) if outside else None
         self._seconds: dict[str, float] = {}
         self._failed: set[str] = set()

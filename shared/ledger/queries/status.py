@@ -50,7 +50,7 @@ def pace(connection: Connection, now: float, window_s: float = 60.0) -> Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class LedgerProgress:
     """How far training and reloading are."""
 
     ready: int  # rows
@@ -60,13 +60,15 @@ class Progress:
     tripped: list[str]  # of each trainer whose breaker holds: the figure that tripped it
 
 
-def progress(connection: Connection) -> Progress:
+def progress(connection: Connection) -> LedgerProgress:
     """Read from indexes alone, however long the table is."""
     newest, serving = _newest_and_serving(list_versions(connection))
     trainers = list_trainers(connection)
     lag = 0 if newest is None or serving is None else newest - serving
     tripped = [str(t.tripped["figure"]) for t in trainers if t.tripped is not None]
-    return Progress(count_ready(connection), max((t.step for t in trainers), default=0), newest or 0, lag, tripped)
+    return LedgerProgress(
+        count_ready(connection), max((t.step for t in trainers), default=0), newest or 0, lag, tripped
+    )
 
 
 def ledger_status(connection: Connection) -> dict[str, Any]:
