@@ -62,9 +62,10 @@ $(EXAMPLES)/.installed: requirements/clients.txt requirements/agentscope-1.txt r
 demo: setup
 	$(BIN)/flywheel demo $(DEMO_FLAGS)
 
-# COVERAGE=0 leaves the measuring out, which takes about a seventh of the time. WORKERS=0 runs all tests in one process.
+# COVERAGE=0 leaves the measuring out. WORKERS=0 runs all tests in one process; by default there are more workers than
+# two cores, since tests wait for processes of their own a third of the time.
 COVERAGE ?= 1
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST := -m pytest -n $(WORKERS)
 test: setup clients examples
 ifeq ($(COVERAGE),0)
