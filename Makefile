@@ -62,8 +62,8 @@ $(EXAMPLES)/.installed: requirements/clients.txt requirements/agentscope-1.txt r
 demo: setup
 	$(BIN)/flywheel demo $(DEMO_FLAGS)
 
-# COVERAGE=0 leaves the measuring out. WORKERS=0 runs all tests in one process; by default there are more workers than
-# two cores, since tests wait for processes of their own a third of the time.
+# COVERAGE=0 leaves the measuring out. WORKERS=0 runs all tests in one process; by default they are more than the cores
+# of a small machine, since tests often wait for processes of their own.
 COVERAGE ?= 1
 WORKERS ?= 3
 PYTEST := -m pytest -n $(WORKERS)

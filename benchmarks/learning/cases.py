@@ -134,7 +134,7 @@ CASES: dict[str, Plan] = {
     "wrong/clean": Plan(REINFORCE, each(reward), **_WRONG),
     "wrong/20 % flipped": Plan(REINFORCE, flipped(0.2), **_WRONG),
     "wrong/one key hates": Plan(REINFORCE, one_hates(0.3), **_WRONG),
-    "wrong/one key hates, centred": Plan({**REINFORCE, "center_keys": True}, one_hates(0.3), **_WRONG),
+    "wrong/one centred key hates": Plan({**REINFORCE, "center_keys": True}, one_hates(0.3), **_WRONG),
     # old rows: 200 updates on what was sampled 16 versions before
     "old/clip": _old(importance_cap=1e9),
     "old/clip, truncated": _old(),
