@@ -116,14 +116,14 @@ CASES: dict[str, Plan] = {
     "sparse/reinforce_pp": Plan(REINFORCE, each(reward), **_SPARSE),
     "sparse/spo": Plan({**_alone("spo", **STEADY), **STEPS}, each(reward), **_SPARSE),
     "sparse/kto": Plan(_alone("kto"), each(rating), rows=64, versions=60),
-    "sparse/kto, without its bound": Plan(_alone("kto", clip=0.0), each(rating), rows=64, versions=60),
+    "sparse/kto without its bound": Plan(_alone("kto", clip=0.0), each(rating), rows=64, versions=60),
     "sparse/hint": Plan(HINT, each(comment), versions=80),
     "sparse/mix": Plan({**MIX, **FAST}, each(everything), versions=80),
     # comments alone, and the same ones of other rows
     "comments/hint": Plan(HINT, each(comment), **_AT_ONCE),
-    "comments/hint, live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),
-    "comments/hint, sampled tokens": Plan(_alone("hint", **SAMPLED, kl_coef=0.01), each(comment), **_AT_ONCE),
-    "comments/hint, sampled tokens, kl_coef 0.2": Plan(_alone("hint", **HELD), each(comment), **_AT_ONCE),
+    "comments/hint with a live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),
+    "comments/hint by sampled tokens": Plan(_alone("hint", **SAMPLED, kl_coef=0.01), each(comment), **_AT_ONCE),
+    "comments/hint by sampled tokens and a kl_coef": Plan(_alone("hint", **HELD), each(comment), **_AT_ONCE),
     "comments/hint of other rows": Plan(HINT, of_others(comment), **_AT_ONCE),
     # corrections of 5 %
     "corrections/sft": Plan({**_alone("sft"), **FAST}, each(correction), **_FIXED),
@@ -137,7 +137,7 @@ CASES: dict[str, Plan] = {
     "wrong/one centred key hates": Plan({**REINFORCE, "center_keys": True}, one_hates(0.3), **_WRONG),
     # old rows: 200 updates on what was sampled 16 versions before
     "old/clip": _old(importance_cap=1e9),
-    "old/clip, truncated": _old(),
+    "old/clip truncated": _old(),
     "old/topr": _old(surrogate="topr"),
     "old/masks": _old(importance_floor=0.5, importance_outside="mask"),
 }

@@ -11,12 +11,12 @@ PAGES: dict[str, tuple[str, ...]] = {  # file: cases
     "ppo": ("sparse/ppo",),
     "reinforce_pp": ("sparse/reinforce_pp",),
     "spo": ("sparse/spo",),
-    "kto": ("sparse/kto", "sparse/kto, without its bound"),
-    "hint": ("comments/hint", "comments/hint of other rows", "comments/hint, sampled tokens"),
+    "kto": ("sparse/kto", "sparse/kto without its bound"),
+    "hint": ("comments/hint", "comments/hint of other rows", "comments/hint by sampled tokens"),
     "sft": ("corrections/sft",),
     "dpo": ("corrections/dpo",),
     "sparse": ("sparse/ppo", "sparse/reinforce_pp", "sparse/spo", "sparse/kto", "sparse/hint", "sparse/mix"),
-    "surrogates": ("old/clip", "old/clip, truncated", "old/topr", "old/masks"),
+    "surrogates": ("old/clip", "old/clip truncated", "old/topr", "old/masks"),
 }
 COLOURS = ("#1f6f8b", "#c8553d", "#588157", "#7d5ba6", "#e09f3e", "#444444")
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.learning.__main__ import is_reversed, summary
 from benchmarks.learning.cases import CASES, GRUMP, comment, each, of_others, one_hates, reward
+from benchmarks.learning.peers import PEERS
 from benchmarks.learning.world import Reply, worth
 from examples.support_desk.desk import Ticket, format_answer
 from shared.config import TrainerConfig
@@ -51,3 +52,7 @@ def test_figures_have_medians_and_ranges_and_say_how_many_runs_came_so_far():
     shown = summary(runs)
     assert shown["last"] == {"median": 0.7, "range": [0.5, 0.9]}
     assert (shown["runs"], shown["reached"]) == (3, 2)
+
+
+def test_names_of_cases_can_be_listed_with_commas():
+    assert not [name for name in [*CASES, *PEERS] if "," in name]
