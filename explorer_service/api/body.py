@@ -25,7 +25,7 @@ class BodyReader:
 
     def __init__(self, config: ExplorerConfig) -> None:
         self._config = config
-        self._held_bytes = 0  # of unfinished bodies that are larger than SMALL_BODY_BYTES
+        self.held_bytes = 0  # of unfinished bodies that are larger than SMALL_BODY_BYTES
 
     async def read(self, request: Request) -> bytes:
         """The whole body.
@@ -57,13 +57,13 @@ class BodyReader:
                     reason = f"the body is larger than {limit} bytes (explorer.max_body_bytes)"
                     raise ApiError(413, reason, code="body_too_large")
                 if more and len(body) > SMALL_BODY_BYTES:
-                    self._held_bytes += len(body) - held
+                    self.held_bytes += len(body) - held
                     held = len(body)
-                    if self._held_bytes > self._config.max_unfinished_bytes:
+                    if self.held_bytes > self._config.max_unfinished_bytes:
                         reason = "too much of unfinished bodies is held (explorer.max_unfinished_bytes); try again"
                         raise unavailable(reason, "too_many_bodies")
         finally:
-            self._held_bytes -= held
+            self.held_bytes -= held
         return body
 
 

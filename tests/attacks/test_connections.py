@@ -120,7 +120,7 @@ def test_unfinished_bodies_of_many_callers_have_a_common_bound(scripted_engine, 
     body = CHAT_BODY[:-1] + b" " * 700_000 + CHAT_BODY[-1:]
     with connect(explorer, post("/chat", body[:600_000], length=len(body))) as unfinished:
         held = explorer.deps.bodies
-        wait_until(lambda: held._held_bytes >= 600_000)
+        wait_until(lambda: held.held_bytes >= 600_000)
         with connect(explorer, post("/chat", body[:600_000], length=len(body))) as refused:
             assert read_answer(refused).status == 503
         assert explorer.chat().status_code == 200, "small bodies do not count"
