@@ -42,7 +42,7 @@ from shared.config import RewardConfig
 from shared.errors import LedgerError
 from shared.ledger import queries, transitions
 from shared.ledger.queries import Targets
-from shared.ledger.transitions import Receipt, Said
+from shared.ledger.transitions import GivenFeedback, Receipt
 from shared.reward import Scope, Signal, learned_kinds
 
 
@@ -164,7 +164,9 @@ class _Feedback:
         self._conversations = body.scope == "conversation"
         self._scope: Scope | None = "message" if body.each else None
         rule, learned = deps.config.reward, learned_kinds(deps.config.trainer)
-        self._said = Said(signals, rule, learned, caller.name, self._task_id, self._run_id, frozenset(msg_ids))
+        self._feedback = GivenFeedback(
+            signals, rule, learned, caller.name, self._task_id, self._run_id, frozenset(msg_ids)
+        )
         self._cost = cost_of_row(signals)
         self._deps = deps
         self._asked = asked
@@ -187,7 +189,7 @@ class _Feedback:
         known, targets = await self._deps.reader.read(self._read, FIND_TIMEOUT_S)
         if known is not None:
             return known
-        require_room(self._said.signals, sum(map(len, targets.values())))
+        require_room(self._feedback.signals, sum(map(len, targets.values())))
         receipts: list[Receipt] = []
         *first, last = _slices(targets, self._cost)
         for part in first:
@@ -217,7 +219,7 @@ class _Feedback:
         return self._apply_last(connection, self._find(connection), []) if known is None else known
 
     def _apply_part(self, targets: Targets, connection: Connection) -> list[Receipt]:
-        return transitions.apply_to(connection, targets, self._said)
+        return transitions.apply_to(connection, targets, self._feedback)
 
     def _apply_last(self, connection: Connection, targets: Targets, before: list[Receipt]) -> list[Receipt]:
         receipts = before + self._apply_part(targets, connection)

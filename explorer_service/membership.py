@@ -30,7 +30,7 @@ class Membership:
         self.id = process_name()
         self.differing: dict[str, str] = {}  # explorers that are configured otherwise, and in what
         self.is_alone = True  # as of the last heartbeat
-        self.heard_at = 0.0  # time.monotonic(): when the last heartbeat that was stored was sent
+        self.heartbeat_at = 0.0  # time.monotonic(): when the last heartbeat that was stored was sent
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
         self._writer = writer
         self._settings = settings
@@ -50,7 +50,7 @@ class Membership:
         acknowledged = dict(self.acknowledged)
         others = await self._writer.write(lambda c: transitions.heartbeat(c, self.id, acknowledged, self._settings))
         self.is_alone = not others
-        self.heard_at = sent_at
+        self.heartbeat_at = sent_at
         self._compare(others)
 
     def _compare(self, others: dict[str, dict[str, Any]]) -> None:

@@ -157,5 +157,5 @@ def _measure(part: Path, base: Path, probe: Probe) -> Gap:
     model = open_adapter(base, part) if (part / ADAPTER_CONFIG).exists() else load_causal_lm(part)
     found = compute_probe(model, [sequence.token_ids for sequence in probe.sequences])
     pairs = zip(found, probe.sequences, strict=True)
-    gaps = [abs(a - b) for own, said in pairs for a, b in zip(own.logprobs, said.logprobs, strict=True)]
+    gaps = [abs(a - b) for own, expected in pairs for a, b in zip(own.logprobs, expected.logprobs, strict=True)]
     return Gap(max(gaps), sum(gaps) / len(gaps))

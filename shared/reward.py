@@ -86,22 +86,22 @@ class Credit:
     teaches: int  # Lesson: what was said of it that is learned from, and that it was not trained on
 
 
-def is_new(signal: Signal, before: Sequence[Signal], taught: int, heard: int) -> bool:
+def is_new(signal: Signal, before: Sequence[Signal], taught: int, last_signal: int) -> bool:
     """Whether words did not act on a row yet, and do not repeat what was said `before` by the same key.
 
-    taught: what the row was trained on, as Lesson. heard: the last signal that was in the log then.
+    taught: what the row was trained on, as Lesson. last_signal: the last one that was in the log then.
     """
-    acted = signal.id is not None and signal.id <= heard and lessons_of([signal.kind]) & taught
+    acted = signal.id is not None and signal.id <= last_signal and lessons_of([signal.kind]) & taught
     repeats = any((one.kind, one.text, one.key_name) == (signal.kind, signal.text, signal.key_name) for one in before)
     return signal.kind in WORDS and not acted and not repeats
 
 
 def credit_of(
-    signals: Sequence[Signal], rule: RewardConfig, learned: frozenset[Kind], taught: int = 0, heard: int = 0
+    signals: Sequence[Signal], rule: RewardConfig, learned: frozenset[Kind], taught: int = 0, last_signal: int = 0
 ) -> Credit:
     """The credit of a row by its signals, oldest first. learned: the kinds that are learned from.
 
-    taught, heard: as for `is_new`.
+    taught, last_signal: as for `is_new`.
     """
     own = reward_of((signal for signal in signals if signal.scope == "message"), rule)
     outcome = reward_of((signal for signal in signals if signal.scope != "message"), rule)
@@ -109,7 +109,7 @@ def credit_of(
     last = own if scores and scores[-1].scope == "message" else outcome
     once = (*scores, *(one for one in signals if one.kind not in SCORES | WORDS))
     teaches = lessons_of(one.kind for one in once if one.kind in learned) & ~taught
-    words = (one for place, one in enumerate(signals) if is_new(one, signals[:place], taught, heard))
+    words = (one for place, one in enumerate(signals) if is_new(one, signals[:place], taught, last_signal))
     return Credit(last, own, outcome, teaches | lessons_of(one.kind for one in words if one.kind in learned))
 
 

@@ -130,13 +130,13 @@ def _require_links_inside(root: Path, folder: Path) -> None:
 
 
 def _require_that_row(folder: Path, manifest: Manifest, row: VersionRow) -> None:
-    for name, said, known in (
+    for name, stated, known in (
         ("version", manifest.version, row.version),
         ("parent", manifest.parent, row.parent),
         ("kind", manifest.kind, row.kind),
     ):
-        if said != known:
-            raise VersionError(f"{folder}: {MANIFEST} says {name} {said!a}, and the ledger {known!a}")
+        if stated != known:
+            raise VersionError(f"{folder}: {MANIFEST} says {name} {stated!a}, and the ledger {known!a}")
 
 
 def _require_listed_files(folder: Path, manifest: Manifest) -> None:

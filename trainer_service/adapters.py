@@ -142,16 +142,16 @@ class Adapters:
     def load(self, folder: Path) -> None:
         """Load the policy's adapter from a version's folder. Raises StartupError."""
         try:
-            said, found = read_adapter_config(folder), load_file(folder / ADAPTER_WEIGHTS)
+            stored, found = read_adapter_config(folder), load_file(folder / ADAPTER_WEIGHTS)
         except (OSError, SafetensorError, VersionError) as exc:
             raise StartupError(f"the adapter in {folder} cannot be loaded ({exc}); restore its folder") from exc
-        mine = self.describe(said.base_model_name_or_path)
+        mine = self.describe(stored.base_model_name_or_path)
         parameters = self.weights()
-        if said != mine or {n: t.shape for n, t in found.items()} != {n: p.shape for n, p in parameters.items()}:
+        if stored != mine or {n: t.shape for n, t in found.items()} != {n: p.shape for n, p in parameters.items()}:
             raise StartupError(
-                f"the adapter in {folder} has rank {said.r}, alpha {said.lora_alpha:g} and targets "
-                f"{', '.join(said.target_modules)}, and model.lora makes rank {mine.r}, alpha {mine.lora_alpha:g} and "
-                f"{', '.join(mine.target_modules)}; set these, or give the new ones another root_dir"
+                f"the adapter in {folder} has rank {stored.r}, alpha {stored.lora_alpha:g} and targets "
+                f"{', '.join(stored.target_modules)}, and model.lora makes rank {mine.r}, alpha {mine.lora_alpha:g} "
+                f"and {', '.join(mine.target_modules)}; set these, or give the new ones another root_dir"
             )
         with torch.no_grad():
             for name, parameter in parameters.items():

@@ -59,15 +59,15 @@ class AnswerTokenizer:
         return [self._correct(row, is_last=last[trajectory_key(row)] == row.id) for row in rows]
 
     def _correct(self, row: Experience, *, is_last: bool) -> Experience:
-        said = [
+        corrections = [
             signal.text or ""
             for signal in row.signals
             if signal.kind == "correction" and (is_last or signal.scope == "message")
         ]
-        if not said:
+        if not corrections:
             return row
         try:
-            return replace(row, correction=self._answer(said[-1].strip(), row.tokens))
+            return replace(row, correction=self._answer(corrections[-1].strip(), row.tokens))
         except _Unusable as reason:
             return replace(row, unused=(*row.unused, str(reason)))
 

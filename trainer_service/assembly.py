@@ -19,7 +19,6 @@ from shared.config import Config
 from shared.versions import read_manifest, version_path
 from trainer_service.adapters import CRITIC, POLICY, AdaptedActorCritic, add_adapters, base_scores
 from trainer_service.algorithms.seam import Needs
-from trainer_service.look import Reference
 from trainer_service.models import (
     Actor,
     ActorCritic,
@@ -28,6 +27,7 @@ from trainer_service.models import (
     score_actions,
     tie_equal_embeddings,
 )
+from trainer_service.precompute import Reference
 
 
 @dataclass(frozen=True, slots=True)

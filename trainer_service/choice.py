@@ -26,17 +26,17 @@ log = StageLogger("trainer")
 _OF_KIND = {"comment": "hint", "correction": "sft", "demonstration": "sft", "preferred_over": "dpo"}
 
 
-def choose(said: Collection[str], *, repeats: bool, before: Mapping[str, float] | None = None) -> dict[str, float]:
+def choose(kinds: Collection[str], *, repeats: bool, before: Mapping[str, float] | None = None) -> dict[str, float]:
     """Algorithms for these kinds of signals, with the weights of their losses; `before` and what it lacks.
 
     repeats: whether tasks are attempted several times.
     """
     names = set(before or {})
-    if {"reward", "metric"} & set(said) and not names & {"grpo", "reinforce_pp"}:
+    if {"reward", "metric"} & set(kinds) and not names & {"grpo", "reinforce_pp"}:
         names.add("grpo" if repeats else "reinforce_pp")
-    elif "rating" in said and not names & {"grpo", "reinforce_pp", "kto"}:
+    elif "rating" in kinds and not names & {"grpo", "reinforce_pp", "kto"}:
         names.add("grpo" if repeats else "kto")
-    names |= {_OF_KIND[kind] for kind in said if kind in _OF_KIND}
+    names |= {_OF_KIND[kind] for kind in kinds if kind in _OF_KIND}
     return {name: weight for name, weight in CHOICES.items() if name in names}
 
 
@@ -62,11 +62,11 @@ def chosen(config: Config, ledger: Ledger, row: TrainerRow | None, stop: StopReq
         return with_choice(config, row.chosen["algorithms"])
     patient, waits = PatientLedger(ledger, stop, config.trainer.poll_interval_s), False
     while True:
-        said = _learnable(patient.write(queries.recent_kinds), config)
-        if said:
+        kinds = _learnable(patient.write(queries.recent_kinds), config)
+        if kinds:
             repeats = patient.write(queries.tasks_repeat)
-            algorithms = choose(said, repeats=repeats)
-            log.info("algorithms chosen by what was said", algorithms=_shown(algorithms), said=_shown(said))
+            algorithms = choose(kinds, repeats=repeats)
+            log.info("algorithms chosen by what was said", algorithms=_shown(algorithms), kinds=_shown(kinds))
             return with_choice(config, algorithms)
         if not waits:
             log.info("waiting for feedback, to choose algorithms by it")
@@ -78,12 +78,12 @@ def chosen(config: Config, ledger: Ledger, row: TrainerRow | None, stop: StopReq
 def chosen_for(config: Config, rows: Iterable[Experience]) -> Config:
     """The configuration with a choice by what was said of these rows."""
     rows = list(rows)
-    said = _learnable(Counter(signal.kind for row in rows for signal in row.signals), config)
+    kinds = _learnable(Counter(signal.kind for row in rows for signal in row.signals), config)
     if not is_open(config.trainer):
         return config
     runs = {(row.task_id, row.run_id) for row in rows if row.task_id is not None}
-    algorithms = choose(said, repeats=len(runs) >= 2 * len({task for task, _ in runs}) > 0)
-    log.info("algorithms chosen by what was said", algorithms=_shown(algorithms), said=_shown(said))
+    algorithms = choose(kinds, repeats=len(runs) >= 2 * len({task for task, _ in runs}) > 0)
+    log.info("algorithms chosen by what was said", algorithms=_shown(algorithms), kinds=_shown(kinds))
     return with_choice(config, algorithms)
 
 
@@ -108,15 +108,15 @@ def takes_up(ledger: PatientLedger, config: Config, lease: Lease) -> bool:
     algorithms = choose(new, repeats=repeats, before=settings.algorithms)
     choice: dict[str, Any] = {"algorithms": algorithms}
     ledger.write(lambda connection: transitions.choose_algorithms(connection, name=settings.name, chosen=choice))
-    log.info("algorithms added for what is said now", algorithms=_shown(algorithms), said=_shown(new))
+    log.info("algorithms added for what is said now", algorithms=_shown(algorithms), kinds=_shown(new))
     return True
 
 
-def _learnable(said: Mapping[Kind, int], config: Config) -> dict[Kind, int]:
+def _learnable(kinds: Mapping[Kind, int], config: Config) -> dict[Kind, int]:
     """Of these kinds those that some algorithm may learn from. Metrics without a weight make no reward."""
     silent = set() if config.reward.metrics else {"metric"}
     learned = config.trainer.model_copy(update={"algorithms": {}}).learns_from
-    return {kind: count for kind, count in said.items() if kind in learned and kind not in silent}
+    return {kind: count for kind, count in kinds.items() if kind in learned and kind not in silent}
 
 
 def _shown(amounts: Mapping[Any, float]) -> str:

@@ -197,13 +197,13 @@ class Claimer:
     def _name_idle(self) -> None:
         """Say once of each algorithm whether nobody says what it learns from, and what is said instead."""
         with self._ledger.read() as connection:
-            said = queries.recent_kinds(connection)
+            kinds = queries.recent_kinds(connection)
         for name in self._config.parts:
             learned = self._config.settings_of(name).learned
-            if said and name not in self._idle and not learned & said.keys():
+            if kinds and name not in self._idle and not learned & kinds.keys():
                 self._idle.add(name)
-                counts = ", ".join(f"{kind}: {count}" for kind, count in said.items())
-                log.warning("nothing is said that it learns from", algorithm=name, learns=sorted(learned), said=counts)
+                counts = ", ".join(f"{kind}: {count}" for kind, count in kinds.items())
+                log.warning("nothing is said that it learns from", algorithm=name, learns=sorted(learned), kinds=counts)
 
     def _log_once(self, event: str, **fields: object) -> bool:
         """Returns whether it was logged."""

@@ -1,9 +1,9 @@
 """Where an update brings the policy: measured on a sample of its batch, before the first step and after the last.
 
-The look before a batch says nothing of the weights that come out, and those are what is published. So a sample of at
-most SAMPLE_TOKENS tokens is scored once more. With d the difference of two policies' logprobs of a token, ½ d² averaged
-over tokens estimates their KL divergence (k2 of Schulman's note "Approximating KL Divergence"). It is never negative,
-and it grows when a policy falls apart, whichever of the two the tokens are from.
+What is precomputed before a batch says nothing of the weights that come out, and those are what is published. So a
+sample of at most SAMPLE_TOKENS tokens is scored once more. With d the difference of two policies' logprobs of a
+token, ½ d² averaged over tokens estimates their KL divergence (k2 of Schulman's note "Approximating KL Divergence"). It
+is never negative, and it grows when a policy falls apart, whichever of the two the tokens are from.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer_service.algorithms.seam import Batch, Figures, Floats
-from trainer_service.look import Looker
+from trainer_service.precompute import Precompute
 from trainer_service.ranks import Ranks
 
 SAMPLE_TOKENS = 4096  # of all ranks together; a longer sequence goes alone
@@ -22,20 +22,22 @@ SAMPLE_TOKENS = 4096  # of all ranks together; a longer sequence goes alone
 class Drift:
     """One update's sample. Every rank takes the same sequences, and computes its share of them."""
 
-    def __init__(self, looker: Looker, ranks: Ranks, batch: Batch, looked: dict[str, list[Floats]]) -> None:
-        """looked: of the whole batch, before the first step. What no algorithm needed of it is computed here."""
-        self._looker, self._ranks, self._sequences = looker, ranks, batch.sequences
+    def __init__(
+        self, precompute: Precompute, ranks: Ranks, batch: Batch, precomputed: dict[str, list[Floats]]
+    ) -> None:
+        """precomputed: of the whole batch, before the first step. What no algorithm needed of it is computed here."""
+        self._precompute, self._ranks, self._sequences = precompute, ranks, batch.sequences
         self._places = choose(batch)
-        self._before, self._reference = looked["proximal"], looked["reference"]
+        self._before, self._reference = precomputed["proximal"], precomputed["reference"]
         if not all(len(self._before[place]) for place in self._places):
-            self._before, _ = looker.score(self._sequences, self._places)
+            self._before, _ = precompute.score(self._sequences, self._places)
 
     def measure(self) -> Figures:
-        """kl_of_update, entropy_after, and kl_to_base where the base was looked at: nats for each token.
+        """kl_of_update, entropy_after, and kl_to_base where the base was scored: nats for each token.
 
         The same on every rank; empty for an empty batch.
         """
-        now, entropies = self._looker.score(self._sequences, self._places)
+        now, entropies = self._precompute.score(self._sequences, self._places)
         own = [place for place in self._places if len(now[place])]
         sums = {
             "kl_of_update": _half_squares(now, self._before, own),

@@ -83,10 +83,10 @@ class HintWriter:
         return [self._with_hint(row, following.get(choice_name(row.msg_id, row.choice))) for row in rows]
 
     def _with_hint(self, row: Experience, following: Experience | None) -> Experience:
-        said = list(self._said(row, following))
-        if not said:
+        pieces = list(self._pieces(row, following))
+        if not pieces:
             return row
-        block = self._block(said)
+        block = self._block(pieces)
         if not len(block):
             return replace(row, unused=(*row.unused, "empty_words"))
         length = len(block) + len(row.tokens.prompt_ids) + len(row.tokens.reply_ids)
@@ -94,7 +94,7 @@ class HintWriter:
             return replace(row, unused=(*row.unused, "words_fill_the_window"))
         return replace(row, hint=block.astype(np.int32))
 
-    def _said(self, row: Experience, following: Experience | None) -> Iterator[tuple[str, Ints]]:
+    def _pieces(self, row: Experience, following: Experience | None) -> Iterator[tuple[str, Ints]]:
         """What was said of a row: how the teacher is told, and the tokens. Of each kind and key the last one counts."""
         last = {(signal.kind, signal.key_name): signal.text or "" for signal in row.signals}
         for kind, wording in (("correction", self._config.correction), ("comment", self._config.comment)):
@@ -106,10 +106,10 @@ class HintWriter:
             if len(message):
                 yield self._config.next_message, message
 
-    def _block(self, said: list[tuple[str, Ints]]) -> Ints:
+    def _block(self, pieces: list[tuple[str, Ints]]) -> Ints:
         """One message of all that was said, with at most `max_hint_tokens` of it; empty if there is no text at all."""
         left, parts = self._config.max_hint_tokens, [self._frame.before]
-        for wording, text in said:
+        for wording, text in pieces:
             if not len(text) or not left:
                 continue
             before, after = wording.split("{text}")

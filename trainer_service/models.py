@@ -70,7 +70,7 @@ class Actor(nn.Module):
         self.policy = policy
 
     def train(self, mode: bool = True) -> Actor:
-        """Dropout stays off: the look before the first step and the steps must see the same policy.
+        """Dropout stays off: what is precomputed before the first step and the steps must see the same policy.
 
         Layers that are computed again in the backward pass look for their training mode, and so only they have it.
         """

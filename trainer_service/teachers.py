@@ -1,8 +1,8 @@
 """Teachers of `distill`: another model, whose tokenizer must be the policy's.
 
-One in a folder is loaded beside the policy and asked in the look. One behind an endpoint is asked on rank 0, after rows
-are claimed and before they are trained on: while it is away or slow the rows stay leased, and nothing but the trainer
-waits.
+One in a folder is loaded beside the policy and asked before the first step. One behind an endpoint is asked on rank 0,
+after rows are claimed and before they are trained on: while it is away or slow the rows stay leased, and nothing
+but the trainer waits.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class RemoteTeacher:
                 return reply.json()
         except (httpx.HTTPError, ValueError) as exc:
             raise _Unavailable(f"{type(exc).__name__}: {exc}") from exc
-        said = f"status {reply.status_code} for {path}"
-        raise _Refused(said) if reply.status_code in _REFUSED else _Unavailable(said)
+        message = f"status {reply.status_code} for {path}"
+        raise _Refused(message) if reply.status_code in _REFUSED else _Unavailable(message)
 
     def _say(self, *, away: bool, reason: str = "") -> None:
         """Log once that the teacher is away, and once that it is back."""

@@ -19,18 +19,18 @@ import numpy as np
 from torch import Tensor
 
 from shared.config import TrainerConfig
-from trainer_service.algorithms.seam import Batch, Floats, Looked, Memory, Needs, Unit, pick
+from trainer_service.algorithms.seam import Batch, Floats, Memory, Needs, Precomputed, Unit, pick
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.drift import Drift
 from trainer_service.errors import UpdateError
 from trainer_service.key_means import center_keys
 from trainer_service.logprobs import Scores
-from trainer_service.look import Looker, Reference
 from trainer_service.minibatches import blocks_of, even_minibatches
 from trainer_service.packer import Packer
 from trainer_service.packing import MicroBatch, Rows
 from trainer_service.parts import Part, Work, others_of
 from trainer_service.past_policy import PastPolicy
+from trainer_service.precompute import Precompute, Reference
 from trainer_service.shares import bound_shares
 
 Stats = dict[str, float]
@@ -58,13 +58,13 @@ class Updater:
         self.rows = rows
         self.backend = backend
         self.memory: dict[str, Memory] = {}  # by part; and of keys
-        # of the last update: look_seconds, train_seconds; of this rank, in all passes: tokens_in, tokens_computed
+        # of the last update: precompute_seconds, train_seconds; of this rank, in all passes: tokens_in, tokens_computed
         self.costs: Stats = {}
         self._ranks = backend.ranks
         self._packer = Packer(backend.ranks, backend.device, config.max_tokens_per_micro_batch, rows)
         self.past = past
         own = {} if past is None else {"hint": past.scores}
-        self._looker = Looker(backend, reference, self._packer, {**(teachers or {}), **own})
+        self._precompute = Precompute(backend, reference, self._packer, {**(teachers or {}), **own})
         self._parts = parts
         self._config = config
         needs = Needs.NOTHING
@@ -87,14 +87,16 @@ class Updater:
         if self._config.center_keys:
             batch = center_keys(batch, self.memory.setdefault(_KEYS, {}))
         units = {name: part.algorithm.units(batch) for name, part in self._parts.items()}
-        looked = self._gather(self._looker.look(batch, {n: (p.algorithm, units[n]) for n, p in self._parts.items()}))
-        works = {name: self._prepare(name, batch, units[name], looked) for name in self._parts if units[name]}
-        drift = Drift(self._looker, self._ranks, batch, looked)
-        self.costs = {"look_seconds": time.perf_counter() - started}
+        precomputed = self._gather(
+            self._precompute.run(batch, {n: (p.algorithm, units[n]) for n, p in self._parts.items()})
+        )
+        works = {name: self._prepare(name, batch, units[name], precomputed) for name in self._parts if units[name]}
+        drift = Drift(self._precompute, self._ranks, batch, precomputed)
+        self.costs = {"precompute_seconds": time.perf_counter() - started}
         norms = self._train(batch, list(works.values()), step)
         figures = {name: work.figures(self._ranks) for name, work in works.items()}
         moved = drift.measure() | _norms(norms)
-        self.costs["train_seconds"] = time.perf_counter() - started - self.costs["look_seconds"]
+        self.costs["train_seconds"] = time.perf_counter() - started - self.costs["precompute_seconds"]
         if not all(math.isfinite(value) for shown in (moved, *figures.values()) for value in shown.values()):
             raise UpdateError(
                 f"update {step + 1} gave a loss or gradient that is not finite; lower trainer.learning_rate"
@@ -102,24 +104,24 @@ class Updater:
         if self.past is not None:
             self.past.updated()
         used = {place for work in works.values() for group in work.groups for place in group}
-        stats = _stats(batch, looked["processed"], used, version, ahead)
+        stats = _stats(batch, precomputed["processed"], used, version, ahead)
         for name, shown in figures.items():
             prefix = f"{name}/" if len(self._parts) > 1 else ""
             stats |= {prefix + key: value for key, value in shown.items()}
         return stats | moved | {"seconds": time.perf_counter() - started}
 
-    def _gather(self, looked: dict[str, list[Floats]]) -> dict[str, list[Floats]]:
-        """What all ranks have looked at: of each array the first that is not empty."""
-        flat = [array for arrays in looked.values() for array in arrays]
+    def _gather(self, precomputed: dict[str, list[Floats]]) -> dict[str, list[Floats]]:
+        """What all ranks have computed: of each array the first that is not empty."""
+        flat = [array for arrays in precomputed.values() for array in arrays]
         of_ranks = zip(*self._ranks.gather(flat), strict=True)
         found = iter([next((array for array in arrays if len(array)), arrays[0]) for arrays in of_ranks])
-        return {name: [next(found) for _ in arrays] for name, arrays in looked.items()}
+        return {name: [next(found) for _ in arrays] for name, arrays in precomputed.items()}
 
-    def _prepare(self, name: str, batch: Batch, units: list[Unit], looked: dict[str, list[Floats]]) -> Work:
+    def _prepare(self, name: str, batch: Batch, units: list[Unit], precomputed: dict[str, list[Floats]]) -> Work:
         """Everything that one part's loss takes as constant."""
-        arrays: dict[str, Any] = {key: found for key, found in looked.items() if "/" not in key}
-        arrays |= {kind: looked.get(f"{kind}/{name}", []) for kind in ("teacher", "top", "top_logprobs")}
-        seen = Looked(**arrays)
+        arrays: dict[str, Any] = {key: found for key, found in precomputed.items() if "/" not in key}
+        arrays |= {kind: precomputed.get(f"{kind}/{name}", []) for kind in ("teacher", "top", "top_logprobs")}
+        seen = Precomputed(**arrays)
         part = self._parts[name]
         constants, figures = part.algorithm.constants(batch, units, seen, self.memory.setdefault(name, {}))
         constants, shown = bound_shares(constants, pick(batch.keys, units), self._config.max_share_per_key)
@@ -194,11 +196,11 @@ def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, 
         **{f"unused/{reason}": count for reason, count in batch.unused.items()},
         **_merged(batch),
     }
-    looked = [place for place in sampled if len(processed[place])]
-    if looked:
-        gaps = np.concatenate([np.abs(processed[p] - batch.sequences[p].behaviour) for p in looked])
+    precomputed = [place for place in sampled if len(processed[place])]
+    if precomputed:
+        gaps = np.concatenate([np.abs(processed[p] - batch.sequences[p].behaviour) for p in precomputed])
         versions, crossed, masked = (
-            np.concatenate([getattr(batch.sequences[place], name) for place in looked])
+            np.concatenate([getattr(batch.sequences[place], name) for place in precomputed])
             for name in ("versions", "crossed", "masked")
         )
         # where the same weights sampled and computed again, a gap is an error in our computation

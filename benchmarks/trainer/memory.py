@@ -1,7 +1,7 @@
 """The most memory that scoring takes, in units of one float32 array of all tokens' logits.
 
 A process of its own for each way: 2,048 sampled tokens, vocabulary 151,936, every other token with top-p 0.8, a head
-of 256. "look" computes logprobs and what the sampler makes of them, "plain" logprobs alone, as TRL does, "update"
+of 256. "processed" computes logprobs and what the sampler makes of them, "plain" logprobs alone, as TRL does, "update"
 logprobs and their gradient.
 """
 
@@ -23,7 +23,7 @@ SPREADS = {"flat": "0.3", "steep": "3"}  # logits of an untrained model, and of 
 
 
 def main() -> None:
-    chunked, update, processed = sys.argv[1] == "chunked", sys.argv[2] == "update", sys.argv[2] == "look"
+    chunked, update, processed = sys.argv[1] == "chunked", sys.argv[2] == "update", sys.argv[2] == "processed"
     head.CHUNK_BYTES = {"cpu": CHUNK_BYTES}
     ones = torch.ones(TOKENS)
     sampling = SamplingTensors(ones, torch.tensor([1.0, 0.8])[torch.arange(TOKENS) % 2], 0 * ones, 0 * ones)
@@ -40,11 +40,11 @@ def main() -> None:
 def peaks(repository: Path, peers: str | None) -> dict[str, float]:
     """Of all ways. TRL's are its own logprobs in chunks, with its own chunk and with one of our size."""
     found = {}
-    for step in ("look", "plain", "update"):
+    for step in ("processed", "plain", "update"):
         for name, spread in SPREADS.items():
             for way in ("chunked", "whole"):
                 found[f"{way}_{step}_{name}"] = _run(repository, sys.executable, "trainer.memory", way, step, spread)
-        if peers and step != "look":
+        if peers and step != "processed":
             for way in ("own", "equal"):
                 found[f"trl_{step}_{way}_chunk"] = _run(repository, peers, "peers.trl_memory", way, step, "3")
             found[f"{step}_of_trl_equal_chunk"] = found[f"chunked_{step}_steep"] / found[f"trl_{step}_equal_chunk"]

@@ -1,5 +1,5 @@
 """One contestant's process for whole updates by the trainer's own code: for each line on stdin, a case's name, one
-update; its figures on stdout. An update is the look, with the base model's or a teacher's opinion, and the steps.
+update; its figures on stdout. An update precomputes, with the base model's or a teacher's opinion, and the steps.
 
 Those that stand beside TRL's make one optimizer step, as these do; the others as many as the defaults say.
 """

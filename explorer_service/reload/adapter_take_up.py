@@ -192,16 +192,18 @@ class AdapterTakeUp:
 
 def _explain(error: EngineRefused, target: TargetVersion) -> EngineError:
     """What a refused load says: of the engine's settings, or of the adapter."""
-    said = str(error)
-    if "LoRA is not enabled" in said or (error.status in (404, 405) and '"error"' not in said):
+    message = str(error)
+    if "LoRA is not enabled" in message or (error.status in (404, 405) and '"error"' not in message):
         return StageFailed(
-            f"the engine was started without LoRA ({said}); start it with --enable-lora and "
+            f"the engine was started without LoRA ({message}); start it with --enable-lora and "
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as `flywheel engine` does with model.kind: lora"
         )
-    if "max_lora_rank" in said:
-        return StageFailed(f"{said}; start the engine with the model.lora.rank that the adapter has, or a higher one")
+    if "max_lora_rank" in message:
+        return StageFailed(
+            f"{message}; start the engine with the model.lora.rank that the adapter has, or a higher one"
+        )
     if error.status == 404:
-        return StageFailed(f"{said}; mount root_dir on the engine's machine as here, or set engine.staging_dir")
+        return StageFailed(f"{message}; mount root_dir on the engine's machine as here, or set engine.staging_dir")
     if error.status == 400:
-        return StageFailed(said)
-    return LoadUndone(said, is_technical=False)
+        return StageFailed(message)
+    return LoadUndone(message, is_technical=False)

@@ -71,7 +71,7 @@ class EngineLeases:
         acquired_at = self._acquired_at.get(url)
         if acquired_at is None:
             return False
-        renewed_at = max(acquired_at, self._membership.heard_at)  # every heartbeat renews all leases
+        renewed_at = max(acquired_at, self._membership.heartbeat_at)  # every heartbeat renews all leases
         return time.monotonic() < renewed_at + transitions.ENGINE_LEASE_S * 2 / 3
 
     def forget(self, url: str) -> None:

@@ -59,9 +59,13 @@ async def measure(admin: EngineAdmin, probe: Probe, rounding: Gap, model: str | 
     if not all(math.isfinite(logprob) for score in scores for logprob in score):
         raise ProbeMismatch(f"engine {admin.url} computes logprobs that are no numbers")
     whole, last = scores[: len(probe.sequences)], [score[-1:] for score in scores[len(probe.sequences) :]]
-    said = [one.logprobs for one in probe.sequences]
-    gap = _gap(whole, said)
-    if probe.base and probe.distinct and _is_nearer([one.logprobs for one in probe.base], whole, said, rounding.mean):
+    expected = [one.logprobs for one in probe.sequences]
+    gap = _gap(whole, expected)
+    if (
+        probe.base
+        and probe.distinct
+        and _is_nearer([one.logprobs for one in probe.base], whole, expected, rounding.mean)
+    ):
         return replace(gap, nearer=f"the base model's, under the name {model}: the adapter has no effect there")
     own, parent = ([[one.logprob] for one in probe.contrasts], [[one.parent_logprob] for one in probe.contrasts])
     if probe.contrasts and _is_nearer(parent, last, own, rounding.largest):

@@ -151,9 +151,9 @@ class _Handler(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        status, said = answer(self.server.stage, self.rfile.readline(REQUEST_BYTES))
+        status, body = answer(self.server.stage, self.rfile.readline(REQUEST_BYTES))
         with contextlib.suppress(OSError):  # whoever asked has gone, and may ask again
-            self.wfile.write(b"%d %s\n" % (status, msgspec.json.encode(said)))
+            self.wfile.write(b"%d %s\n" % (status, msgspec.json.encode(body)))
 
 
 def answer(stage: Stage, line: bytes) -> tuple[int, object]:

@@ -61,7 +61,7 @@ experiences = Table(
     Column("teaches", Integer, nullable=False, server_default=text("0")),
     Column("acts", Integer, nullable=False, server_default=text("0")),
     Column("taught", Integer, nullable=False, server_default=text("0")),
-    Column("heard", BigInteger, nullable=False, server_default=text("0")),  # the last signal in the log then
+    Column("last_signal", BigInteger, nullable=False, server_default=text("0")),  # the last signal in the log then
     Column("batch_id", Id),  # the batch that holds or held it; no foreign key: see migrations, 0005
     Column("consumed_version", Integer, info=_EXPORTED),  # the first version that was trained on it
     Column("failures", Integer, nullable=False, server_default=text("0")),  # updates that failed with it

@@ -171,7 +171,7 @@ def test_the_reference_is_the_base_however_far_the_policy_is(tmp_path, model, ro
     with learner_of(tmp_path, model) as learner:
         train(learner, rows, 0, 1)
         (micro,) = learner._update._packer.pack(_sequences(rows[:1]), [0])
-        seen = learner._update._looker._reference(micro)["logprobs"]
+        seen = learner._update._precompute._reference(micro)["logprobs"]
         policy = learner.backend(micro)["logprobs"]
     plain = load_causal_lm(tmp_path / version_path(0))
     ids = micro.input_ids_1T

@@ -241,7 +241,7 @@ def test_an_algorithm_that_nobody_speaks_to_says_once_which_signals_there_are_an
     waiting.join()
     told = [one.getMessage() for one in caplog.records if "nothing is said" in one.getMessage()]
     (line,) = told
-    assert "algorithm=dpo" in line and "correction" in line and "said='comment: 1, rating: 1'" in line
+    assert "algorithm=dpo" in line and "correction" in line and "kinds='comment: 1, rating: 1'" in line
 
 
 def test_only_what_an_algorithm_learns_from_is_read():

@@ -125,9 +125,9 @@ def test_only_the_models_that_an_algorithm_needs_are_built(tmp_path, base):
         update, _ = build(tmp_path / str(number), base, algorithm=name)
         critic = [key for key, _ in update.backend.module.named_parameters() if not key.startswith("policy.")]
         assert bool(critic) == has_critic
-        assert (update._looker._reference is not None) == has_reference
+        assert (update._precompute._reference is not None) == has_reference
     update, _ = build(tmp_path / "free", base, algorithm="reinforce_pp", reinforce_pp={"kl_coef": 0.0})
-    assert update._looker._reference is None
+    assert update._precompute._reference is None
 
 
 def test_a_part_without_rows_holds_nobody_up(tmp_path, base, rows):
@@ -252,7 +252,7 @@ def test_another_optimizer_gets_none_of_adams_settings(tmp_path, base, rows):
 
 
 def test_dropout_is_off_in_training(tmp_path, base, rows):
-    """With it the first step would not begin at the policy of the look."""
+    """With it the first step would not begin at the policy that was precomputed."""
     settings = json.loads((base / "config.json").read_text())
     copied = tmp_path / "base"
     shutil.copytree(base, copied)
@@ -271,8 +271,8 @@ class Hinted:
         words = [Words(np.array([5, 6, 7 + place]), np.arange(1, 4)) for place in range(3)]
         return [Unit((place,), (said,), trained=False) for place, said in enumerate(words)]
 
-    def constants(self, batch, units, looked, memory):
-        memory["teacher"] = looked.teacher
+    def constants(self, batch, units, precomputed, memory):
+        memory["teacher"] = precomputed.teacher
         return {}, {}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shared.experience import Experience, Sampling, Tokens
-from trainer_service.algorithms.seam import Algorithm, Batch, Looked, Memory
+from trainer_service.algorithms.seam import Algorithm, Batch, Memory, Precomputed
 from trainer_service.batch import make_batch
 from trainer_service.logprobs import Scores
 from trainer_service.packing import pack
@@ -58,17 +58,17 @@ def rewarded_batch(said: Iterable[tuple[str | None, float | None]]) -> Batch:
     )
 
 
-def looked(batch: Batch, **arrays: Sequence[np.ndarray]) -> Looked:
+def precomputed(batch: Batch, **arrays: Sequence[np.ndarray]) -> Precomputed:
     """What the models said; log π = −1 and V = 0 where nothing else is given."""
     ones = [np.full(len(one.actions), -1.0, np.float32) for one in batch.sequences]
     said = {"proximal": ones, "processed": ones, "reference": ones, "values": [0 * one for one in ones], "teacher": []}
-    return Looked(**{**said, **{name: list(given) for name, given in arrays.items()}})
+    return Precomputed(**{**said, **{name: list(given) for name, given in arrays.items()}})
 
 
 def loss_of(
     algorithm: Algorithm,
     batch: Batch,
-    seen: Looked,
+    seen: Precomputed,
     logprobs: Sequence[torch.Tensor],
     *,
     entropies: Sequence[torch.Tensor] | None = None,

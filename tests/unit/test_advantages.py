@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shared.config import ReinforcePPConfig
-from tests.support.batches import array, batch_of, looked, sequence
+from tests.support.batches import array, batch_of, precomputed, sequence
 from trainer_service.algorithms.advantages import bound_outliers, gae, returns, running_moments, shaped_rewards, whiten
 from trainer_service.algorithms.seam import one_each
 
@@ -87,7 +87,7 @@ def test_rewards_that_are_all_equal_are_left_alone():
 
 def test_the_kl_penalty_lowers_the_reward_where_the_policy_left_the_reference():
     batch = batch_of(sequence([0, 1]))
-    seen = looked(batch, proximal=[array(-1.0, -1.0)], reference=[array(-1.4, -1.0)])
+    seen = precomputed(batch, proximal=[array(-1.0, -1.0)], reference=[array(-1.4, -1.0)])
     (rewards,) = shaped_rewards(batch, one_each([0]), seen, ReinforcePPConfig(kl_coef=0.5), {})
     np.testing.assert_allclose(rewards, [-0.5 * 0.4, 1.0], rtol=1e-6)
 
@@ -95,23 +95,23 @@ def test_the_kl_penalty_lowers_the_reward_where_the_policy_left_the_reference():
 def test_normalized_rewards_have_a_running_deviation_of_one_and_keep_their_sign():
     config, memory = ReinforcePPConfig(kl_coef=0, outlier_bound=None, normalize_rewards=True), {}
     batch = batch_of(sequence([0, 300]), sequence([-100]))
-    rewards = shaped_rewards(batch, one_each([0, 1]), looked(batch), config, memory)
+    rewards = shaped_rewards(batch, one_each([0, 1]), precomputed(batch), config, memory)
     assert np.concatenate(rewards).tolist() == pytest.approx([0, 1.5, -0.5])
     batch = batch_of(sequence([100.0]))
-    shaped_rewards(batch, one_each([0]), looked(batch), config, memory)
+    shaped_rewards(batch, one_each([0]), precomputed(batch), config, memory)
     assert memory["rewards"] == pytest.approx({"sequences": 3, "mean": 100, "variance": 80000 / 3})
 
 
 def test_rewards_without_a_deviation_are_not_divided_by_it():
     config = ReinforcePPConfig(kl_coef=0, normalize_rewards=True)
     batch = batch_of(sequence([2.0]))
-    assert shaped_rewards(batch, one_each([0]), looked(batch), config, {})[0].tolist() == [2]
+    assert shaped_rewards(batch, one_each([0]), precomputed(batch), config, {})[0].tolist() == [2]
 
 
 @pytest.mark.parametrize(("estimator", "penalty"), [("k1", 0.4), ("k2", 0.08), ("k3", np.exp(-0.4) - 1 + 0.4)])
 def test_each_estimator_of_the_kl_divergence_can_stand_in_the_reward(estimator, penalty):
     batch = batch_of(sequence([1]))
-    seen = looked(batch, reference=[array(-1.4)])
+    seen = precomputed(batch, reference=[array(-1.4)])
     (rewards,) = shaped_rewards(batch, one_each([0]), seen, ReinforcePPConfig(kl_coef=0.5, kl=estimator), {})
     assert rewards.tolist() == pytest.approx([1 - 0.5 * penalty])
 
@@ -119,4 +119,6 @@ def test_each_estimator_of_the_kl_divergence_can_stand_in_the_reward(estimator, 
 def test_a_penalty_in_the_loss_is_not_in_the_reward():
     batch = batch_of(sequence([1]))
     config = ReinforcePPConfig(kl_coef=0.5, kl="k3", kl_in="loss")
-    assert shaped_rewards(batch, one_each([0]), looked(batch, reference=[array(-9)]), config, {})[0].tolist() == [1]
+    assert shaped_rewards(batch, one_each([0]), precomputed(batch, reference=[array(-9)]), config, {})[0].tolist() == [
+        1
+    ]

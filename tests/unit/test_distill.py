@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.config import DistillConfig, TrainerConfig
-from tests.support.batches import array, batch_of, looked, loss_of, sequence
+from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.distill import Distill
 from trainer_service.algorithms.seam import Needs
 
@@ -44,7 +44,7 @@ def test_loss_and_gradient_equal_numbers_computed_by_hand(settings):
     batch.taught[0] = teacher
     logprobs = [torch.tensor([math.log(1.1) - 1, -1.0, -2.0], requires_grad=True)]
     algorithm = Distill(DistillConfig(**settings, advantage_bound=3.0))
-    loss, figures = loss_of(algorithm, batch, looked(batch, teacher=[teacher]), logprobs)
+    loss, figures = loss_of(algorithm, batch, precomputed(batch, teacher=[teacher]), logprobs)
     loss.backward()
     weight, count = math.exp(0.5), 2 if settings is SERVER else 3  # a token that was not scored counts for nothing
     assert loss.item() == pytest.approx((-weight * 1.1 * 0.5 + 3.0) / count)
@@ -55,6 +55,6 @@ def test_loss_and_gradient_equal_numbers_computed_by_hand(settings):
 def test_the_kl_penalty_draws_towards_the_base_model_as_well():
     batch = batch_of(sequence([0]))
     algorithm = Distill(DistillConfig(path="x", kl_coef=0.5))
-    seen = looked(batch, teacher=[array(-0.5)], reference=[array(-1.4)])
+    seen = precomputed(batch, teacher=[array(-0.5)], reference=[array(-1.4)])
     constants, _ = algorithm.constants(batch, algorithm.units(batch), seen, {})
     np.testing.assert_allclose(constants["advantages"][0], [0.5 - 0.5 * 0.4], rtol=1e-6)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared.config import DPOConfig
-from tests.support.batches import array, batch_of, looked, loss_of, sequence
+from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.dpo import DPO
 from trainer_service.algorithms.seam import Batch, Needs, Unit
 from trainer_service.trajectories import Trajectory
@@ -30,7 +30,7 @@ def test_a_preference_does_not_push_a_token_that_it_has_moved_beyond_the_clip():
     batch = replace(batch_of(sequence([0] * 3), sequence([0] * 3)), pairs=[(0, 1)])
     moved = [(0.25, 0.1, -2.0), (-0.25, -0.1, 2.0)]  # |log 1.2| is 0.18
     logprobs = [torch.tensor([x - 1 for x in one], requires_grad=True) for one in moved]
-    loss, figures = loss_of(DPO(DPOConfig(beta=0.5, clip=0.2)), batch, looked(batch), logprobs)
+    loss, figures = loss_of(DPO(DPOConfig(beta=0.5, clip=0.2)), batch, precomputed(batch), logprobs)
     loss.backward()
     margin = 0.5 * 2 * (0.25 + 0.1 - 2)
     assert figures["margin"] == pytest.approx(margin), "the value of a reply is that of all of its tokens"
@@ -49,7 +49,7 @@ def test_one_pair_by_hand():
     """Δ = (−1 −1 − −3) − (−2 − −4) = 1 − 2 = −1, and −log σ(−½) = log(1 + √e)."""
     batch = replace(batch_of(sequence([0, 0]), sequence([0])), pairs=[(0, 1)])
     logprobs = [torch.tensor(values, requires_grad=True) for values in ([-1.0, -1.0], [-2.0])]
-    seen = looked(batch, reference=[array(-1.0, -2.0), array(-4.0)])
+    seen = precomputed(batch, reference=[array(-1.0, -2.0), array(-4.0)])
     loss, figures = loss_of(DPO(DPOConfig(beta=0.5, clip=0)), batch, seen, logprobs)
     loss.backward()
     assert loss.item() == pytest.approx(math.log(1 + math.sqrt(math.e)), rel=1e-6)
@@ -73,7 +73,7 @@ def test_loss_and_gradient_equal_the_formula_in_float64(smoothing):
     ours, theirs = ([draw.normal(-2, 1, length).astype(np.float32) for length in lengths] for _ in range(2))
     logprobs = [torch.tensor(one, requires_grad=True) for one in ours]
     config = DPOConfig(beta=0.3, clip=0, label_smoothing=smoothing)
-    loss, _ = loss_of(DPO(config), replace(batch, pairs=pairs), looked(batch, reference=theirs), logprobs)
+    loss, _ = loss_of(DPO(config), replace(batch, pairs=pairs), precomputed(batch, reference=theirs), logprobs)
     loss.backward()
 
     exact = [torch.tensor(one.astype(np.float64), requires_grad=True) for one in ours]

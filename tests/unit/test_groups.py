@@ -12,7 +12,7 @@ import torch
 
 from shared.config import GRPOConfig, RLOOConfig, StepGRPOConfig
 from shared.experience import Experience, Sampling, Tokens
-from tests.support.batches import looked, loss_of, rows_batch
+from tests.support.batches import loss_of, precomputed, rows_batch
 from trainer_service.algorithms.grpo import GRPO
 from trainer_service.algorithms.rloo import RLOO
 from trainer_service.algorithms.step_grpo import StepGRPO
@@ -35,7 +35,7 @@ def advantages(algorithm, rows, memory=None, **seen) -> tuple[list[list[float]],
     """Of each action of each sequence, and the figures."""
     batch = rows_batch(rows)
     constants, figures = algorithm.constants(
-        batch, algorithm.units(batch), looked(batch, **seen), {} if memory is None else memory
+        batch, algorithm.units(batch), precomputed(batch, **seen), {} if memory is None else memory
     )
     return [one.tolist() for one in constants["advantages"]], figures
 
@@ -163,7 +163,7 @@ def test_loss_and_gradient_of_grpo_equal_the_formula_in_float64():
     batch = rows_batch(rows)
     drawn = {name: draw.normal(-1, 0.3, (len(rows), 2)).astype(np.float32) for name in ("now", "proximal", "reference")}
     logprobs = [torch.from_numpy(one.copy()).requires_grad_() for one in drawn["now"]]
-    seen = looked(batch, proximal=list(drawn["proximal"]), reference=list(drawn["reference"]))
+    seen = precomputed(batch, proximal=list(drawn["proximal"]), reference=list(drawn["reference"]))
     config = GRPOConfig(outlier_bound=None, kl_coef=0.04, dual_clip=None, mean="sequences")
     loss, _ = loss_of(GRPO(config), batch, seen, logprobs)
     loss.backward()

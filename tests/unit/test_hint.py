@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.config import HintConfig
-from tests.support.batches import array, batch_of, looked, loss_of, sequence
+from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.hint import Hint
 from trainer_service.algorithms.seam import Batch, Needs, Words
 
@@ -29,7 +29,11 @@ def said_of(batch: Batch, place: int, *actions: int, reward: float | None = None
 
 def constants_of(batch: Batch, *teacher: np.ndarray, reference=None, **settings):
     algorithm = hint(**settings)
-    seen = looked(batch, teacher=teacher) if reference is None else looked(batch, teacher=teacher, reference=reference)
+    seen = (
+        precomputed(batch, teacher=teacher)
+        if reference is None
+        else precomputed(batch, teacher=teacher, reference=reference)
+    )
     return algorithm.constants(batch, algorithm.units(batch), seen, {})
 
 
@@ -87,8 +91,8 @@ def test_words_that_change_nothing_weigh_nothing():
     one = said_of(batch_of(sequence([0, 0]), sequence([0])), 0, 0, 1)
     logprobs = [torch.tensor([-1.1, -0.8]), torch.tensor([-2.0])]
     teacher = [array(-0.5, -1.5), array(-0.999)]
-    with_idle, figures = loss_of(hint(), both, looked(both, teacher=teacher), logprobs)
-    alone, _ = loss_of(hint(), one, looked(one, teacher=teacher[:1]), logprobs)
+    with_idle, figures = loss_of(hint(), both, precomputed(both, teacher=teacher), logprobs)
+    alone, _ = loss_of(hint(), one, precomputed(one, teacher=teacher[:1]), logprobs)
     assert with_idle.item() == alone.item()
     assert (figures["hints"], figures["hints_without_effect"]) == (2, 1)
 
@@ -97,7 +101,7 @@ def test_a_batch_in_which_no_words_count_has_no_loss():
     batch = said_of(batch_of(sequence([0])), 0, 0)
     algorithm = hint()
     units = algorithm.units(batch)
-    constants, figures = algorithm.constants(batch, units, looked(batch, teacher=[array(-1)]), {})
+    constants, figures = algorithm.constants(batch, units, precomputed(batch, teacher=[array(-1)]), {})
     assert algorithm.size(units, constants) == 0
     assert figures["hint_effect"] == 0
 
@@ -109,7 +113,7 @@ def test_loss_and_gradient_equal_numbers_computed_by_hand():
         torch.tensor([math.log(1.1) - 1, -1.0], requires_grad=True),
         torch.tensor([math.log(0.5) - 1], requires_grad=True),
     ]
-    seen = looked(batch, teacher=[array(-0.5, -9.0), array(-1.8)])
+    seen = precomputed(batch, teacher=[array(-0.5, -9.0), array(-1.8)])
     algorithm = hint(entropy_coef=0.1)
     loss, figures = loss_of(algorithm, batch, seen, logprobs, entropies=[torch.ones(2), torch.ones(1)])
     loss.backward()
@@ -132,7 +136,7 @@ def test_loss_and_gradient_equal_an_oracle_in_float64_for_turns_of_one_sequence_
             teacher.append((-1 + draw.normal(0, 2, end - begin)).astype(np.float32))
     values = [-1 + 0.2 * draw.normal(0, 1, n) for n in lengths]
     logprobs = [torch.tensor(value, requires_grad=True) for value in values]
-    loss, _ = loss_of(hint(advantage_bound=1.0), batch, looked(batch, teacher=teacher), logprobs)
+    loss, _ = loss_of(hint(advantage_bound=1.0), batch, precomputed(batch, teacher=teacher), logprobs)
     loss.backward()
 
     gradients, total, count, number = [np.zeros(n) for n in lengths], 0.0, 0, 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shared.config import HintConfig
-from tests.support.batches import ALONE, batch_of, looked, sequence
+from tests.support.batches import ALONE, batch_of, precomputed, sequence
 from tests.unit.test_head import D, K, V, chunks, sampling  # noqa: F401 — a fixture
 from trainer_service.algorithms.hint import Hint
 from trainer_service.algorithms.seam import Words
@@ -91,7 +91,7 @@ def test_the_loss_is_the_mean_divergence_at_the_actions_that_words_are_about(sam
     teacher = [torch.randn(count, VOCABULARY).double().softmax(-1) for count in (2, 1)]
     top = [one.topk(TOP) for one in teacher]
     algorithm = Hint(HintConfig(top_k=TOP, least_effect=0.0))
-    seen = looked(
+    seen = precomputed(
         batch,
         teacher=[np.full(2, -0.5, np.float32), np.full(1, -0.5, np.float32)],
         top=[one.indices.numpy() for one in top],

@@ -15,7 +15,7 @@ from shared.reward import Signal
 from tests.support.batches import rows_batch
 from trainer_service.broadcast import pack_rows, unpack_rows
 from trainer_service.hints import HintWriter
-from trainer_service.look import behind
+from trainer_service.precompute import behind
 
 PLAIN = {"comment": "({text})", "correction": "[{text}]", "next_message": "<{text}>"}
 CHATML = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shared.config import ReinforcePPConfig
-from tests.support.batches import array, batch_of, looked, sequence
+from tests.support.batches import array, batch_of, precomputed, sequence
 from trainer_service.algorithms.seam import one_each
 from trainer_service.algorithms.surrogates import importance_weights, policy_constants
 
@@ -53,7 +53,7 @@ def test_a_weight_is_zero_where_the_policy_could_not_have_sampled_and_the_cap_be
 
 def test_what_is_plotted_says_how_far_the_samplers_were():
     batch = batch_of(sequence([0.0, 0.0], behaviour=[-1.0, -1.0]), sequence([0.0], behaviour=[-1.0]))
-    seen = looked(batch, processed=[array(-1.0, -1.0 + math.log(3)), array(-1.0 + math.log(0.5))])
+    seen = precomputed(batch, processed=[array(-1.0, -1.0 + math.log(3)), array(-1.0 + math.log(0.5))])
     config = ReinforcePPConfig(kl_coef=0, importance_outside="mask")
     _, figures = policy_constants(batch, one_each([0, 1]), seen, config)
     assert figures == pytest.approx(
@@ -69,7 +69,7 @@ def test_what_is_plotted_says_how_far_the_samplers_were():
 
 def test_a_batch_of_the_policys_own_samples_is_worth_all_of_its_tokens():
     batch = batch_of(sequence([0.0] * 5))
-    _, figures = policy_constants(batch, one_each([0]), looked(batch), ReinforcePPConfig(kl_coef=0))
+    _, figures = policy_constants(batch, one_each([0]), precomputed(batch), ReinforcePPConfig(kl_coef=0))
     assert figures["effective_sample_size"] == 1
     assert figures["kl_to_sampler"] == 0
 
@@ -77,7 +77,7 @@ def test_a_batch_of_the_policys_own_samples_is_worth_all_of_its_tokens():
 def test_what_a_grammar_forced_has_the_weight_one():
     batch = batch_of(sequence([0.0, 0.0], behaviour=[-9.0, -1.0]))
     batch.sequences[0].masked[0] = True
-    constants, _ = policy_constants(batch, one_each([0]), looked(batch), ReinforcePPConfig(kl_coef=0))
+    constants, _ = policy_constants(batch, one_each([0]), precomputed(batch), ReinforcePPConfig(kl_coef=0))
     assert constants["weights"][0].tolist() == [1, 1]
 
 

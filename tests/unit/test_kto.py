@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared.config import KTOConfig
-from tests.support.batches import array, batch_of, looked, loss_of, sequence
+from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.kto import KTO, WINDOW
 from trainer_service.algorithms.seam import Batch, Needs
 
@@ -53,7 +53,7 @@ def test_a_mismatched_pair_is_no_longer_than_the_longest_sequence():
 
 def test_one_rating_alone_has_no_mismatched_pair_and_no_kl():
     batch = rated(sequence([0]), s0=True)
-    loss, figures = loss_of(ALGORITHM, batch, looked(batch), [torch.tensor([-0.5])])
+    loss, figures = loss_of(ALGORITHM, batch, precomputed(batch), [torch.tensor([-0.5])])
     assert loss.item() == pytest.approx(1 - 1 / (1 + math.exp(-0.25)))  # r = −0.5 − −1
     assert figures["kl"] == 0
 
@@ -64,7 +64,7 @@ def test_two_ratings_by_hand():
     logprobs = [torch.tensor([value], requires_grad=True) for value in (-1.0, -4.0)]
     reference = [array(-3.0), array(-3.0), array(-3.0), array(-2.0)]
     proximal = [array(-9.0), array(-9.0), array(-1.0), array(-2.0)]  # the last two are the mismatched ones
-    loss, figures = loss_of(ALGORITHM, batch, looked(batch, reference=reference, proximal=proximal), logprobs)
+    loss, figures = loss_of(ALGORITHM, batch, precomputed(batch, reference=reference, proximal=proximal), logprobs)
     loss.backward()
     up, down = 1 / (1 + math.exp(-0.5)), 1 / (1 + math.exp(-1))
     assert figures["kl"] == pytest.approx(1)
@@ -87,7 +87,7 @@ def test_loss_and_gradient_equal_the_formula_in_float64():
     )
     ours = [draw.normal(-2, 1, n).astype(np.float32) for n in lengths]
     logprobs = [torch.tensor(one, requires_grad=True) for one in ours]
-    loss, figures = loss_of(ALGORITHM, fresh, looked(batch, reference=reference, proximal=proximal), logprobs)
+    loss, figures = loss_of(ALGORITHM, fresh, precomputed(batch, reference=reference, proximal=proximal), logprobs)
     loss.backward()
 
     wide = [[one.astype(np.float64) for one in arrays] for arrays in (proximal, reference)]
@@ -109,9 +109,9 @@ def test_a_rating_does_not_push_a_token_that_it_has_moved_beyond_the_clip():
     looks = {"reference": [array(-1, -1, -1)] * 4, "proximal": [array(-1, -1, -1)] * 4}
     moved = [(0.25, 0.1, -2.0), (-0.25, -0.1, 2.0)]  # |log 1.2| is 0.18
     logprobs = [torch.tensor([x - 1 for x in one], requires_grad=True) for one in moved]
-    loss, figures = loss_of(KTO(KTOConfig(beta=0.5, clip=0.2)), batch, looked(batch, **looks), logprobs)
+    loss, figures = loss_of(KTO(KTOConfig(beta=0.5, clip=0.2)), batch, precomputed(batch, **looks), logprobs)
     loss.backward()
-    same, _ = loss_of(ALGORITHM, rated(*batch.sequences[:2], s0=True, s1=False), looked(batch, **looks), logprobs)
+    same, _ = loss_of(ALGORITHM, rated(*batch.sequences[:2], s0=True, s1=False), precomputed(batch, **looks), logprobs)
     assert loss.item() == pytest.approx(same.item()), "the value of a reply is that of all of its tokens"
     margin = 0.5 * (0.25 + 0.1 - 2)
     slope = 0.5 * math.exp(-margin) / (1 + math.exp(-margin)) ** 2 / 2
@@ -124,7 +124,7 @@ def weights(memory: dict[str, float], *ups: bool, **settings: float) -> list[flo
     algorithm = KTO(KTOConfig(**settings))
     batch = rated(*(sequence([0]) for _ in ups), **{f"s{n}": up for n, up in enumerate(ups)})
     units = algorithm.units(batch)
-    constants, _ = algorithm.constants(batch, units, looked(batch), memory)
+    constants, _ = algorithm.constants(batch, units, precomputed(batch), memory)
     return [float(one[0]) for one in constants["weight"][: len(ups)]]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.config import TrainerConfig
-from tests.support.batches import looked, rows_batch
+from tests.support.batches import precomputed, rows_batch
 from tests.unit.test_groups import row, two_turns
 from trainer_service.algorithms.registry import algorithm
 from trainer_service.packing import pack
@@ -31,7 +31,7 @@ def gradients(name: str, settings: dict[str, object], shares: list[list[int]], b
     draw = np.random.default_rng(3)
     said = [[draw.normal(-1, 0.2, len(one.actions)).astype(np.float32) for one in batch.sequences] for _ in range(5)]
     logprobs = [torch.from_numpy(one).requires_grad_() for one in said[0]]
-    seen = looked(batch, proximal=said[1], processed=said[2], reference=said[3], values=said[4])
+    seen = precomputed(batch, proximal=said[1], processed=said[2], reference=said[3], values=said[4])
     page = algorithm(name, TrainerConfig.model_validate({"algorithm": name, name: settings}))
     units = page.units(batch)
     work = Work(Part(page), units, *page.constants(batch, units, seen, {}))

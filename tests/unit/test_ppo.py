@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.config import PPOConfig
-from tests.support.batches import array, batch_of, looked, loss_of, sequence
+from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.ppo import PPO
 from trainer_service.algorithms.seam import Needs
 
@@ -94,7 +94,7 @@ def test_loss_and_gradient_equal_an_oracle_token_by_token(settings):
     now = [torch.tensor(p + 0.4 * draw.normal(size=len(p)), requires_grad=True) for p in proximal]
     now_values = [torch.tensor(v + 0.4 * draw.normal(size=len(v))) for v in values]
     batch = batch_of(*(sequence(r.tolist(), b.tolist()) for r, b in zip(rewards, behaviour, strict=True)))
-    seen = looked(batch, proximal=proximal, processed=processed, reference=reference, values=values)
+    seen = precomputed(batch, proximal=proximal, processed=processed, reference=reference, values=values)
     loss, _ = loss_of(
         PPO(config), batch, seen, now, entropies=[torch.from_numpy(e) for e in entropies], values=now_values
     )
@@ -108,7 +108,7 @@ def test_loss_and_gradient_equal_an_oracle_token_by_token(settings):
 
 def test_advantages_and_returns_are_bounded():
     batch = batch_of(sequence([0, 1e6]), sequence([0, 0]))
-    constants, _ = constants_of(plain(return_clip=5.0, outlier_bound=None), batch, looked(batch))
+    constants, _ = constants_of(plain(return_clip=5.0, outlier_bound=None), batch, precomputed(batch))
     assert constants["returns"][0].tolist() == constants["advantages"][0].tolist() == [5, 5]
 
 
@@ -116,7 +116,7 @@ def test_one_reward_of_a_million_leaves_the_others_their_advantages():
     draw = np.random.default_rng(0)
     rewards = [*draw.choice([0.0, 1.0], 63).tolist(), 1e6]
     batch = batch_of(*(sequence([0, reward]) for reward in rewards))
-    advantages = constants_of(PPO(PPOConfig(kl_coef=0.0)), batch, looked(batch))[0]["advantages"]
+    advantages = constants_of(PPO(PPOConfig(kl_coef=0.0)), batch, precomputed(batch))[0]["advantages"]
     apart = np.ptp([advantage[-1] for advantage in advantages[:-1]])
     assert apart > 0.5, "good and bad ones are told apart"
     assert abs(advantages[-1][-1]) < 10
@@ -125,11 +125,11 @@ def test_one_reward_of_a_million_leaves_the_others_their_advantages():
 def test_the_critic_learns_returns_of_mean_0_and_deviation_1_and_its_values_are_scaled_back():
     algorithm, memory = plain(normalize_returns=True), {}
     batch = batch_of(sequence([10]), sequence([14]))
-    first, _ = constants_of(algorithm, batch, looked(batch), memory)
+    first, _ = constants_of(algorithm, batch, precomputed(batch), memory)
     np.testing.assert_allclose(np.concatenate(first["returns"]), [-1, 1])
     assert np.concatenate(first["advantages"]).tolist() == [10, 14], "nothing is expected at first"
     # the critic says −1 and 0.5 now: 12 ± 2 make these 10 and 13
-    second, figures = constants_of(algorithm, batch, looked(batch, values=[array(-1), array(0.5)]), memory)
+    second, figures = constants_of(algorithm, batch, precomputed(batch, values=[array(-1), array(0.5)]), memory)
     np.testing.assert_allclose(np.concatenate(second["advantages"]), [0, 1], atol=1e-6)
     np.testing.assert_allclose(np.concatenate(second["returns"]), [-1, 1])
     assert figures["explained_variance"] == pytest.approx(1 - 0.25 / 4)
@@ -139,7 +139,7 @@ def test_returns_that_never_differ_are_learnt_as_zero_and_not_blown_up():
     algorithm, memory = plain(normalize_returns=True), {}
     batch = batch_of(sequence([0.7]), sequence([0.7]))
     for _ in range(2):
-        constants, _ = constants_of(algorithm, batch, looked(batch), memory)
+        constants, _ = constants_of(algorithm, batch, precomputed(batch), memory)
     np.testing.assert_allclose(np.concatenate(constants["returns"]), [0, 0], atol=1e-6)
     np.testing.assert_allclose(np.concatenate(constants["advantages"]), [0, 0], atol=1e-6)
 
@@ -151,7 +151,7 @@ def test_while_the_critic_warms_up_the_policy_has_no_gradient():
     for _ in range(2):
         logprobs, values, entropies = (torch.full((1,), -1.0, requires_grad=True) for _ in range(3))
         loss, _ = loss_of(
-            algorithm, batch, looked(batch), [logprobs], entropies=[entropies], values=[values], memory=memory
+            algorithm, batch, precomputed(batch), [logprobs], entropies=[entropies], values=[values], memory=memory
         )
         loss.backward()
         gradients.append((logprobs.grad.item(), entropies.grad.item(), values.grad.item()))

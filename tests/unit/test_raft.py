@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shared.config import RAFTConfig
-from tests.support.batches import batch_of, looked, loss_of, sequence
+from tests.support.batches import batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.raft import RAFT
 from trainer_service.algorithms.seam import Batch, Needs
 from trainer_service.trajectories import Trajectory
@@ -15,7 +15,7 @@ from trainer_service.trajectories import Trajectory
 def learnt(batch: Batch, **settings: float) -> dict[int, list[float]]:
     algorithm = RAFT(RAFTConfig(**settings))
     units = algorithm.units(batch)
-    constants, _ = algorithm.constants(batch, units, looked(batch), {})
+    constants, _ = algorithm.constants(batch, units, precomputed(batch), {})
     return {unit.members[0]: weights.tolist() for unit, weights in zip(units, constants["weights"], strict=True)}
 
 
@@ -63,7 +63,7 @@ def test_of_a_trajectory_the_good_turns_are_learnt_by_their_own_reward_or_else_b
 def test_the_loss_is_the_mean_negative_log_likelihood_of_the_tokens_that_are_learnt():
     batch = batch_of(sequence([0, 1.0]), sequence([0.0]), sequence([2.0]))
     logprobs = [torch.tensor(values, requires_grad=True) for values in ([-1.0, -2.0], [-9.0], [-6.0])]
-    loss, figures = loss_of(RAFT(RAFTConfig(above=0.5)), batch, looked(batch), logprobs)
+    loss, figures = loss_of(RAFT(RAFTConfig(above=0.5)), batch, precomputed(batch), logprobs)
     loss.backward()
     assert loss.item() == pytest.approx(3)
     assert logprobs[0].grad.tolist() == pytest.approx([-1 / 3, -1 / 3])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.config import ReinforcePPConfig
-from tests.support.batches import array, batch_of, looked, loss_of, sequence
+from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.reinforce_pp import ReinforcePP
 from trainer_service.algorithms.seam import Needs
 
@@ -25,13 +25,13 @@ def test_it_needs_no_critic():
 
 def test_advantages_are_returns_less_the_mean_over_the_deviation_of_all_tokens():
     batch = batch_of(sequence([0, 1]), sequence([0]), sequence([0]))
-    got = advantages_of(ReinforcePP(ReinforcePPConfig(kl_coef=0)), batch, looked(batch), {})
+    got = advantages_of(ReinforcePP(ReinforcePPConfig(kl_coef=0)), batch, precomputed(batch), {})
     assert got == [pytest.approx([1, 1]), pytest.approx([-1]), pytest.approx([-1])]
 
 
 def test_the_kl_penalty_of_later_tokens_counts_for_earlier_ones():
     batch = batch_of(sequence([0, 0]), sequence([0, 0]))
-    seen = looked(batch, reference=[array(-1.4, -1.8), array(-1, -1)])
+    seen = precomputed(batch, reference=[array(-1.4, -1.8), array(-1, -1)])
     got = advantages_of(ReinforcePP(ReinforcePPConfig(kl_coef=0.5)), batch, seen, {})
     given = np.array([-0.6, -0.4, 0, 0])
     assert np.concatenate(got) == pytest.approx((given - given.mean()) / given.std())
@@ -40,16 +40,16 @@ def test_the_kl_penalty_of_later_tokens_counts_for_earlier_ones():
 def test_a_batch_of_equal_rewards_teaches_whether_they_are_better_than_those_before():
     algorithm, memory = ReinforcePP(ReinforcePPConfig(kl_coef=0, baseline_sequences=4)), {}
     batch = batch_of(sequence([1]), sequence([1]))
-    assert advantages_of(algorithm, batch, looked(batch), memory) == [[0], [0]], "nothing to compare with"
+    assert advantages_of(algorithm, batch, precomputed(batch), memory) == [[0], [0]], "nothing to compare with"
     worse = batch_of(sequence([0]), sequence([0]))
-    assert advantages_of(algorithm, worse, looked(worse), memory) == [[-1], [-1]], "mean ½, deviation ½"
+    assert advantages_of(algorithm, worse, precomputed(worse), memory) == [[-1], [-1]], "mean ½, deviation ½"
 
 
 def test_loss_and_gradient_equal_numbers_computed_by_hand():
     batch = batch_of(sequence([1.0], behaviour=[-1.5]), sequence([0.0]))
     logprobs = [torch.tensor([math.log(1.1) - 1.0], requires_grad=True), torch.tensor([-1.0], requires_grad=True)]
     algorithm = ReinforcePP(ReinforcePPConfig(kl_coef=0, entropy_coef=0.1))
-    loss, figures = loss_of(algorithm, batch, looked(batch), logprobs, entropies=[torch.ones(1), torch.ones(1)])
+    loss, figures = loss_of(algorithm, batch, precomputed(batch), logprobs, entropies=[torch.ones(1), torch.ones(1)])
     loss.backward()
     weight = math.exp(0.5)  # π_prox/π_behaviour
     assert loss.item() == pytest.approx((-weight * 1.1 + 1 - 0.1 * 2) / 2)

@@ -77,7 +77,7 @@ class Pairs:
     def units(self, batch):
         return [*map(Unit, self.pairs), *(Unit((place,), trained=False) for place in self.looked_at)]
 
-    def constants(self, batch, units, looked, memory):
+    def constants(self, batch, units, precomputed, memory):
         names = [place for unit in units for place in unit.members]
         return {"factor": [np.full(1, place + 1, np.float32) for place in names]}, {}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.config import SFTConfig
-from tests.support.batches import batch_of, looked, loss_of, sequence
+from tests.support.batches import batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.seam import Needs, Unit
 from trainer_service.algorithms.sft import SFT
 
@@ -28,7 +28,7 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_the_tokens_of_written_a
     batch = replace(batch, written=[0, 2])
     assert ALGORITHM.units(batch) == [Unit((0,)), Unit((2,))]
     logprobs = [torch.tensor(values, requires_grad=True) for values in ([-1.0, -2.0], [-9.0], [-6.0])]
-    loss, figures = loss_of(ALGORITHM, batch, looked(batch), logprobs)
+    loss, figures = loss_of(ALGORITHM, batch, precomputed(batch), logprobs)
     loss.backward()
     assert loss.item() == pytest.approx(3)
     assert logprobs[0].grad.tolist() == pytest.approx([-1 / 3, -1 / 3])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shared.config import SPOConfig
-from tests.support.batches import looked, rows_batch
+from tests.support.batches import precomputed, rows_batch
 from tests.unit.test_groups import row
 from trainer_service.algorithms.advantages import Attempt, attempts, tracked
 from trainer_service.algorithms.spo import SPO
@@ -111,7 +111,7 @@ def test_memory_is_bounded_and_forgets_what_was_not_seen_for_longest():
 def levels_of(*rows, prompt_tokens: int) -> list[tuple[str, ...]]:
     batch, config = rows_batch(rows), settings()
     units = SPO(config).units(batch)
-    return [one.levels for one in attempts(batch, units, looked(batch), config, {}, prompt_tokens=prompt_tokens)]
+    return [one.levels for one in attempts(batch, units, precomputed(batch), config, {}, prompt_tokens=prompt_tokens)]
 
 
 def test_a_system_prompt_is_known_by_its_first_tokens_and_a_task_by_its_name_and_group():
@@ -132,16 +132,16 @@ def test_a_system_prompt_is_known_by_its_first_tokens_and_a_task_by_its_name_and
 def test_advantages_are_what_is_better_than_expected_over_the_deviation():
     algorithm, memory = SPO(settings(bounds=(0, 1), baseline_sequences=2)), {}
     batch = rows_batch([row(1, "easy", "1", 1.0), row(2, "hard", "1", 0.0)])
-    algorithm.constants(batch, algorithm.units(batch), looked(batch), memory)
+    algorithm.constants(batch, algorithm.units(batch), precomputed(batch), memory)
     batch = rows_batch([row(1, "easy", "2", 1.0), row(2, "hard", "2", 0.5)])
-    constants, figures = algorithm.constants(batch, algorithm.units(batch), looked(batch), memory)
+    constants, figures = algorithm.constants(batch, algorithm.units(batch), precomputed(batch), memory)
     # all ½ and the prompt ½: easy (1 + ½)/2 and hard ½/2; a success at the hard one is the greater surprise
     gains = np.array([1 - 0.75, 0.5 - 0.25])
     assert figures["baseline"] == 0.5
     assert constants["advantages"][0].tolist() == [0, 0], "both are equally better: the batch has no deviation"
     assert gains.std() == 0
     batch = rows_batch([row(1, "easy", "3", 1.0), row(2, "hard", "3", 1.0)])
-    constants, _ = algorithm.constants(batch, algorithm.units(batch), looked(batch), memory)
+    constants, _ = algorithm.constants(batch, algorithm.units(batch), precomputed(batch), memory)
     assert [float(one[0]) for one in constants["advantages"]] == pytest.approx([-1, 1])
 
 

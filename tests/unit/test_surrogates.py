@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.config import GRPOConfig, ReinforcePPConfig
-from tests.support.batches import array, batch_of, looked, loss_of, sequence
+from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.reinforce_pp import ReinforcePP
 from trainer_service.algorithms.seam import Now
 from trainer_service.algorithms.surrogates import clipped, divergence, policy_loss, surrogate
@@ -172,7 +172,7 @@ def loss_and_gradients(config) -> tuple[float, list[float]]:
     batch = batch_of(sequence([0.0, 0.0]), sequence([0.0]))
     logprobs = [torch.full((2,), -1.2, requires_grad=True), torch.full((1,), -0.9, requires_grad=True)]
     algorithm = ReinforcePP(config)
-    seen = looked(batch, reference=[array(-1.5, -1.5), array(-1.5)], proximal=[array(-1.2, -1.2), array(-0.9)])
+    seen = precomputed(batch, reference=[array(-1.5, -1.5), array(-1.5)], proximal=[array(-1.2, -1.2), array(-0.9)])
     loss, _ = loss_of(algorithm, batch, seen, logprobs)
     loss.backward()
     return loss.item(), [value for one in logprobs for value in one.grad.tolist()]

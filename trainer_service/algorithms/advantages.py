@@ -40,7 +40,7 @@ import numpy as np
 import torch
 
 from shared.config import GroupConfig, SPOConfig, SurrogateConfig
-from trainer_service.algorithms.seam import Batch, Figures, Floats, Looked, Memory, Unit, pick
+from trainer_service.algorithms.seam import Batch, Figures, Floats, Memory, Precomputed, Unit, pick
 from trainer_service.algorithms.surrogates import divergence
 from trainer_service.trajectories import Trajectory
 
@@ -107,13 +107,13 @@ def running_moments(memory: Memory, arrays: list[Floats], window: int) -> tuple[
 
 
 def shaped_rewards(
-    batch: Batch, units: list[Unit], looked: Looked, config: SurrogateConfig, memory: Memory
+    batch: Batch, units: list[Unit], precomputed: Precomputed, config: SurrogateConfig, memory: Memory
 ) -> list[Floats]:
     """Rewards of the units' sequences, one array [A] for each, less a KL penalty for each token where it counts there.
 
     r_t = reward − β KL_t, with k1 β (log π_prox − log π_ref)                             (Ziegler et al. 2019, eq. 2)
     """
-    rewards, penalties = given_rewards(batch, units, config, memory), kl_penalties(units, looked, config)
+    rewards, penalties = given_rewards(batch, units, config, memory), kl_penalties(units, precomputed, config)
     return [r - penalty for r, penalty in zip(rewards, penalties, strict=True)] if penalties else rewards
 
 
@@ -128,11 +128,11 @@ def given_rewards(batch: Batch, units: list[Unit], config: SurrogateConfig, memo
     return rewards if is_zero(std, 0.0) else [r / np.float32(std) for r in rewards]
 
 
-def kl_penalties(units: list[Unit], looked: Looked, config: SurrogateConfig) -> list[Floats]:
+def kl_penalties(units: list[Unit], precomputed: Precomputed, config: SurrogateConfig) -> list[Floats]:
     """β KL_t of the units' sequences, one array [A] for each; none where there is no penalty in the reward."""
     if not config.kl_coef or config.kl_in == "loss":
         return []
-    gaps = [p - q for p, q in zip(pick(looked.proximal, units), pick(looked.reference, units), strict=True)]
+    gaps = [p - q for p, q in zip(pick(precomputed.proximal, units), pick(precomputed.reference, units), strict=True)]
     return [np.float32(config.kl_coef) * divergence(torch.from_numpy(gap), config.kl).numpy() for gap in gaps]
 
 
@@ -167,7 +167,7 @@ class Attempt:
 def attempts(
     batch: Batch,
     units: list[Unit],
-    looked: Looked,
+    precomputed: Precomputed,
     config: SurrogateConfig,
     memory: Memory,
     *,
@@ -179,7 +179,7 @@ def attempts(
     Attempts at one task are a group, and so are alternatives of a trajectory without a task. Two turns of a group are
     compared when as many turns of their own trajectories came before them.
     """
-    rewards, penalties = given_rewards(batch, units, config, memory), kl_penalties(units, looked, config)
+    rewards, penalties = given_rewards(batch, units, config, memory), kl_penalties(units, precomputed, config)
     earned = [returns(one, 1.0) for one in rewards]
     number = {unit.members[0]: position for position, unit in enumerate(units)}
     found: list[Attempt] = []
@@ -212,7 +212,7 @@ def _parts(
 def group_advantages(
     batch: Batch,
     units: list[Unit],
-    looked: Looked,
+    precomputed: Precomputed,
     config: GroupConfig,
     memory: Memory,
     *,
@@ -220,9 +220,9 @@ def group_advantages(
     leave_one_out: bool = False,
 ) -> tuple[list[Floats], Figures]:
     """Advantages of the units' sequences, one array [A] for each: attempts, or turns, compared in their groups."""
-    found = attempts(batch, units, looked, config, memory, by_turn=by_turn)
+    found = attempts(batch, units, precomputed, config, memory, by_turn=by_turn)
     advantages, figures = grouped(found, config, memory, leave_one_out=leave_one_out)
-    return spread(found, advantages, pick(looked.proximal, units)), figures
+    return spread(found, advantages, pick(precomputed.proximal, units)), figures
 
 
 def spread(found: list[Attempt], advantages: Sequence[float], like: list[Floats]) -> list[Floats]:

@@ -26,9 +26,9 @@ from trainer_service.algorithms.seam import (
     Batch,
     Constants,
     Figures,
-    Looked,
     Memory,
     Needs,
+    Precomputed,
     Unit,
     one_each,
 )
@@ -44,14 +44,16 @@ class Distill(PartialPolicyGradient[DistillConfig]):
         sampled = sorted(place for places in batch.members for place in places)
         return one_each(sampled if self.config.path else sorted(batch.taught))
 
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
-        constants, figures = policy_constants(batch, units, looked, self.config)
-        teacher = looked.teacher if self.config.path else [batch.taught[unit.members[0]] for unit in units]
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
+        constants, figures = policy_constants(batch, units, precomputed, self.config)
+        teacher = precomputed.teacher if self.config.path else [batch.taught[unit.members[0]] for unit in units]
         proximal, bound = constants["proximal"], self.config.advantage_bound
         gaps = [t - p for t, p in zip(teacher, proximal, strict=True)]
         constants["counts"] = [(~np.isnan(gap)).astype(np.float32) for gap in gaps]  # NaN: it refused to score a row
         constants["advantages"] = [np.nan_to_num(gap.clip(-bound, bound)) for gap in gaps]
-        penalties = kl_penalties(units, looked, self.config)
+        penalties = kl_penalties(units, precomputed, self.config)
         if penalties:
             constants["advantages"] = [a - p for a, p in zip(constants["advantages"], penalties, strict=True)]
         flat = np.concatenate(gaps)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shared.config import DPOConfig
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Looked, Memory, Needs, Now, Unit, pick
+from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Needs, Now, Precomputed, Unit, pick
 from trainer_service.algorithms.surrogates import held
 
 
@@ -37,17 +37,21 @@ class DPO:
 
     def units(self, batch: Batch) -> list[Unit]:
         """One for each preference: the preferred sequence, then the other."""
-        said = list(dict.fromkeys(batch.pairs))
+        stated = list(dict.fromkeys(batch.pairs))
         if not self.config.best_over_worst:
-            return [Unit(pair) for pair in said]
-        known = {frozenset(pair) for pair in said}
-        return [Unit(pair) for pair in (*said, *(p for p in _best_over_worst(batch) if frozenset(p) not in known))]
+            return [Unit(pair) for pair in stated]
+        known = {frozenset(pair) for pair in stated}
+        return [Unit(pair) for pair in (*stated, *(p for p in _best_over_worst(batch) if frozenset(p) not in known))]
 
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
-        sums = [np.full(1, said.sum(dtype=np.float64), np.float32) for said in pick(looked.reference, units)]
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
+        sums = [
+            np.full(1, logprobs.sum(dtype=np.float64), np.float32) for logprobs in pick(precomputed.reference, units)
+        ]
         constants: Constants = {"reference": sums}
         if self.config.clip:
-            constants["proximal"] = pick(looked.proximal, units)
+            constants["proximal"] = pick(precomputed.proximal, units)
         return constants, {"preferences": float(len(units))}
 
     def size(self, units: list[Unit], constants: Constants) -> float:

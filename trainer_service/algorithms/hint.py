@@ -36,7 +36,7 @@ from torch import Tensor
 
 from shared.config import HintConfig
 from trainer_service.algorithms.advantages import kl_penalties
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Floats, Looked, Memory, Needs, Now, Unit
+from trainer_service.algorithms.seam import Batch, Constants, Figures, Floats, Memory, Needs, Now, Precomputed, Unit
 from trainer_service.algorithms.surrogates import (
     PartialPolicyGradient,
     divergence_with_tail,
@@ -52,14 +52,16 @@ class Hint(PartialPolicyGradient[HintConfig]):
 
     @property
     def top(self) -> int:
-        """How many of the teacher's likeliest tokens the look brings."""
+        """How many of the teacher's likeliest tokens are precomputed."""
         return self.config.top_k
 
     def units(self, batch: Batch) -> list[Unit]:
-        return [Unit((place,), (words,)) for place, said in sorted(batch.words.items()) for words in said]
+        return [Unit((place,), (words,)) for place, about in sorted(batch.words.items()) for words in about]
 
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
-        constants, figures = policy_constants(batch, units, looked, self.config)
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
+        constants, figures = policy_constants(batch, units, precomputed, self.config)
         figures |= {"hints": float(len(units)), "hints_contradicting": 0.0, "hints_without_effect": 0.0}
         effects: list[Floats] = []
         constants["advantages"] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
@@ -67,7 +69,7 @@ class Hint(PartialPolicyGradient[HintConfig]):
         if self.top:
             constants["effects"] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
             constants["divergence_weights"] = [(weights > 0).astype(np.float32) for weights in constants["weights"]]
-        for number, (unit, teacher) in enumerate(zip(units, looked.teacher, strict=True)):
+        for number, (unit, teacher) in enumerate(zip(units, precomputed.teacher, strict=True)):
             (words,) = unit.words
             bound = self.config.advantage_bound
             effect = (teacher - constants["proximal"][number][words.actions]).clip(-bound, bound)
@@ -79,9 +81,9 @@ class Hint(PartialPolicyGradient[HintConfig]):
             constants["effects" if self.top else "advantages"][number][words.actions] = effect
             constants["counts"][number][words.actions] = 1
         if self.top:
-            constants["others"] = _spread(units, looked.top, constants["proximal"])
-            constants["top_logprobs"] = _spread(units, looked.top_logprobs, constants["proximal"])
-        penalties = kl_penalties(units, looked, self.config)
+            constants["others"] = _spread(units, precomputed.top, constants["proximal"])
+            constants["top_logprobs"] = _spread(units, precomputed.top_logprobs, constants["proximal"])
+        penalties = kl_penalties(units, precomputed, self.config)
         if penalties:
             of_units = zip(constants["advantages"], constants["counts"], penalties, strict=True)
             constants["advantages"] = [a - counts * penalty for a, counts, penalty in of_units]

@@ -5,7 +5,7 @@
     v(x, y) = σ( β (r − z) )  if rated up,   σ( β (z − r) )  if rated down                                     eq. 8
     loss    = E[ λ_y (1 − v(x, y)) ]
 
-The pairs (x_i, y_j) are only looked at: z estimates how far π is from π_ref on prompts with replies of others.
+The pairs (x_i, y_j) are only scored: z estimates how far π is from π_ref on prompts with replies of others.
 
 Departures:
 1. z is one number for the whole batch, of the policy at its start. A micro-batch's own would be noise.
@@ -27,7 +27,18 @@ import torch
 from torch import Tensor
 
 from shared.config import KTOConfig
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Looked, Memory, Needs, Now, Unit, one_each, pick
+from trainer_service.algorithms.seam import (
+    Batch,
+    Constants,
+    Figures,
+    Memory,
+    Needs,
+    Now,
+    Precomputed,
+    Unit,
+    one_each,
+    pick,
+)
 from trainer_service.algorithms.surrogates import held
 
 WINDOW = 1024  # earlier ratings that the balance of ups and downs is taken over, besides the batch's
@@ -42,22 +53,24 @@ class KTO:
         return Needs.PROXIMAL | Needs.REFERENCE
 
     def units(self, batch: Batch) -> list[Unit]:
-        """The rated sequences; then as many mismatched ones, only to be looked at; none with one rated sequence."""
+        """The rated sequences; then as many mismatched ones, only to be scored; none with one rated sequence."""
         rated = sorted(batch.ratings)
         neighbours = zip(rated, rated[1:] + rated[:1], strict=True) if len(rated) > 1 else ()
         mismatched = [_answer_of_another(batch, place, other) for place, other in neighbours]
         return [*one_each(rated), *(Unit((place,), trained=False) for place in mismatched)]
 
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
-        reference = [said.sum(dtype=np.float64) for said in pick(looked.reference, units)]
-        proximal = [said.sum(dtype=np.float64) for said in pick(looked.proximal, units)]
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
+        reference = [logprobs.sum(dtype=np.float64) for logprobs in pick(precomputed.reference, units)]
+        proximal = [logprobs.sum(dtype=np.float64) for logprobs in pick(precomputed.proximal, units)]
         gaps = [p - r for p, r, unit in zip(proximal, reference, units, strict=True) if not unit.trained]
         kl = max(0.0, float(np.mean(gaps))) if gaps else 0.0
         ups = [float(batch.ratings.get(unit.members[0], False)) for unit in units]
         rated = len(batch.ratings)
         weights = _balance(memory, sum(ups), rated - sum(ups), self.config.largest_weight)
         constants: Constants = {
-            "proximal": pick(looked.proximal, units),
+            "proximal": pick(precomputed.proximal, units),
             "reference": [np.full(1, one, np.float32) for one in reference],
             "kl": [np.full(1, kl, np.float32)] * len(units),
             "sign": [np.full(1, 1.0 if up else -1.0, np.float32) for up in ups],

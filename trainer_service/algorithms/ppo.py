@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shared.config import PPOConfig
 from trainer_service.algorithms.advantages import gae, is_zero, running_moments, shaped_rewards, whiten
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Looked, Memory, Needs, Now, Unit, pick
+from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Needs, Now, Precomputed, Unit, pick
 from trainer_service.algorithms.surrogates import PolicyGradient, policy_constants, policy_loss, policy_needs, total
 
 WINDOW = 1024  # sequences whose returns the critic's scale is taken over
@@ -38,10 +38,12 @@ class PPO(PolicyGradient[PPOConfig]):
     def needs(self) -> Needs:
         return Needs.VALUES | policy_needs(self.config)
 
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
         config, bound = self.config, self.config.return_clip
-        constants, figures = policy_constants(batch, units, looked, config)
-        rewards, scaled = shaped_rewards(batch, units, looked, config, memory), pick(looked.values, units)
+        constants, figures = policy_constants(batch, units, precomputed, config)
+        rewards, scaled = shaped_rewards(batch, units, precomputed, config, memory), pick(precomputed.values, units)
         mean, std = _scale(memory)
         values = [v * std + mean for v in scaled]
         estimates = [gae(r, v, config.gamma, config.lam) for r, v in zip(rewards, values, strict=True)]

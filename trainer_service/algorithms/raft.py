@@ -26,10 +26,10 @@ from trainer_service.algorithms.seam import (
     Constants,
     Figures,
     Floats,
-    Looked,
     Memory,
     Needs,
     Now,
+    Precomputed,
     Unit,
     one_each,
     pick,
@@ -47,7 +47,9 @@ class RAFT:
     def units(self, batch: Batch) -> list[Unit]:
         return one_each(place for place, weights in enumerate(self._weights(batch)) if weights.any())
 
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
         chosen = pick(self._weights(batch), units)
         return {"weights": chosen}, {"learnt_tokens": float(sum(map(np.sum, chosen)))}
 

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 from shared.config import ReinforcePPConfig
 from trainer_service.algorithms.advantages import returns, running_moments, shaped_rewards, standardize
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Looked, Memory, Unit
+from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Precomputed, Unit
 from trainer_service.algorithms.surrogates import PolicyGradient, policy_constants
 
 
 class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
-        constants, figures = policy_constants(batch, units, looked, self.config)
-        rewards = shaped_rewards(batch, units, looked, self.config, memory)
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
+        constants, figures = policy_constants(batch, units, precomputed, self.config)
+        rewards = shaped_rewards(batch, units, precomputed, self.config, memory)
         earned = [returns(r, self.config.gamma) for r in rewards]
         mean, std = running_moments(memory, earned, self.config.baseline_sequences)
         constants["advantages"] = standardize(earned, mean, std)

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 from shared.config import RLOOConfig
 from trainer_service.algorithms.advantages import group_advantages
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Looked, Memory, Unit
+from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Precomputed, Unit
 from trainer_service.algorithms.surrogates import PolicyGradient, policy_constants
 
 
 class RLOO(PolicyGradient[RLOOConfig]):
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
-        constants, figures = policy_constants(batch, units, looked, self.config)
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
+        constants, figures = policy_constants(batch, units, precomputed, self.config)
         constants["advantages"], compared = group_advantages(
-            batch, units, looked, self.config, memory, leave_one_out=True
+            batch, units, precomputed, self.config, memory, leave_one_out=True
         )
         return constants, figures | compared

@@ -3,7 +3,7 @@
 The trainer takes a batch through these steps:
 
 1. `units`      each algorithm says which sequences it trains on, and which of them it needs together
-2. look         one forward pass of each model that an algorithm needs; what the ranks computed is gathered
+2. precompute   one forward pass of each model that an algorithm needs; what the ranks computed is gathered
 3. `constants`  on the whole batch, the same on every rank: advantages, weights, baselines
 4. step         for each minibatch, packed into micro-batches that part no unit: Σ weight · `loss` / `size`
 
@@ -82,10 +82,10 @@ class Batch:
     @property
     def rewarded(self) -> list[int]:
         """The sequences of trajectories that have a reward, of one turn or of the whole."""
-        said = [[t.outcome, *t.turn_rewards] for t in self.trajectories]
+        given = [[t.outcome, *t.turn_rewards] for t in self.trajectories]
         return [
             place
-            for rewards, places in zip(said, self.members, strict=True)
+            for rewards, places in zip(given, self.members, strict=True)
             if any(reward is not None for reward in rewards)
             for place in places
         ]
@@ -111,11 +111,11 @@ class Unit:
 
     members: tuple[int, ...]  # places in the batch
     words: tuple[Words, ...] = ()  # for Needs.TEACHER: one for each member, or none at all
-    trained: bool = True  # False: only looked at
+    trained: bool = True  # False: only precomputed
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class Precomputed:
     """What the models said before the first step. Arrays that no algorithm needs are empty."""
 
     proximal: list[Floats]  # of each sequence [A]: log π_prox at the sampling temperature
@@ -167,7 +167,9 @@ class Algorithm(Protocol):
     def units(self, batch: Batch) -> list[Unit]:
         """What it learns from, of this batch. It may add sequences to the batch."""
 
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
         """What the loss takes as constant, for the whole batch. It may change its memory."""
 
     def size(self, units: list[Unit], constants: Constants) -> float:

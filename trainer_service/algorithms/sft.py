@@ -18,10 +18,10 @@ from trainer_service.algorithms.seam import (
     Batch,
     Constants,
     Figures,
-    Looked,
     Memory,
     Needs,
     Now,
+    Precomputed,
     Unit,
     one_each,
     pick,
@@ -39,7 +39,9 @@ class SFT:
     def units(self, batch: Batch) -> list[Unit]:
         return one_each(batch.written)
 
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
         lengths = [len(sequence.actions) for sequence in pick(batch.sequences, units)]
         return {"tokens": [np.full(1, n, np.float32) for n in lengths]}, {"learnt_tokens": float(sum(lengths))}
 

@@ -19,15 +19,17 @@ import numpy as np
 
 from shared.config import SPOConfig
 from trainer_service.algorithms.advantages import attempts, running_moments, spread, standardize, tracked
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Looked, Memory, Unit
+from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Precomputed, Unit
 from trainer_service.algorithms.surrogates import PolicyGradient, policy_constants
 
 
 class SPO(PolicyGradient[SPOConfig]):
-    def constants(self, batch: Batch, units: list[Unit], looked: Looked, memory: Memory) -> tuple[Constants, Figures]:
+    def constants(
+        self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
+    ) -> tuple[Constants, Figures]:
         config = self.config
-        constants, figures = policy_constants(batch, units, looked, config)
-        found = attempts(batch, units, looked, config, memory, prompt_tokens=config.prompt_tokens)
+        constants, figures = policy_constants(batch, units, precomputed, config)
+        found = attempts(batch, units, precomputed, config, memory, prompt_tokens=config.prompt_tokens)
         values = tracked(found, memory, figures["kl_to_sampler"], config)
         gains = [np.array([one.score - value], np.float32) for one, value in zip(found, values, strict=True)]
         mean, std = running_moments(memory, gains, config.baseline_sequences)

@@ -34,7 +34,18 @@ import torch
 from torch import Tensor
 
 from shared.config import SurrogateConfig
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Floats, Looked, Needs, Now, Unit, one_each, pick
+from trainer_service.algorithms.seam import (
+    Batch,
+    Constants,
+    Figures,
+    Floats,
+    Needs,
+    Now,
+    Precomputed,
+    Unit,
+    one_each,
+    pick,
+)
 
 C = TypeVar("C", bound=SurrogateConfig)
 
@@ -118,17 +129,17 @@ def policy_needs(config: SurrogateConfig) -> Needs:
 
 
 def policy_constants(
-    batch: Batch, units: list[Unit], looked: Looked, config: SurrogateConfig
+    batch: Batch, units: list[Unit], precomputed: Precomputed, config: SurrogateConfig
 ) -> tuple[Constants, Figures]:
     """What `policy_loss` takes beside advantages: log π_prox, w_t and more. And what there is to plot of them.
 
     The ratio π_prox/π_behaviour is 1 where the sampler masked tokens, by a grammar or a bias: no model says what it
     then had to choose from.
     """
-    proximal, sequences = pick(looked.proximal, units), pick(batch.sequences, units)
+    proximal, sequences = pick(precomputed.proximal, units), pick(batch.sequences, units)
     drift = [
-        np.where(sequence.masked, np.float32(0), said - sequence.behaviour)
-        for said, sequence in zip(pick(looked.processed, units), sequences, strict=True)
+        np.where(sequence.masked, np.float32(0), processed - sequence.behaviour)
+        for processed, sequence in zip(pick(precomputed.processed, units), sequences, strict=True)
     ]
     constants = {"proximal": proximal, "weights": [importance_weights(one, config) for one in drift]}
     figures = _drift_figures(drift, constants["weights"])
@@ -138,7 +149,7 @@ def policy_constants(
         whole = {"sequences": 0, "constant": config.mean_tokens}[config.mean]
         constants["shares"] = [np.full(len(one), 1 / (whole or len(one)), np.float32) for one in proximal]
     if config.kl_coef:
-        reference = pick(looked.reference, units)
+        reference = pick(precomputed.reference, units)
         gaps = np.concatenate([p - q for p, q in zip(proximal, reference, strict=True)])
         figures["kl_to_reference"] = float(gaps.mean())
         if config.kl_in == "loss":

@@ -40,7 +40,7 @@ class Record:
             **about,
             at=time.time(),
             figures=figures,
-            seconds={"look": costs["look_seconds"], "train": costs["train_seconds"]},
+            seconds={"precompute": costs["precompute_seconds"], "train": costs["train_seconds"]},
             signals=dict(Counter(kind for row in lease.rows for kind in {signal.kind for signal in row.signals})),
             rewards=rewards,
         )

@@ -70,7 +70,7 @@ def load_rows(
     until: the last signal that acts, and of words only those that did not act before; None: all that were ever said.
     """
     loaded = load_tokens(connection, [row.id for row in rows])
-    said = load_signals(connection, rows, kinds) if kinds else {}
+    logs = load_signals(connection, rows, kinds) if kinds else {}
     found: list[Experience] = []
     corrupt: dict[int, str] = {}
     for row in rows:
@@ -78,7 +78,7 @@ def load_rows(
         columns["conversation_id"] = row.conversation_id or choice_name(row.msg_id, row.choice)
         if not acts[row.id] & Lesson.REWARD:
             columns |= {"turn_reward": None, "outcome": None}
-        log = said.get((row.msg_id, row.choice), ())
+        log = logs.get((row.msg_id, row.choice), ())
         acting = tuple(_acting(log, row, acts[row.id], until))
         try:
             tokens, sampling = _check(loaded.get(row.id), vocabulary, max_tokens), Sampling(*_sampling_of(row))
@@ -96,7 +96,7 @@ def _acting(log: Sequence[Signal], row: AnyRow, acts: int, until: int | None) ->
         once = until is None or signal.kind not in WORDS
         in_time = until is not None and signal.id is not None and signal.id <= until
         if lessons_of([signal.kind]) & acts and (
-            once or (in_time and is_new(signal, log[:place], row.taught, row.heard))
+            once or (in_time and is_new(signal, log[:place], row.taught, row.last_signal))
         ):
             yield signal
 

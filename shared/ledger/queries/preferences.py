@@ -37,22 +37,22 @@ def with_preferences(
     found = _find(connection, sorted({split_name(name)[0] for names in named.values() for name in names}))
     choices = [row for choices in found.values() for row in choices]
     kinds: tuple[Kind, ...] = ("preferred_over",)
-    said = load_signals(connection, [*rows, *choices], kinds)  # also what acted before
-    return prefer(rows, found, _read(connection, choices, vocabulary, max_tokens), said)
+    logs = load_signals(connection, [*rows, *choices], kinds)  # also what acted before
+    return prefer(rows, found, _read(connection, choices, vocabulary, max_tokens), logs)
 
 
 def prefer(
     rows: Sequence[Experience],
     found: Mapping[str, Sequence[AnyRow | Experience]],
     others: Mapping[int, Other],
-    said: Mapping[tuple[str, int], Sequence[Signal]],
+    logs: Mapping[tuple[str, int], Sequence[Signal]],
 ) -> list[Experience]:
     """The rows with the replies that they are preferred over.
 
     found: all choices of the messages that they name, by message; others: these by row id, where their tokens can be
     read; said: what was said of them, and of the rows if more is known than acts.
     """
-    edges = _edges({**{(row.msg_id, row.choice): row.signals for row in rows}, **said})
+    edges = _edges({**{(row.msg_id, row.choice): row.signals for row in rows}, **logs})
     return [_prefer(row, list(_named(row.signals)), found, others, edges) for row in rows]
 
 
@@ -90,13 +90,13 @@ def _read(
     return found
 
 
-def _edges(said: Mapping[tuple[str, int], Sequence[Signal]]) -> Edges:
+def _edges(logs: Mapping[tuple[str, int], Sequence[Signal]]) -> Edges:
     """What rows are preferred over, by what was said of them."""
     choices: dict[str, list[int]] = defaultdict(list)
-    for msg_id, choice in said:
+    for msg_id, choice in logs:
         choices[msg_id].append(choice)
     edges: Edges = defaultdict(set)
-    for (msg_id, choice), signals in said.items():
+    for (msg_id, choice), signals in logs.items():
         for message, one in map(split_name, _named(signals)):
             named = {choice_name(message, each) for each in choices.get(message, ()) if one in (None, each)}
             edges[choice_name(msg_id, choice)] |= named

@@ -26,9 +26,9 @@ from shared.ledger.transitions.engine_leases import ENGINE_LEASE_S, acquire_engi
 from shared.ledger.transitions.erase import Erased, erase, forget_answers_about, remove
 from shared.ledger.transitions.failures import fail_update, mark_updating, quarantine
 from shared.ledger.transitions.feedback import (
+    GivenFeedback,
     Receipt,
     ReceiptState,
-    Said,
     apply_feedback,
     apply_to,
     forget_answers,
@@ -80,9 +80,9 @@ __all__ = [
     "LEASE_S",
     "VERSION_LEASE_S",
     "Erased",
+    "GivenFeedback",
     "Receipt",
     "ReceiptState",
-    "Said",
     "Whole",
     "acquire_engine",
     "acquire_lease",

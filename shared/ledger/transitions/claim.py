@@ -117,19 +117,19 @@ def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) 
             connection.execute(update(experiences).where(mine).values(acts=int(acts)))
 
 
-def _has_runs(at_least: int, said_before: float | None) -> ColumnElement[bool]:
+def _has_runs(at_least: int, quiet_since: float | None) -> ColumnElement[bool]:
     """Rows without a task, and those of a task with so many ready runs, or of which the last thing was said before."""
     mates = experiences.alias("runs_of_task")
     run = func.coalesce(mates.c.run_id, mates.c.conversation_id, mates.c.msg_id)
     enough: list[ColumnElement[bool]] = [func.count(run.distinct()) >= at_least]
-    said_of = and_(signals.c.msg_id == mates.c.msg_id, signals.c.choice == mates.c.choice)
-    if said_before is not None:
-        enough.append(func.coalesce(func.max(signals.c.created_at), 0.0) <= said_before)
+    of_choice = and_(signals.c.msg_id == mates.c.msg_id, signals.c.choice == mates.c.choice)
+    if quiet_since is not None:
+        enough.append(func.coalesce(func.max(signals.c.created_at), 0.0) <= quiet_since)
     same_task = (
         mates.c.task_id == experiences.c.task_id,
         mates.c.key_group.is_not_distinct_from(experiences.c.key_group),
     )
-    ready = select(mates.c.task_id).join_from(mates, signals, said_of, isouter=True)
+    ready = select(mates.c.task_id).join_from(mates, signals, of_choice, isouter=True)
     ready = ready.where(is_in(mates.c.state, State.READY), *same_task).group_by(mates.c.task_id).having(or_(*enough))
     return or_(experiences.c.task_id.is_(None), ready.exists())
 

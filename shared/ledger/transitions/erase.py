@@ -69,8 +69,8 @@ def forget_answers_about(connection: Connection, names: Collection[str]) -> None
     """Delete the remembered answers that name any of these messages."""
     about = set(names)
     for row in connection.execute(select(idempotency.c.key, idempotency.c.response)).all():
-        said = set(msgspec.json.decode(row.response).get("found", ()))
-        if not about.isdisjoint({split_name(name)[0] for name in said}):
+        names = set(msgspec.json.decode(row.response).get("found", ()))
+        if not about.isdisjoint({split_name(name)[0] for name in names}):
             connection.execute(delete(idempotency).where(idempotency.c.key == row.key))
 
 

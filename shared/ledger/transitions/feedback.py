@@ -34,7 +34,7 @@ from shared.reward import (
 
 MAX_SIGNALS = 500  # about one row; all of them are read whenever more is said about it
 _CREDIT = tuple(field.name for field in fields(Credit))  # these are columns
-_COLUMNS = ("id", "msg_id", "choice", "task_id", "run_id", "state", "acts", "taught", "heard", *_CREDIT)
+_COLUMNS = ("id", "msg_id", "choice", "task_id", "run_id", "state", "acts", "taught", "last_signal", *_CREDIT)
 _LOGGED = ("msg_id", "choice", "kind", "name", "value", "text", "scope", "key_name", "created_at")
 _MANY = 50  # targets, for which statements are planned anew
 _COPIED_ROWS = 16  # from this many rows on PostgreSQL's COPY is faster than inserts
@@ -71,12 +71,12 @@ def apply_feedback(
     """
     asked: dict[str, Any] = {"msg_ids": msg_ids, "task_id": task_id, "run_id": run_id}
     targets = find_targets(connection, **asked, key_group=key_group, conversations=conversations, scope=scope)
-    said = Said(signals, rule, learned, key_name, task_id, run_id, frozenset(msg_ids))
-    return apply_to(connection, targets, said)
+    feedback = GivenFeedback(signals, rule, learned, key_name, task_id, run_id, frozenset(msg_ids))
+    return apply_to(connection, targets, feedback)
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class GivenFeedback:
     """What one request says about its targets."""
 
     signals: Sequence[Signal]
@@ -88,7 +88,7 @@ class Said:
     named: frozenset[str] = frozenset()  # these rows' names
 
 
-def apply_to(connection: Connection, targets: Targets, said: Said) -> list[Receipt]:
+def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) -> list[Receipt]:
     """Append signals to the log of every target and set the credit, by the rule, where it can still be trained on.
 
     The statements are as many for a thousand targets as for one, and rows are locked in the order of their ids: two
@@ -100,8 +100,8 @@ def apply_to(connection: Connection, targets: Targets, said: Said) -> list[Recei
     scopes = {row.id: row.scope for reached in targets.values() for row in reached}
     rows = {row.id: row for row in _lock(connection, sorted(scopes))}
     of = {name: [rows[row.id] for row in reached if row.id in rows] for name, reached in targets.items()}
-    _attribute(connection, [row for name, found in of.items() if name in said.named for row in found], said)
-    applied = _Application(said, scopes, load_signals(connection, list(rows.values())), time.time())
+    _attribute(connection, [row for name, found in of.items() if name in feedback.named for row in found], feedback)
+    applied = _Application(feedback, scopes, load_signals(connection, list(rows.values())), time.time())
     receipts = [Receipt(name, applied.to(found)) for name, found in of.items()]
     _append(connection, applied.logged)
     changed: dict[Credit, list[int]] = {}
@@ -109,7 +109,7 @@ def apply_to(connection: Connection, targets: Targets, said: Said) -> list[Recei
         if credit != _credit(rows[row_id]):
             changed.setdefault(credit, []).append(row_id)
     for credit, ids in changed.items():
-        _set_credit(connection, ids, credit, feedback_key=said.key_name)
+        _set_credit(connection, ids, credit, feedback_key=feedback.key_name)
     return receipts
 
 
@@ -121,8 +121,8 @@ def _lock(connection: Connection, ids: Sequence[int]) -> Iterable[AnyRow]:
         yield from connection.execute(query.where(mine))
 
 
-def _attribute(connection: Connection, rows: Sequence[AnyRow], said: Said) -> None:
-    for column, value in ((experiences.c.task_id, said.task_id), (experiences.c.run_id, said.run_id)):
+def _attribute(connection: Connection, rows: Sequence[AnyRow], feedback: GivenFeedback) -> None:
+    for column, value in ((experiences.c.task_id, feedback.task_id), (experiences.c.run_id, feedback.run_id)):
         ids = [row.id for row in rows if value is not None and row._mapping[column.name] is None]
         for mine in in_parts(experiences.c.id, ids):
             connection.execute(update(experiences).where(mine, column.is_(None)).values({column: value}))
@@ -132,15 +132,15 @@ class _Application:
     """What feedback changes, target by target; a row may belong to several of them."""
 
     def __init__(
-        self, said: Said, scopes: dict[int, Scope], log: dict[tuple[str, int], list[Signal]], now: float
+        self, feedback: GivenFeedback, scopes: dict[int, Scope], log: dict[tuple[str, int], list[Signal]], now: float
     ) -> None:
-        self._said = said
+        self._feedback = feedback
         self._scopes = scopes  # by row id
         self._log = log
         self._now = now
-        by = said.key_name
+        by = feedback.key_name
         self._signals: dict[Scope, list[Signal]] = {
-            scope: [replace(signal, scope=scope, key_name=by) for signal in said.signals]
+            scope: [replace(signal, scope=scope, key_name=by) for signal in feedback.signals]
             for scope in set(scopes.values())
         }
         self.logged: list[tuple[Any, ...]] = []  # the values of _LOGGED
@@ -167,18 +167,18 @@ class _Application:
 
     def _may_act(self, row: AnyRow) -> bool:
         """Whether the row can still be trained on some of what is said."""
-        said = self._about(row)
-        lessons = lessons_of(one.kind for one in said if one.kind not in WORDS) & ~_given(row)
+        found = self._about(row)
+        lessons = lessons_of(one.kind for one in found if one.kind not in WORDS) & ~_given(row)
         if row.taught != EVERY_LESSON:  # it was not erased
-            new = (one.kind for one in said if is_new(one, self._of(row), row.taught, row.heard))
-            waits = lessons_of(one.kind for one in said if one.kind in WORDS) & row.teaches & ~_given(row)
+            new = (one.kind for one in found if is_new(one, self._of(row), row.taught, row.last_signal))
+            waits = lessons_of(one.kind for one in found if one.kind in WORDS) & row.teaches & ~_given(row)
             lessons |= lessons_of(new) | waits
         if row.state not in (State.RECORDED, State.READY):  # it is trained on again only for what is learned from
-            lessons &= lessons_of(self._said.learned)
+            lessons &= lessons_of(self._feedback.learned)
         return row.state != State.DISCARDED and lessons != 0
 
     def _now_of(self, rows: Sequence[AnyRow]) -> dict[int, Credit]:
-        return {row.id: _credit_by(self._of(row), row, self._said.rule, self._said.learned) for row in rows}
+        return {row.id: _credit_by(self._of(row), row, self._feedback.rule, self._feedback.learned) for row in rows}
 
     def _of(self, row: AnyRow) -> list[Signal]:
         return self._log[row.msg_id, row.choice]
@@ -194,7 +194,7 @@ class _Application:
                 f"{name} has {len(log)} signals already, and may have {MAX_SIGNALS}; say no more of it"
             )
         log += signals
-        by = (self._said.key_name, self._now)
+        by = (self._feedback.key_name, self._now)
         self.logged += [(row.msg_id, row.choice, s.kind, s.name, s.value, s.text, s.scope, *by) for s in signals]
 
 
@@ -206,7 +206,7 @@ def _given(row: AnyRow) -> int:
 
 def _credit_by(log: Sequence[Signal], row: AnyRow, rule: RewardConfig, learned: frozenset[Kind]) -> Credit:
     """The credit that the log makes of a row; rewards that it was trained on stay."""
-    credit = credit_of(log, rule, learned, row.taught, row.heard)
+    credit = credit_of(log, rule, learned, row.taught, row.last_signal)
     if not _given(row) & Lesson.REWARD:
         return credit
     teaches = (credit.teaches & ~Lesson.REWARD) | (row.teaches & Lesson.REWARD)

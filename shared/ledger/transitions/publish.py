@@ -116,28 +116,28 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
     acts, taught, teaches = experiences.c.acts, experiences.c.taught, experiences.c.teaches
     acted = {"taught": taught.bitwise_or(acts), "teaches": teaches.bitwise_and(acts.bitwise_not())}
     rows = (experiences.c.batch_id.in_(batch_ids), is_in(experiences.c.state, State.LEASED))
-    later = _said_since(connection, rows)
-    heard = select(batches.c.last_signal).where(batches.c.id == experiences.c.batch_id).scalar_subquery()
+    later = _words_since(connection, rows)
+    last_signal = select(batches.c.last_signal).where(batches.c.id == experiences.c.batch_id).scalar_subquery()
     first = func.coalesce(experiences.c.consumed_version, version)
-    values = {"state": State.CONSUMED, "consumed_version": first, "heard": heard, **acted}
+    values = {"state": State.CONSUMED, "consumed_version": first, "last_signal": last_signal, **acted}
     connection.execute(update(experiences).where(*rows).values(values))
     for lessons, ids in later.items():
         for part in in_parts(experiences.c.id, ids):
             connection.execute(update(experiences).where(part).values(teaches=teaches.bitwise_or(lessons)))
 
 
-def _said_since(connection: Connection, held: Sequence[ColumnElement[bool]]) -> dict[int, list[int]]:
+def _words_since(connection: Connection, held: Sequence[ColumnElement[bool]]) -> dict[int, list[int]]:
     """Rows of which new words were said since they were claimed, of a kind that acts in their batch: by Lesson."""
-    said_of = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
+    of_choice = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     since = and_(batches.c.id == experiences.c.batch_id, signals.c.id > batches.c.last_signal)
     columns = (*(experiences.c[name] for name in ("id", "msg_id", "choice", "acts")), batches.c.last_signal)
-    query = select(*columns).distinct().join_from(experiences, signals, said_of).join(batches, since)
+    query = select(*columns).distinct().join_from(experiences, signals, of_choice).join(batches, since)
     rows = connection.execute(query.where(*held, signals.c.kind.in_(sorted(WORDS)))).all()
     log = load_signals(connection, rows, WORDS)
     by_lessons: dict[int, list[int]] = defaultdict(list)
     for row in rows:
-        said = log[row.msg_id, row.choice]
-        new = [one.kind for place, one in enumerate(said) if is_new(one, said[:place], row.acts, row.last_signal)]
+        found = log[row.msg_id, row.choice]
+        new = [one.kind for place, one in enumerate(found) if is_new(one, found[:place], row.acts, row.last_signal)]
         if lessons := lessons_of(new) & row.acts:
             by_lessons[lessons].append(row.id)
     return by_lessons

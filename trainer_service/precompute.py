@@ -1,6 +1,6 @@
-"""The look: one forward pass of each model that an algorithm needs, over the sequences that it needs them for.
+"""Numbers that losses take as constant: one forward pass of each model that an algorithm needs, over its sequences.
 
-Everything that losses take as constant rests on it. It runs before the first step of a batch, without gradients.
+It runs before the first step of a batch, without gradients.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Reference = Callable[[MicroBatch], Scores]
 _NOTHING = np.empty(0, np.float32)
 
 
-class Looker:
-    """The models, to look with."""
+class Precompute:
+    """The models, and the numbers that they give."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class Looker:
         self._packer = packer
 
     @torch.no_grad()
-    def look(self, batch: Batch, parts: Mapping[str, tuple[Algorithm, list[Unit]]]) -> dict[str, list[Floats]]:
-        """The fields of `Looked` by name, computed once for all parts; and `teacher/PART`, `top/PART` and
+    def run(self, batch: Batch, parts: Mapping[str, tuple[Algorithm, list[Unit]]]) -> dict[str, list[Floats]]:
+        """The fields of `Precomputed` by name, computed once for all parts; and `teacher/PART`, `top/PART` and
         `top_logprobs/PART`, which are each part's own.
 
-        Each rank looks at its share of the sequences, and leaves the others' arrays empty.
+        Each rank computes its share of the sequences, and leaves the others' arrays empty.
         """
         self._backend.module.eval()
         names = ("proximal", "processed", "reference", "values")
@@ -88,17 +88,17 @@ class Looker:
             for place, words in zip(unit.members, unit.words or (None,) * len(unit.members), strict=True)
         ]
         kinds = ("teacher", "top", "top_logprobs") if top else ("teacher",)
-        said: dict[str, list[Any]] = {f"{kind}/{name}": [_NOTHING] * len(asked) for kind in kinds}
+        scored: dict[str, list[Any]] = {f"{kind}/{name}": [_NOTHING] * len(asked) for kind in kinds}
         teacher: Callable[..., Scores] = self._teachers.get(name) or self._backend
         for micro in self._pack(asked, range(len(asked))):
             scores = teacher(micro, top=top) if top else teacher(micro)
             found = (scores["logprobs"], *scores["top"]) if top else (scores["logprobs"],)
-            for kind, values in zip(said, found, strict=True):
-                scatter(values, micro, said[kind])
-        return said
+            for kind, values in zip(scored, found, strict=True):
+                scatter(values, micro, scored[kind])
+        return scored
 
     def _pack(self, sequences: Sequence[TokenSequence], places: Sequence[int]) -> list[MicroBatch]:
-        """This rank's share. What fills it up is looked at twice."""
+        """This rank's share. What fills it up is computed twice."""
         own = self._packer.share(sequences, places)
         micros = self._packer.pack(sequences, own)
         return [*micros, *self._packer.fill(sequences, len(micros))]
