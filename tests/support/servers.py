@@ -81,7 +81,7 @@ class RunningExplorer:
         self.thread.start()
         self.url = f"http://127.0.0.1:{config.explorer.port}"
         json = {"Content-Type": "application/json"}  # of bodies that are given as bytes
-        self.http = httpx.Client(base_url=self.url, headers=json, timeout=30)
+        self.http = httpx.Client(base_url=self.url, headers=json, timeout=30, verify=False)
         wait_until(lambda: self.server.started)
 
     @asynccontextmanager
