@@ -18,7 +18,7 @@ from shared.errors import ConfigError, StartupError
 from shared.experience import Sampling, Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.dataset import read_rows
+from shared.ledger.given import read_rows
 from shared.ledger.prefix import load_tokens
 from shared.ledger.queries import count_by_state, count_rows
 from shared.ledger.tables import experiences, payloads, signals
