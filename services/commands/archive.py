@@ -37,9 +37,9 @@ def run(args: Namespace) -> int:
 
     from shared.ledger.connect import Ledger
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     moved = 0
-    with closing(Ledger.open(config.ledger_url)) as ledger:
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
         try:
             args.to.mkdir(parents=True, exist_ok=True)
             for file, rows in _move(ledger, args.to, args.older_than_days, args.keep_gb):

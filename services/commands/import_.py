@@ -39,7 +39,7 @@ def run(args: Namespace) -> int:
         require_accepted(args.reward, config.reward)
     except ValueError as exc:
         raise ConfigError(f"--{exc}; give one inside") from exc
-    console, learned = Console(stderr=True), learned_kinds(config.trainer)
+    console, learned = Console(stderr=True, markup=False), learned_kinds(config.trainer)
     counts = {"imported": 0, "known": 0, "unusable": 0}
     with closing(Ledger.open(config.ledger_url)) as ledger:
         with ledger.read() as connection:
@@ -57,7 +57,7 @@ def run(args: Namespace) -> int:
         if not any(counts.values()):
             raise StartupError(f"{args.file} holds no rows; name another file")
         for reason in sorted(reader.reasons):
-            console.print(f"unusable: {reason}", markup=False, soft_wrap=True)
+            console.print(f"unusable: {reason}", soft_wrap=True)
         if args.commit:
             with ledger.write() as connection:
                 committed, ready = transitions.commit(connection)
