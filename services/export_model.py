@@ -48,7 +48,7 @@ def export_model(config: Config, version: int, target: Path, *, merged: bool) ->
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target} is there already; name a new folder")
-    with closing(Ledger.open(config.ledger_url)) as ledger, _held(ledger, version) as row:
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger, _held(ledger, version) as row:
         if merged and row.kind != "lora":
             raise ConfigError(f"--merged is for adapters, and version {version} holds all weights; leave it out")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ the tokens, once, and the engine computes their logprobs.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from itertools import groupby
@@ -19,9 +20,9 @@ from explorer_service.chat.conversation import read_prompt
 from explorer_service.engines.admin import EngineAdmin, open_client
 from shared.config import Config, RewardConfig
 from shared.errors import EngineError, StartupError
-from shared.experience import CorruptTokens, Sample, Sampling, Tokens, new_message_id
+from shared.experience import Sample, Sampling, Tokens, new_message_id
 from shared.ledger import transitions
-from shared.ledger.dataset import signals_of, tokens_of
+from shared.ledger.given import UNUSABLE, conversation_of, names_of, number_of, signals_of, time_of, tokens_of
 from shared.ledger.queries import known_choices
 from shared.reward import Kind, Scope, Signal
 
@@ -48,49 +49,71 @@ class SampleReader:
             engine = EngineAdmin(client, self._config.explorer.engines[0].url, self._config.model.name, TIMEOUT_S)
             for row in rows:
                 try:
-                    samples.append((await self._sample(row, engine), _signals(row)))
-                except (CorruptTokens, AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError) as exc:
+                    samples.append((await self._sample(row, engine), self._signals(row)))
+                except UNUSABLE as exc:
                     self.reasons.add(str(exc) or type(exc).__name__)
                 except EngineError as exc:
                     raise StartupError(f"rows without tokens need an engine that answers: {exc}") from exc
         return samples
 
     async def _sample(self, row: dict[str, Any], engine: EngineAdmin) -> Sample:
-        messages = row.get("messages")
-        tokens, sampling = await _tokens(row, engine)
+        names, created_at, (messages, tools) = names_of(row), time_of(row, time.time()), conversation_of(row)
+        choice, version = number_of(row, "choice"), number_of(row, "version")
+        tokens, sampling = await _tokens(row, messages, tools, engine)
         tokens.check()
         sampling.check()
-        version = row["version"] if row.get("version") in self._versions else self._newest
-        request = (
-            {"messages": messages[:-1], **({"tools": row["tools"]} if row.get("tools") else {})} if messages else None
-        )
-        digest, extends = read_prompt((messages or [])[:-1], None, row.get("task_id"), row.get("run_id"))
+        if row.get("version") is None or version not in self._versions:
+            version = self._newest
+        request = {"messages": messages[:-1], **({"tools": tools} if tools else {})} if messages else None
+        digest, extends = read_prompt(messages[:-1], None, names["task_id"], names["run_id"])
         return Sample(
-            msg_id=str(row.get("msg_id") or new_message_id("import-")),
-            choice=int(row.get("choice") or 0),
+            msg_id=names["msg_id"] or new_message_id("import-"),
+            choice=choice,
             version=version,
             version_end=version,
             tokens=tokens,
             sampling=sampling,
-            finish_reason=row.get("finish_reason") or "stop",
-            created_at=float(row.get("created_at") or time.time()),
+            finish_reason=names["finish_reason"] or "stop",
+            created_at=created_at,
             latency_s=0.0,
-            task_id=row.get("task_id"),
-            run_id=row.get("run_id"),
+            task_id=names["task_id"],
+            run_id=names["run_id"],
             request=None if request is None else msgspec.json.encode(request),
             reply=None if not messages else msgspec.json.encode(messages[-1]),
             exchange=digest.add_reply(messages[-1]) if messages else None,
             extends=extends,
         )
 
+    def _signals(self, row: dict[str, Any]) -> SignalsByKey:
+        """The row's signals, or else its reward. Without either, what no model sampled is a demonstration.
 
-async def _tokens(row: dict[str, Any], engine: EngineAdmin) -> tuple[Tokens, Sampling]:
+        Raises ValidationError and ValueError.
+        """
+        signals = signals_of(row) or ([_DEMONSTRATION] if row.get("prompt_ids") is None else [])
+        if not row.get("signals"):  # others were accepted when they were said
+            for signal in signals:
+                require_accepted(signal.value, self._config.reward)
+        by_key = groupby(signals, key=lambda signal: (signal.key_name, signal.scope))
+        return [(key, list(signals)) for key, signals in by_key]
+
+
+def require_accepted(reward: float | None, rule: RewardConfig) -> None:
+    """Raise ValueError for a reward that callers may not send."""
+    if reward is None:
+        return
+    lowest, highest = rule.accept or (-sys.float_info.max, sys.float_info.max)
+    if not lowest <= reward <= highest:
+        raise ValueError(f"reward {reward:g} is outside of reward.accept={[lowest, highest]}")
+
+
+async def _tokens(
+    row: dict[str, Any], messages: list[dict[str, Any]], tools: list[Any] | None, engine: EngineAdmin
+) -> tuple[Tokens, Sampling]:
     """The row's tokens and how they were sampled. Raises ValueError for a row that has no reply."""
-    messages = row.get("messages")
     if row.get("prompt_ids") is not None:
         return tokens_of(row)
-    if isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
-        return await _render(engine, messages, row.get("tools")), Sampling()
+    if messages and messages[-1].get("role") == "assistant":
+        return await _render(engine, messages, tools), Sampling()
     raise ValueError("a row needs prompt_ids, reply_ids and logprobs, or messages that end with the assistant's")
 
 
@@ -115,16 +138,6 @@ async def _render(engine: EngineAdmin, messages: list[Any], tools: Any) -> Token
 
 def _as_tokens(prompt_ids: list[int], reply_ids: list[int], logprobs: list[float]) -> Tokens:
     return Tokens(np.array(prompt_ids, np.int32), np.array(reply_ids, np.int32), np.array(logprobs, np.float32))
-
-
-def _signals(row: dict[str, Any]) -> SignalsByKey:
-    """The row's signals, or else its reward. Without either, what no model sampled is a demonstration.
-
-    Raises ValidationError and ValueError.
-    """
-    signals = signals_of(row) or ([_DEMONSTRATION] if row.get("prompt_ids") is None else [])
-    by_key = groupby(signals, key=lambda signal: (signal.key_name, signal.scope))
-    return [(key, list(signals)) for key, signals in by_key]
 
 
 def store(

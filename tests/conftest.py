@@ -54,7 +54,8 @@ def schema_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     def open_copy(url: str, *more: Any, **options: Any) -> Ledger:
         parsed = make_url(url)
-        if parsed.get_backend_name() == "sqlite" and parsed.database and not Path(parsed.database).exists():
+        makes = options.get("create", True) and parsed.get_backend_name() == "sqlite" and parsed.database
+        if makes and not Path(parsed.database).exists():
             with contextlib.suppress(OSError):  # the real one says what is wrong
                 Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(made, parsed.database)

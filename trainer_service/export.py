@@ -10,13 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from shared.config import Config
 from shared.errors import StartupError
-from shared.experience import CorruptTokens, Experience, Other, State, TrajectoryKey, choice_name, trajectory_key
-from shared.ledger.dataset import read_rows, signals_of, tokens_of
+from shared.experience import Experience, Other, State, TrajectoryKey, choice_name, trajectory_key
+from shared.ledger.given import UNUSABLE, names_of, number_of, read_rows, signals_of, time_of, tokens_of
 from shared.ledger.queries.preferences import prefer
 from shared.log import StageLogger
 from shared.reward import credit_of, learned_kinds
@@ -46,7 +45,7 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
         else:
             try:
                 rows.append(_experience(number, row, config))
-            except (CorruptTokens, AttributeError, KeyError, TypeError, ValueError, msgspec.ValidationError) as exc:
+            except UNUSABLE as exc:
                 left_out[f"unusable ({exc})"] += 1
     if not rows:
         raise StartupError(f"{file}: no row has tokens ({_shown(left_out)}); export it again with --tokens")
@@ -69,23 +68,24 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
     sampling.check()
     signals, learned = signals_of(row), learned_kinds(config.trainer)
     credit = credit_of(signals, config.reward, learned)
-    msg_id = str(row.get("msg_id") or f"row-{number}")
+    names = names_of(row)
+    msg_id = names["msg_id"] or f"row-{number}"
     experience = Experience(
         id=number,
         msg_id=msg_id,
-        choice=int(row.get("choice") or 0),
-        parent_id=row.get("parent_id"),
-        task_id=row.get("task_id"),
-        run_id=row.get("run_id"),
-        conversation_id=row.get("conversation_id") or msg_id,
-        version=int(row.get("version") or 0),
+        choice=number_of(row, "choice"),
+        parent_id=names["parent_id"],
+        task_id=names["task_id"],
+        run_id=names["run_id"],
+        conversation_id=names["conversation_id"] or msg_id,
+        version=number_of(row, "version"),
         reward=credit.reward,
-        created_at=float(row.get("created_at") or 0.0),
+        created_at=time_of(row, 0.0),
         tokens=tokens,
         sampling=sampling,
         turn_reward=credit.turn_reward,
         outcome=credit.outcome,
-        finish_reason=row.get("finish_reason"),
+        finish_reason=names["finish_reason"],
         signals=tuple(signal for signal in signals if signal.kind in learned),
     )
     return experience, credit.teaches

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,15 +32,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Move rows into files, oldest first. Raises ConfigError without a bound, StartupError without a folder."""
     config = read_config(args)
-    if args.older_than_days is None and args.keep_gb is None:
-        raise ConfigError("archive: say what goes with --older-than-days or --keep-gb")
+    _check(args)
     from rich.console import Console
 
     from shared.ledger.connect import Ledger
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     moved = 0
-    with closing(Ledger.open(config.ledger_url)) as ledger:
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
         try:
             args.to.mkdir(parents=True, exist_ok=True)
             for file, rows in _move(ledger, args.to, args.older_than_days, args.keep_gb):
@@ -48,6 +49,16 @@ def run(args: Namespace) -> int:
             raise StartupError(f"{args.to} cannot be written ({exc.strerror}); name another folder") from exc
     console.print(f"{moved} rows moved to {args.to}")
     return 0
+
+
+def _check(args: Namespace) -> None:
+    bounds = {"--older-than-days": args.older_than_days, "--keep-gb": args.keep_gb}
+    given = {option: value for option, value in bounds.items() if value is not None}
+    if not given:
+        raise ConfigError("archive: say what goes with --older-than-days or --keep-gb")
+    for option, value in given.items():
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{option} {value:g} is no such amount; give a number of at least 0")
 
 
 def _move(
@@ -72,7 +83,7 @@ def _move(
             ids = oldest_done(connection, before=before, at_most=at_most)
             if not ids:
                 return
-            file = folder / f"rows-{ids[0]:012}-{ids[-1]:012}.jsonl.gz"
+            file = _new_file(folder, f"rows-{ids[0]:012}-{ids[-1]:012}")
             in_file = [experiences.c.id.between(ids[0], ids[-1]), *is_done(before)]
             rows = conversations(connection, in_file, with_tokens=True)
             replace_whole(file, (row for row in rows if row is not None))
@@ -80,6 +91,15 @@ def _move(
             removed = transitions.remove(connection, ids)
         left = None if left is None else left - len(ids)
         yield file, removed
+
+
+def _new_file(folder: Path, name: str) -> Path:
+    """A file that is not there yet. Another ledger has rows of the same numbers, and SQLite gives numbers out again."""
+    for number in count(1):
+        file = folder / f"{name}{f'-{number}' if number > 1 else ''}.jsonl.gz"
+        if not file.exists():
+            break
+    return file
 
 
 def _rows_over(ledger: Ledger, keep_gb: float) -> int:

@@ -6,22 +6,23 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
 from services.commands import add_config, read_config
-from shared.errors import ConfigError
+from shared.errors import ConfigError, StartupError
 from shared.log import StageLogger
 
 log = StageLogger("erase")
+_SCOPE = ("key", "task", "run", "message")
 HELP = "delete a key's, task's or message's tokens, texts and feedback"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
     scope = parser.add_argument_group("whose rows (all that are named must agree)")
-    for option in ("key", "task", "run", "message"):
+    for option in _SCOPE:
         scope.add_argument(f"--{option}", default=None)
 
 
 def run(args: Namespace) -> int:
-    """Erase the rows in the scope. Raises ConfigError when there is none."""
+    """Erase the rows in the scope. Raises ConfigError when no scope is named, StartupError when no row is in it."""
     config = read_config(args)
     scope = {"key_name": args.key, "task_id": args.task, "run_id": args.run, "msg_id": args.message}
     if not any(scope.values()):
@@ -33,7 +34,7 @@ def run(args: Namespace) -> int:
 
     rows, versions, names = 0, set[int](), set[str]()
     last_id: int | None = 0
-    with closing(Ledger.open(config.ledger_url)) as ledger:
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
         while last_id is not None:
             with ledger.write() as connection:
                 erased = transitions.erase(connection, after_id=last_id, **scope)
@@ -44,6 +45,11 @@ def run(args: Namespace) -> int:
             transitions.forget_answers_about(connection, names)
         if not ledger.empty_log():
             log.warning("the write-ahead log still holds erased text: another process reads; repeat this command")
+    if not rows:
+        named = ", ".join(
+            f"--{option} {getattr(args, option)!r}" for option in _SCOPE if getattr(args, option) is not None
+        )
+        raise StartupError(f"no row is of {named}; nothing was erased: see that it is spelled as it was recorded")
     trained = f"they went into {_ranges(versions)}" if versions else "no version was trained on them"
     Console().print(f"{rows} rows erased; {trained}")
     return 0

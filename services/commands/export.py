@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
 
     where = _conditions(args)
     counts = {"written": 0, "without text": 0}
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
 
     def count(rows: Iterator[dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(rows, start=1):
@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
             if number % 100_000 == 0:
                 console.print(f"{number} rows read")
 
-    with closing(Ledger.open(config.ledger_url)) as ledger, ledger.read() as connection:
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.read() as connection:
         tokenizer = tokenizer_digest(config.root / version_path(0)) if args.tokens else None
         replace_whole(args.out, count(conversations(connection, where, args.tokens, tokenizer)))
     console.print(f"{counts['written']} rows in {args.out}; {counts['without text']} have no text")

@@ -25,7 +25,7 @@ def run(args: Namespace) -> int:
     from services.export_model import export_model
 
     gap = export_model(config, args.version, args.to, merged=args.merged)
-    Console(stderr=True).print(
+    Console(stderr=True, markup=False).print(
         f"version {args.version} is in {args.to}; its probe, computed from there, is off by at most {gap.largest:.2g}"
     )
     return 0

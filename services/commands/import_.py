@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from services.commands import add_config, read_config
+from shared.errors import ConfigError, StartupError
 
 HELP = "record conversations from a file, with rewards or as demonstrations"
 TRANSACTION_ROWS = 500
@@ -26,15 +27,19 @@ def run(args: Namespace) -> int:
     config = read_config(args)
     from rich.console import Console
 
-    from services.samples import SampleReader, store
+    from services.samples import SampleReader, require_accepted, store
     from shared.experience import MAY_SERVE
     from shared.ledger import transitions
     from shared.ledger.connect import Ledger
-    from shared.ledger.dataset import read_rows
+    from shared.ledger.given import read_rows
     from shared.ledger.queries import list_versions
     from shared.reward import learned_kinds
 
-    console, learned = Console(stderr=True), learned_kinds(config.trainer)
+    try:
+        require_accepted(args.reward, config.reward)
+    except ValueError as exc:
+        raise ConfigError(f"--{exc}; give one inside") from exc
+    console, learned = Console(stderr=True, markup=False), learned_kinds(config.trainer)
     counts = {"imported": 0, "known": 0, "unusable": 0}
     with closing(Ledger.open(config.ledger_url)) as ledger:
         with ledger.read() as connection:
@@ -49,8 +54,10 @@ def run(args: Namespace) -> int:
             counts["known"] += len(samples) - stored
             counts["unusable"] += len(part) - len(samples)
             console.print(", ".join(f"{count} {what}" for what, count in counts.items()))
+        if not any(counts.values()):
+            raise StartupError(f"{args.file} holds no rows; name another file")
         for reason in sorted(reader.reasons):
-            console.print(f"unusable: {reason}")
+            console.print(f"unusable: {reason}", soft_wrap=True)
         if args.commit:
             with ledger.write() as connection:
                 committed, ready = transitions.commit(connection)

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
 from services.commands import add_config, read_config
+from shared.errors import ConfigError
 
 HELP = "bring the ledger to this version's schema, or copy it to another database"
 
@@ -16,18 +17,24 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Upgrade the ledger; with --to, copy it while no process writes. Raises LedgerError."""
+    """Upgrade the ledger; with --to, copy it while no process writes. Raises ConfigError and LedgerError."""
     config = read_config(args)
+    from shared.config import check_database_url, ledger_url
+
+    if args.to is not None:
+        try:
+            check_database_url("--to", args.to)
+        except ValueError as exc:
+            raise ConfigError(str(exc)) from exc
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from shared.config import ledger_url
     from shared.ledger.connect import Ledger
     from shared.ledger.migrate import copy_ledger
     from shared.ledger.migrations import HEAD
 
     console = Console()
-    with closing(Ledger.open(config.ledger_url)) as source:  # opening upgrades the schema
+    with closing(Ledger.open(config.ledger_url, create=args.to is None)) as source:  # opening upgrades the schema
         if args.to is None:
             console.print(f"{source.shown_url} has schema {HEAD}")
             return 0

@@ -22,7 +22,7 @@ def run(args: Namespace) -> int:
     learned = learned_kinds(config.trainer)
     changed = 0
     last_id: int | None = 0
-    with closing(Ledger.open(config.ledger_url)) as ledger:
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
         while last_id is not None:
             with ledger.write() as connection:
                 count, last_id = transitions.recompute_rewards(connection, config.reward, learned, last_id)

@@ -18,7 +18,7 @@ def run(args: Namespace) -> int:
     from shared.ledger.connect import Ledger
     from shared.ledger.queries import ledger_status
 
-    with closing(Ledger.open(config.ledger_url)) as ledger, ledger.read() as connection:
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.read() as connection:
         status = ledger_status(connection)
     console = Console()
     console.print("rows      " + "  ".join(f"{state} {count}" for state, count in status["rows"].items()))

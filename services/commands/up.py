@@ -7,20 +7,22 @@ from contextlib import closing
 from pathlib import Path
 
 from services.commands import add_config, read_config
-from shared.errors import StartupError
+from shared.errors import ConfigError, StartupError
 
+PARTS = ("engines", "explorer", "trainer")
 HELP = "engines, explorer and trainer on this machine, supervised"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parts = ("engines", "explorer", "trainer")
-    parser.add_argument("--without", action="append", default=[], choices=parts, help="leave this part out")
+    parser.add_argument("--without", action="append", default=[], choices=PARTS, help="leave this part out")
 
 
 def run(args: Namespace) -> int:
     """Run everything, but for the parts left out, until SIGINT or SIGTERM. Raises StartupError."""
     config = read_config(args)
+    if len(set(args.without)) == len(PARTS):
+        raise ConfigError("--without leaves all parts out, and nothing is left to run; name one less")
     from services.supervisor import Child, Supervisor
     from shared.belonging import require_belonging
     from shared.config import is_loopback
@@ -42,5 +44,7 @@ def run(args: Namespace) -> int:
     with closing(Ledger.open(config.ledger_url)) as ledger:  # an error is said once here, and not by every process
         require_belonging(config.root, ledger)
     children = [Child(f"engine-{e.name}", ["engine", "-c", args.config, "--name", e.name]) for e in engines]
+    if not engines and {"explorer", "trainer"} <= set(args.without):
+        raise ConfigError("no engine is on this machine, and --without leaves the rest out: nothing is left to run")
     parts = [name for name in ("explorer", "trainer") if name not in args.without]
     return Supervisor([*children, *(Child(name, [name, "-c", args.config]) for name in parts)], stop).run()

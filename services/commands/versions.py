@@ -37,12 +37,24 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"versions tag {args.version}: give it a name, such as `versions tag {args.version} best`")
     from shared.ledger.connect import Ledger
 
-    with closing(Ledger.open(config.ledger_url)) as ledger:
+    _require_fitting(args.action, args.version, args.name)
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
         if args.action is None:
             _show(ledger)
         else:
             _do(ledger, args.action, args.version, args.name)
     return 0
+
+
+def _require_fitting(action: str, version: int | None, name: str | None) -> None:
+    """Raise ConfigError for a number or a tag that the ledger's columns do not take."""
+    from shared.ledger.tables import versions
+
+    if version is not None and not 0 <= version < 1 << 31:
+        raise ConfigError(f"versions {action} {version}: there is no such version; see `flywheel versions`")
+    most = versions.c.tag.type.length  # type: ignore[attr-defined]
+    if name is not None and len(name) > most:
+        raise ConfigError(f"versions tag {version}: the name has {len(name)} characters; give it at most {most}")
 
 
 def _do(ledger: Ledger, action: str, version: int, name: str | None) -> None:
@@ -62,6 +74,7 @@ def _do(ledger: Ledger, action: str, version: int, name: str | None) -> None:
 def _show(ledger: Ledger) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from shared.ledger.queries import list_versions
 
@@ -76,7 +89,7 @@ def _show(ledger: Ledger) -> None:
         times = (_local_time(moment) for moment in (row.decided_at, row.created_at, row.served_at))
         remarks = [f"tag {row.tag}" if row.tag else "", "files gone" if row.deleted_at else "", row.reason or ""]
         about = (str(row.version), parent, row.kind, str(row.step), row.state)
-        table.add_row(*about, *times, "; ".join(filter(None, remarks)))
+        table.add_row(*map(Text, (*about, *times, "; ".join(filter(None, remarks)))))
     Console().print(table)
 
 

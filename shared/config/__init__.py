@@ -31,7 +31,7 @@ from shared.config.taught import DistillConfig, HintConfig
 from shared.config.trainer import TrainerConfig
 from shared.config.versions import VersionsConfig
 from shared.config.watch import BreakerConfig, WatchConfig
-from shared.config.whole import Config, agreed_settings, ledger_url
+from shared.config.whole import Config, agreed_settings, check_database_url, ledger_url
 
 __all__ = [
     "ALGORITHMS",
@@ -67,6 +67,7 @@ __all__ = [
     "VersionsConfig",
     "WatchConfig",
     "agreed_settings",
+    "check_database_url",
     "is_loopback",
     "ledger_url",
     "load_config",

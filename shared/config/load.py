@@ -12,11 +12,11 @@ import yaml
 from pydantic import ValidationError
 
 from shared.config.explain import explain
-from shared.config.whole import Config
+from shared.config.whole import Config, sqlite_url
 from shared.errors import ConfigError
 
 ENV_PREFIX = "FLYWHEEL_"
-ENV_NOT_SETTINGS = ("FLYWHEEL_LOG_PLAIN", "FLYWHEEL_TORTURE")
+ENV_NOT_SETTINGS = ("FLYWHEEL_LOG_PLAIN", "FLYWHEEL_TORTURE", "FLYWHEEL_URL", "FLYWHEEL_KEY")  # the last two: the SDK's
 ENV_PLAIN_TEXT = ("FLYWHEEL_DATABASE_URL", "FLYWHEEL_ENGINE__ADMIN_TOKEN")  # not YAML: any character may stand in them
 _WORDS = re.compile(r"'(?!<)[^']{2,}'")  # what YAML's messages quote of the file, which may be a secret
 
@@ -31,6 +31,13 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
             named.add(key.value)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as exc:
+            problem = "a value is no date or number, and looks like one"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from exc
 
 
 def load_config(file: str | Path, environ: Mapping[str, str] | None = None) -> Config:
@@ -50,6 +57,8 @@ def load_config(file: str | Path, environ: Mapping[str, str] | None = None) -> C
         raise ConfigError(f"config file {str(path)!r} is not UTF-8 text; write it as YAML in UTF-8") from exc
     try:
         tree = yaml.load(text, _Loader) or {}
+    except RecursionError as exc:
+        raise ConfigError(f"config file {str(path)!r} is nested too deeply; write it as shown in the README") from exc
     except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -78,8 +87,8 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
             if not isinstance(node, dict):
                 raise ConfigError(f"environment variable {variable}: {part!r} is not a section; set it in the file")
         try:
-            node[leaf] = (text or None) if variable in ENV_PLAIN_TEXT else yaml.safe_load(text)
-        except yaml.YAMLError as exc:
+            node[leaf] = (text or None) if variable in ENV_PLAIN_TEXT else yaml.load(text, _Loader)
+        except (yaml.YAMLError, RecursionError) as exc:
             raise ConfigError(f"the value of environment variable {variable} is not YAML; quote it") from exc
 
 
@@ -91,5 +100,5 @@ def _resolve_paths(config: Config, base: Path) -> Config:
         update["engine"] = config.engine.model_copy(update={"staging_dir": staging_dir})
     url = config.database_url
     if url is not None and url.startswith("sqlite:///") and not url.startswith("sqlite:////"):
-        update["database_url"] = f"sqlite:///{base / url.removeprefix('sqlite:///')}"
+        update["database_url"] = f"{sqlite_url(base)}/{url.removeprefix('sqlite:///')}"
     return config.model_copy(update=update)

@@ -81,3 +81,9 @@ class ModelConfig(Section):
     """What a version holds: `full`, all weights; `lora`, an adapter over the base model."""
     lora: LoraConfig = LoraConfig()
     """The adapter, with `kind: lora`."""
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> ModelConfig:
+        if self.kind == "full" and "lora" in self.model_fields_set:
+            raise ValueError("model.lora is set, and model.kind is full; set model.kind: lora, or remove the section")
+        return self

@@ -42,7 +42,7 @@ class Config(Section):
     @property
     def ledger_url(self) -> str:
         """SQLAlchemy's URL of the ledger."""
-        return ledger_url(self.database_url or f"sqlite:///{self.root / 'ledger.sqlite3'}")
+        return ledger_url(self.database_url or sqlite_url(self.root / "ledger.sqlite3"))
 
     @model_validator(mode="after")
     def _check_devices(self) -> Config:
@@ -75,17 +75,27 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_database(self) -> Config:
-        url = self.database_url
-        if url is None:
-            return self
-        if not url.startswith(_SCHEMES):
-            raise ValueError("database_url: write postgresql://user:pw@host/db or sqlite:///FILE")
-        if not url.startswith("sqlite:") and not _is_whole(url):
-            raise ValueError(
-                "database_url: its host or port cannot be told; in the user's name and password write %40 for @, "
-                "%2F for /, %3A for :, %23 for # and %3F for ?"
-            )
+        if "\0" in self.root_dir:
+            raise ValueError("root_dir holds NUL, which no file's name may; take it out")
+        if self.database_url is not None:
+            check_database_url("database_url", self.database_url)
         return self
+
+
+def check_database_url(setting: str, url: str) -> None:
+    """Raise ValueError for what is no address of a database. It is not shown: a password may be in it."""
+    if not url.startswith(_SCHEMES):
+        raise ValueError(f"{setting}: write postgresql://user:pw@host/db or sqlite:///FILE")
+    if not url.startswith("sqlite:") and not _is_whole(url):
+        raise ValueError(
+            f"{setting}: its host or port cannot be told; in the user's name and password write %40 for @, "
+            "%2F for /, %3A for :, %23 for # and %3F for ?"
+        )
+
+
+def sqlite_url(file: Path) -> str:
+    """SQLAlchemy's URL of a file, whatever its name has in it."""
+    return f"sqlite:///{str(file).replace('%', '%25').replace('?', '%3F')}"
 
 
 def agreed_settings(config: Config) -> dict[str, Any]:

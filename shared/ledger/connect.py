@@ -17,7 +17,7 @@ from sqlalchemy.engine import make_url
 
 from shared.errors import LedgerError
 from shared.ledger.driver import OPERATOR, Patience, make_engine, require_same_file
-from shared.ledger.migrate import bring_to_head
+from shared.ledger.migrate import bring_to_head, schema_version
 
 T = TypeVar("T")
 _IDLE_S = 2.0  # after a longer pause a dedicated connection may have lost its server
@@ -45,20 +45,26 @@ class Ledger:
         self.shown_url = shown_url  # without the password
 
     @classmethod
-    def open(cls, url: str, patience: Patience = OPERATOR) -> Ledger:
+    def open(cls, url: str, patience: Patience = OPERATOR, *, create: bool = True) -> Ledger:
         """Connect and migrate the schema to this version. Raises LedgerError when the database cannot be used.
 
         patience: how long to wait for the database from then on; a migration takes as long as it takes.
+        create: make the ledger where there is none; otherwise its absence is an error.
         """
         parsed = make_url(url)
-        if parsed.get_backend_name() == "sqlite" and parsed.database:
-            _make_folder(Path(parsed.database).parent)
         shown_url = parsed.render_as_string(hide_password=True)
+        absent = LedgerError(f"{shown_url} holds no ledger; correct root_dir or database_url")
+        if parsed.get_backend_name() == "sqlite" and parsed.database:
+            if not create and not Path(parsed.database).exists():
+                raise absent
+            _make_folder(Path(parsed.database).parent)
         migrating = cls(make_engine(parsed, OPERATOR, create=True), shown_url)
         try:
             with migrating.write() as connection:
                 if not migrating.is_sqlite:  # two processes may create the same tables at once
                     connection.exec_driver_sql("SELECT pg_advisory_xact_lock(732160)")
+                if not create and schema_version(connection) is None:
+                    raise absent
                 bring_to_head(connection)
         finally:
             migrating.close()

@@ -14,23 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from sqlalchemy import ColumnElement, Connection, select
 
 from shared.errors import StartupError
-from shared.experience import CorruptTokens, Sampling, TokenArray, Tokens, choice_name
+from shared.experience import Sampling, Tokens, choice_name
 from shared.ledger.conditions import in_parts
 from shared.ledger.prefix import load_tokens
 from shared.ledger.tables import experiences, payloads, signals
-from shared.reward import Kind, Scope, Signal
 from shared.versions import fsync
 
-_CHUNK = 1000  # rows
+CHUNK = 1000  # rows
 _EXPORTED = [column for column in experiences.c if column.info.get("exported")]
 _SAMPLING = [experiences.c[field.name] for field in fields(Sampling)]
 _ARRAYS = [field.name for field in fields(Tokens)]
 _SIGNAL = [column.name for column in signals.c if column.name not in ("id", "msg_id", "choice")]
-_PACKED = ("tools", "signals")  # JSON in Parquet
+PACKED = ("tools", "signals")  # JSON in Parquet
 _MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")
 _ENCODE = msgspec.json.encode
 
@@ -48,7 +46,7 @@ def conversations(
     """
     query = select(*_EXPORTED, *_SAMPLING, experiences.c.id, payloads.c.request, payloads.c.reply)
     query = query.outerjoin(payloads, payloads.c.experience_id == experiences.c.id).where(*where)
-    result = connection.execute(query.order_by(experiences.c.id), execution_options={"yield_per": _CHUNK})
+    result = connection.execute(query.order_by(experiences.c.id), execution_options={"yield_per": CHUNK})
     for rows in result.partitions():
         loaded = load_tokens(connection, [row.id for row in rows]) if with_tokens else {}
         logs = _signals(connection, rows) if with_tokens else {}
@@ -106,88 +104,11 @@ def _about(row: Any) -> dict[str, Any]:
     return {**about, "conversation_id": row.conversation_id or choice_name(row.msg_id, row.choice)}
 
 
-def tokens_of(row: dict[str, Any]) -> tuple[Tokens, Sampling]:
-    """The tokens of a row that has them, and how they were sampled. Raises what bad data raises."""
-    sampling = {name: type(getattr(Sampling(), name))(value) for name, value in (row.get("sampling") or {}).items()}
-    prompt_ids, reply_ids = (_token_ids(row[name]) for name in ("prompt_ids", "reply_ids"))
-    tokens = Tokens(prompt_ids, reply_ids, np.array(row["logprobs"], np.float32))
-    return tokens, Sampling(**sampling)
-
-
-def _token_ids(given: Sequence[int]) -> TokenArray:
-    """Raises CorruptTokens for what is no token id: it is not rounded, and does not wrap around."""
-    found = np.array(given)
-    if found.size and (found.dtype.kind not in "iu" or found.min() < 0 or found.max() > np.iinfo(np.int32).max):
-        raise CorruptTokens("something among its token ids is none")
-    return found.astype(np.int32)
-
-
-class _ExportedSignal(msgspec.Struct):
-    """A signal as `export --tokens` writes it."""
-
-    kind: Kind
-    value: float | None = None
-    name: str | None = None
-    text: str | None = None
-    scope: Scope = "message"
-    key_name: str | None = None
-
-
-def signals_of(row: dict[str, Any]) -> list[Signal]:
-    """The row's signals, oldest first; its reward where it has none. Raises ValidationError and ValueError."""
-    exported = msgspec.convert(row.get("signals") or [], list[_ExportedSignal])
-    reward = row.get("reward")
-    if exported or reward is None:
-        return [Signal(one.kind, one.value, one.name, one.text, one.scope, one.key_name) for one in exported]
-    return [Signal("reward", value=float(reward))]
-
-
 def write_jsonl(rows: Iterable[dict[str, Any]], file: Path) -> None:
     """One JSON object on each line; compressed when the name ends in .gz."""
     with gzip.open(file, "wb") if file.suffix == ".gz" else file.open("wb") as lines:
         for row in rows:
             lines.write(_ENCODE(row) + b"\n")
-
-
-def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file that `flywheel export` or someone else wrote. Raises StartupError, naming the line."""
-    try:
-        if file.suffix == ".parquet":
-            yield from _read_parquet(file)
-            return
-        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                row = msgspec.json.decode(line) if line.strip() else None
-                if isinstance(row, dict):
-                    yield row
-                elif line.strip():
-                    raise StartupError(f"{file}, line {number}: not a JSON object")
-    except msgspec.DecodeError as exc:
-        raise StartupError(f"{file}: not JSON ({exc}); one object on each line") from exc
-    except OSError as exc:
-        raise StartupError(f"{file} cannot be read ({exc.strerror or exc})") from exc
-
-
-def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet as pq
-
-    with pq.ParquetFile(file) as parquet:
-        for batch in parquet.iter_batches(_CHUNK):
-            for row in batch.to_pylist():
-                messages = row.get("messages")
-                packed = {name: row[name] for name in _PACKED if isinstance(row.get(name), str)}
-                yield {
-                    **row,
-                    "messages": messages if messages is None else [_unflat(message) for message in messages],
-                    **{name: msgspec.json.decode(text) for name, text in packed.items()},
-                }
-
-
-def _unflat(message: dict[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in message.items() if value is not None}
-    if isinstance(given.get("tool_calls"), str):
-        given["tool_calls"] = msgspec.json.decode(given["tool_calls"])
-    return given
 
 
 def write_parquet(rows: Iterable[dict[str, Any]], file: Path) -> None:
@@ -205,7 +126,7 @@ def write_parquet(rows: Iterable[dict[str, Any]], file: Path) -> None:
     types = {int: pa.int32(), float: pa.float64(), str: text}
     sampling = [(column.name, pa.bool_() if column.type.python_type is bool else pa.float64()) for column in _SAMPLING]
     schema = pa.schema(
-        [("messages", pa.list_(message)), *((name, text) for name in _PACKED)]
+        [("messages", pa.list_(message)), *((name, text) for name in PACKED)]
         + [(column.name, types[column.type.python_type]) for column in _EXPORTED]
         + [("prompt_ids", pa.list_(pa.int32())), ("reply_ids", pa.list_(pa.int32()))]
         + [("logprobs", pa.list_(pa.float32()))]
@@ -215,8 +136,8 @@ def write_parquet(rows: Iterable[dict[str, Any]], file: Path) -> None:
         part: list[dict[str, Any]] = []
         for row in rows:
             messages = None if row["messages"] is None else [_flat(m) for m in row["messages"]]
-            part.append({**row, "messages": messages, **{name: _as_text(row.get(name)) for name in _PACKED}})
-            if len(part) == _CHUNK:
+            part.append({**row, "messages": messages, **{name: _as_text(row.get(name)) for name in PACKED}})
+            if len(part) == CHUNK:
                 writer.write_table(pa.Table.from_pylist(part, schema))
                 part.clear()
         writer.write_table(pa.Table.from_pylist(part, schema))

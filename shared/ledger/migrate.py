@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Table, func, insert, inspect, select, text
 
 from shared.errors import LedgerError
 from shared.ledger.migrations import HEAD
-from shared.ledger.tables import metadata, row_counts
+from shared.ledger.tables import batches, metadata, row_counts, signals
 
 _CHUNK = 1000  # rows
 
@@ -73,8 +73,9 @@ def copy_ledger(source: Connection, target: Connection, progress: Callable[[str,
             progress(table.name, done, total)
         if _digest(source, table) != _digest(target, table):
             raise LedgerError(f"table {table.name} differs after copying; nothing was written to the target")
-        _continue_numbering(target, table)
         copied[table.name] = done
+    for table in metadata.sorted_tables:
+        _continue_numbering(target, table)
     return copied
 
 
@@ -103,6 +104,8 @@ def _continue_numbering(connection: Connection, table: Table) -> None:
         return
     sequence = connection.execute(select(func.pg_get_serial_sequence(table.name, column.name))).scalar()
     if sequence is not None:
-        highest = connection.execute(select(func.max(column))).scalar()
-        if highest is not None:
+        highest = connection.execute(select(func.max(column))).scalar() or 0
+        if table is signals:  # the newest may be deleted, and a batch knows by its last one what came later
+            highest = max(highest, connection.execute(select(func.max(batches.c.last_signal))).scalar() or 0)
+        if highest:
             connection.execute(select(func.setval(sequence, highest)))

@@ -18,6 +18,7 @@ from shared.errors import ConfigError, StartupError
 from shared.experience import Sampling, Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.given import read_rows
 from shared.ledger.prefix import load_tokens
 from shared.ledger.queries import count_by_state, count_rows
 from shared.ledger.tables import experiences, payloads, signals
@@ -184,6 +185,33 @@ def test_a_ledger_that_is_too_large_loses_its_oldest_done_rows(ledger, config, t
         assert count_rows(connection) == 100, "what is still to be trained stays, however little room there is"
     with pytest.raises(ConfigError, match="--older-than-days"):
         run_here(config, "archive", "--to", str(tmp_path / "archive"))
+
+
+def archived_names(folder: Path) -> list[str]:
+    return [row["msg_id"] for file in sorted(folder.iterdir()) for row in read_rows(file)]
+
+
+def test_an_archive_overwrites_no_file_when_numbers_of_rows_come_again(ledger, config, tmp_path: Path):
+    for name in "ab":
+        record_ready(ledger, rows(3, name=name))
+        with ledger.write() as connection:
+            connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
+        run_here(config, "archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
+        with ledger.write() as connection:
+            assert count_rows(connection) == 0
+            if not ledger.is_sqlite:  # another ledger, archived into the same folder
+                connection.exec_driver_sql("ALTER SEQUENCE experiences_id_seq RESTART")
+    assert sorted(archived_names(tmp_path / "archive")) == ["a0", "a1", "a2", "b0", "b1", "b2"]
+
+
+@pytest.mark.parametrize("bound", [("--older-than-days", "nan"), ("--older-than-days", "-5"), ("--keep-gb", "inf")])
+def test_a_bound_that_is_no_amount_moves_nothing(ledger, config, tmp_path: Path, bound):
+    record_ready(ledger, rows(3))
+    with ledger.write() as connection:
+        connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
+    with pytest.raises(ConfigError, match=f"{bound[0]} {bound[1]} is no such amount"):
+        run_here(config, "archive", "--to", str(tmp_path / "archive"), f"{bound[0]}={bound[1]}")
+    assert len(content(ledger)) == 3
 
 
 def test_choices_of_one_message_go_and_come_each_for_itself(ledger, config, tmp_path: Path):

@@ -36,6 +36,9 @@ MAX_SIGNALS = 500  # about one row; all of them are read whenever more is said a
 _CREDIT = tuple(field.name for field in fields(Credit))  # these are columns
 _COLUMNS = ("id", "msg_id", "choice", "task_id", "run_id", "state", "acts", "taught", "last_signal", *_CREDIT)
 _LOGGED = ("msg_id", "choice", "kind", "name", "value", "text", "scope", "key_name", "created_at")
+# SQLite would give the numbers of deleted signals out again, and a batch knows by its last one what came later
+_NEXT_NUMBER = """SELECT 1 + max(coalesce((SELECT max(id) FROM signals), 0),
+    coalesce((SELECT last_signal FROM batches ORDER BY id DESC LIMIT 1), 0))"""
 _MANY = 50  # targets, for which statements are planned anew
 _COPIED_ROWS = 16  # from this many rows on PostgreSQL's COPY is faster than inserts
 ReceiptState = Literal["applied", "updated", "duplicate", "unknown", "already_trained", "expired"]
@@ -223,13 +226,17 @@ def _credit(row: AnyRow) -> Credit:
 
 def _append(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
     """Append to the log of signals."""
-    columns, mark = ", ".join(_LOGGED), placeholder(connection)
     if not rows:
         return
+    names: Sequence[str] = _LOGGED
+    if connection.dialect.name == "sqlite":
+        first = connection.exec_driver_sql(_NEXT_NUMBER).scalar_one()
+        names, rows = ("id", *_LOGGED), [(number, *row) for number, row in enumerate(rows, first)]
+    columns, mark = ", ".join(names), placeholder(connection)
     if connection.dialect.name == "postgresql" and len(rows) >= _COPIED_ROWS:
         copy_rows(connection, f"COPY {tables.signals.name} ({columns}) FROM STDIN", rows)
         return
-    marks = ", ".join([mark] * len(_LOGGED))
+    marks = ", ".join([mark] * len(names))
     connection.exec_driver_sql(f"INSERT INTO {tables.signals.name} ({columns}) VALUES ({marks})", list(rows))
 
 

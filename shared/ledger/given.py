@@ -1,0 +1,190 @@
+"""Rows of a file that `flywheel export` or someone else wrote: read one by one, and checked before anything uses them.
+
+Whatever a caller may not send is no row here either: the ledger and the trainer rely on it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shared.errors import StartupError
+from shared.experience import CorruptTokens, Sampling, TokenArray, Tokens
+from shared.ledger.dataset import CHUNK, PACKED
+from shared.ledger.tables import experiences, signals
+from shared.reward import Kind, Scope, Signal
+
+_NAMES = ("msg_id", "task_id", "run_id", "parent_id", "conversation_id", "finish_reason")
+_LARGEST = {"choice": 10**9 - 1, "version": 2**31 - 1}
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UNUSABLE = (CorruptTokens, AttributeError, KeyError, TypeError, ValueError, OverflowError)  # what a bad row raises
+
+
+def read_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file. Raises StartupError, naming the line."""
+    try:
+        yield from _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
+    except (EOFError, zlib.error) as exc:
+        raise StartupError(f"{file} cannot be read: it is cut off or damaged ({exc}); copy it again") from exc
+    except OSError as exc:
+        raise StartupError(f"{file} cannot be read ({exc.strerror or exc})") from exc
+
+
+def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            text = line.removeprefix(_BYTE_ORDER_MARK).strip()
+            try:
+                row = msgspec.json.decode(text) if text else None
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+                reason = f"not JSON in UTF-8 ({exc}); write one object on each line"
+                raise StartupError(f"{file}, line {number}: {reason}") from exc
+            if isinstance(row, dict):
+                yield row
+            elif text:
+                raise StartupError(f"{file}, line {number}: not a JSON object")
+
+
+def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as exc:
+        raise StartupError(
+            "Parquet needs pyarrow, which is not installed; pip install pyarrow, or write a .jsonl file"
+        ) from exc
+    try:
+        with pq.ParquetFile(file) as parquet:
+            for batch in parquet.iter_batches(CHUNK):
+                for row in batch.to_pylist():
+                    yield _unpacked(row)
+    except (pa.ArrowException, UnicodeDecodeError) as exc:
+        raise StartupError(f"{file} cannot be read as Parquet ({exc}); write it again, or as .jsonl") from exc
+
+
+def _unpacked(row: dict[str, Any]) -> dict[str, Any]:
+    messages = row.get("messages")
+    if isinstance(messages, list):
+        row["messages"] = [_unflat(message) if isinstance(message, dict) else message for message in messages]
+    return {**row, **{name: _decoded(row[name]) for name in PACKED if name in row}}
+
+
+def _unflat(message: dict[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in message.items() if value is not None}
+    return {name: _decoded(value) if name == "tool_calls" else value for name, value in given.items()}
+
+
+def _decoded(value: Any) -> Any:
+    """What a text of JSON says; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        return value
+
+
+def names_of(row: dict[str, Any]) -> dict[str, str | None]:
+    """The row's names, as text; integers are taken as their digits. Raises ValueError."""
+    return {name: _text(name, row.get(name), experiences.c[name].type.length) for name in _NAMES}  # type: ignore[attr-defined]
+
+
+def _text(name: str, value: Any, most: int) -> str | None:
+    if value is None or value == "":
+        return None
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or len(text) > most or "\0" in text:
+        raise ValueError(f"{name} is no text of at most {most} characters without NUL")
+    return text
+
+
+def number_of(row: dict[str, Any], name: str) -> int:
+    """The row's choice or version; 0 where it has none. Raises ValueError."""
+    value = row.get(name)
+    if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST[name]):
+        raise ValueError(f"{name} is no number of a {name}")
+    return value or 0
+
+
+def time_of(row: dict[str, Any], default: float) -> float:
+    """When it was sampled, Unix seconds. Raises ValueError."""
+    value = row.get("created_at")
+    return default if value is None else _finite(value, "created_at is no time in Unix seconds")
+
+
+def _finite(value: Any, complaint: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(complaint)
+    return float(value)
+
+
+def conversation_of(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """The row's messages and tools. Raises ValueError."""
+    messages, tools = row.get("messages") or [], row.get("tools")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("messages is no list of messages")
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError("tools is no list")
+    return messages, tools
+
+
+def tokens_of(row: dict[str, Any]) -> tuple[Tokens, Sampling]:
+    """The tokens of a row that has them, and how they were sampled. Raises what bad data raises."""
+    sampling = {name: type(getattr(Sampling(), name))(value) for name, value in (row.get("sampling") or {}).items()}
+    prompt_ids, reply_ids = (_token_ids(row[name]) for name in ("prompt_ids", "reply_ids"))
+    tokens = Tokens(prompt_ids, reply_ids, np.array(row["logprobs"], np.float32))
+    return tokens, Sampling(**sampling)
+
+
+def _token_ids(given: Sequence[int]) -> TokenArray:
+    """Raises CorruptTokens for what is no token id: it is not rounded, and does not wrap around."""
+    found = np.array(given)
+    if found.size and (found.dtype.kind not in "iu" or found.min() < 0 or found.max() > np.iinfo(np.int32).max):
+        raise CorruptTokens("something among its token ids is none")
+    return found.astype(np.int32)
+
+
+class _ExportedSignal(msgspec.Struct):
+    """A signal as `export --tokens` writes it."""
+
+    kind: Kind
+    value: float | None = None
+    name: str | None = None
+    text: str | None = None
+    scope: Scope = "message"
+    key_name: str | None = None
+
+
+def signals_of(row: dict[str, Any]) -> list[Signal]:
+    """The row's signals, oldest first; its reward where it has none. Raises ValidationError and ValueError."""
+    exported = msgspec.convert(row.get("signals") or [], list[_ExportedSignal])
+    for one in exported:
+        _check(one)
+    reward = row.get("reward")
+    if exported or reward is None:
+        return [Signal(one.kind, one.value, one.name, one.text, one.scope, one.key_name) for one in exported]
+    return [Signal("reward", value=_finite(reward, "reward is no finite number"))]
+
+
+def _check(signal: _ExportedSignal) -> None:
+    """Raise ValueError for a signal that lacks what its kind says."""
+    kind = signal.kind
+    if kind in ("reward", "metric"):
+        _finite(signal.value, f"a {kind} without a finite number")
+    elif kind == "rating" and signal.text not in ("up", "down"):
+        raise ValueError("a rating that is neither up nor down")
+    elif kind != "demonstration" and not signal.text:
+        raise ValueError(f"a {kind} without a text")
+    if kind == "metric" and not signal.name:
+        raise ValueError("a metric without a name")
+    if "\0" in (signal.text or ""):
+        raise ValueError(f"NUL in a {kind}")
+    for name in ("name", "key_name"):
+        _text(f"{name} of a {kind}", getattr(signal, name), signals.c[name].type.length)  # type: ignore[attr-defined]

@@ -1,0 +1,135 @@
+"""What an operator may get wrong is one line that says what to do, and changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.cli import main
+from shared.config import load_config
+from shared.errors import ConfigError, LedgerError, StartupError
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from tests.support.experiences import record_ready, rows
+from tests.support.processes import run_here
+from tests.support.servers import make_config
+
+NEEDS_A_LEDGER = [
+    ["status"],
+    ["versions"],
+    ["rewards"],
+    ["erase", "--task", "t"],
+    ["export", "--out", "rows.jsonl"],
+    ["archive", "--to", "archive", "--older-than-days", "1"],
+    ["export-model", "--version", "1", "--to", "model"],
+    ["migrate", "--to", "sqlite:///copy.sqlite3"],
+]
+
+
+@pytest.fixture
+def config(tmp_path, database_url):
+    return make_config(tmp_path / "root", ["http://127.0.0.1:1"], database_url=database_url)
+
+
+@pytest.fixture
+def ledger(config):
+    opened = Ledger.open(config.ledger_url)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("call", NEEDS_A_LEDGER, ids=lambda call: call[0])
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_without_a_ledger_nothing_is_made_up(database, call, tmp_path: Path, monkeypatch, request):
+    monkeypatch.chdir(tmp_path)
+    url = request.getfixturevalue("postgres").new_database() if database == "postgresql" else None
+    config = make_config(tmp_path / "root", ["http://127.0.0.1:1"], database_url=url)
+    with pytest.raises(LedgerError, match="holds no ledger; correct root_dir or database_url"):
+        run_here(config, *call)
+    assert not (tmp_path / "root/ledger.sqlite3").exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["root"]
+
+
+@pytest.mark.parametrize("scope", [("--message", "m0#0"), ("--task", "unknown"), ("--key", "k", "--task", "")])
+def test_an_erasure_that_finds_nothing_fails(config, ledger, scope):
+    record_ready(ledger, rows(1))
+    with pytest.raises(StartupError, match=r"no row is of .*nothing was erased"):
+        run_here(config, "erase", *scope)
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(config, ledger, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    assert run_here(config, "versions", "tag", "0", "[/b] [red]") == 0
+    assert run_here(config, "versions") == 0
+    assert "tag [/b] [red]" in capsys.readouterr().out
+
+
+def test_a_version_and_a_tag_fit_the_ledger(config, ledger):
+    with pytest.raises(ConfigError, match="versions retry 99999999999: there is no such version"):
+        run_here(config, "versions", "retry", "99999999999")
+    with pytest.raises(ConfigError, match="has 201 characters; give it at most 200"):
+        run_here(config, "versions", "tag", "0", "t" * 201)
+
+
+@pytest.mark.parametrize(
+    "url", ["nonsense", "mysql://u:secret@h/db", "postgresql://u:se@cret@/x@:1/db", "sqlite:relative"]
+)
+def test_a_ledger_is_copied_to_a_database_that_can_be_told(config, ledger, url):
+    with pytest.raises(ConfigError, match="--to: ") as refused:
+        run_here(config, "migrate", "--to", url)
+    assert "secret" not in str(refused.value) and "cret@" not in str(refused.value)
+
+
+def test_up_needs_a_part_to_run(config):
+    (Path(config.model.path)).mkdir(parents=True)
+    (Path(config.model.path) / "config.json").write_text("{}")
+    without = [word for part in ("engines", "explorer", "trainer") for word in ("--without", part)]
+    with pytest.raises(ConfigError, match="nothing is left to run"):
+        run_here(config, "up", *without)
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "flywheel.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model:\n  name: 2024-13-45", "line 2, column 9: a value is no date or number, and looks like one; correct"),
+        ("model: !!int abc", "line 1, column 8: a value is no date or number"),
+        ("[" * 5000, "is nested too deeply"),
+        ("model: {path: x, lora: {rank: 8}}", "model.lora is set, and model.kind is full; set model.kind: lora"),
+        ('root_dir: "a\\0b"\nmodel: {path: x}', "root_dir holds NUL"),
+    ],
+)
+def test_a_file_that_yaml_or_we_cannot_take_is_one_line(text, said, tmp_path: Path, capsys):
+    assert main(["status", "-c", str(written(tmp_path, text))]) == 2
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1
+
+
+def test_a_value_of_the_environment_is_as_one_of_the_file(tmp_path: Path):
+    file = written(tmp_path, "model: {path: x}")
+    with pytest.raises(ConfigError, match="FLYWHEEL_MODEL__NAME is not YAML; quote it"):
+        load_config(file, {"FLYWHEEL_MODEL__NAME": "2024-13-45"})
+
+
+def test_what_the_agents_side_reads_from_the_environment_is_no_setting_of_ours(tmp_path: Path):
+    environ = {"FLYWHEEL_URL": "http://127.0.0.1:8010", "FLYWHEEL_KEY": "k"}
+    assert load_config(written(tmp_path, "model: {path: x}"), environ).model.name == "agent"
+
+
+@pytest.mark.parametrize("name", ["what?x=1", "50%25", "größe #1"])
+def test_the_ledger_is_in_root_dir_whatever_that_is_named(name, tmp_path: Path):
+    (tmp_path / name).mkdir()
+    for root_dir, url in ((name, "null"), (".", "sqlite:///ledger.sqlite3")):
+        folder = tmp_path if url == "null" else tmp_path / name
+        file = written(folder, f"root_dir: {root_dir!r}\ndatabase_url: {url}\nmodel: {{path: x}}")
+        Ledger.open(load_config(file, {}).ledger_url).close()
+        assert (tmp_path / name / "ledger.sqlite3").exists()
+        (tmp_path / name / "ledger.sqlite3").unlink()
