@@ -16,6 +16,7 @@ from shared.config import Config
 from shared.errors import StartupError
 from shared.experience import Experience, Other, State, TrajectoryKey, choice_name, trajectory_key
 from shared.ledger.given import UNUSABLE, names_of, number_of, read_rows, signals_of, time_of, tokens_of
+from shared.ledger.queries.lease import check_rewards
 from shared.ledger.queries.preferences import prefer
 from shared.log import StageLogger
 from shared.reward import credit_of, learned_kinds
@@ -68,6 +69,7 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
     sampling.check()
     signals, learned = signals_of(row), learned_kinds(config.trainer)
     credit = credit_of(signals, config.reward, learned)
+    check_rewards(credit.reward, credit.turn_reward, credit.outcome)
     names = names_of(row)
     msg_id = names["msg_id"] or f"row-{number}"
     experience = Experience(

@@ -8,6 +8,7 @@ Credit does not depend on it. With r_j the reward of turn j and R the outcome of
 
 (the undiscounted return of Sutton & Barto, "Reinforcement Learning", 2nd edition, eq. 3.7). A sequence's rewards are
 the differences of its turns' returns: GAE with γ = 1 and V = 0 gives every turn its G_i, in whichever sequence it is.
+Where neither R nor any of these r_j was said, nobody knows G_i, and the turn stands apart, without a reward.
 
 A sequence that answers a prompt which another one has answered, or that forks off inside of one, is its alternative:
 what the one earns is no consequence of the other.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -111,12 +112,22 @@ def assemble(rows: Iterable[Experience]) -> list[TokenSequence]:
 def trajectories_of(rows: Iterable[Experience]) -> list[Trajectory]:
     """The trajectories of a batch, oldest first; the rewards of their sequences are set.
 
-    Rows on which rewards have acted before stand apart: they do not earn what is new in their trajectory.
+    Rows on which rewards have acted before stand apart: they do not earn what is new in their trajectory. So do those
+    whose return nobody knows, of which 0 would say that they are bad.
     """
+    rows = sorted(rows, key=lambda row: row.id)
+    building = _build(rows, frozenset())
+    unknown = frozenset(row_id for builder in building for row_id in builder.unknown())
+    return [builder.finish() for builder in (_build(rows, unknown) if unknown else building)]
+
+
+def _build(rows: Iterable[Experience], unknown: Collection[int]) -> Collection[_Builder]:
+    """The trajectories of rows, in the order of these. unknown: ids of rows whose return nobody knows."""
     building: dict[tuple[TrajectoryKey, bool], _Builder] = {}
-    for row in sorted(rows, key=lambda row: row.id):
-        building.setdefault((trajectory_key(row), row.is_rewarded), _Builder(row)).add(row)
-    return [builder.finish() for builder in building.values()]
+    for row in rows:
+        key = trajectory_key(row), row.is_rewarded and row.id not in unknown
+        (building.get(key) or building.setdefault(key, _Builder(row))).add(row)
+    return building.values()
 
 
 def harmless_row() -> Experience:
@@ -187,6 +198,22 @@ class _Builder:
         trajectory.outcome = trajectory.outcome if row.outcome is None else row.outcome
         scores = [signal for signal in row.signals if signal.kind in SCORES] or row.signals
         trajectory.key = scores[-1].key_name if scores else trajectory.key
+
+    def unknown(self) -> Iterator[int]:
+        """Rows for which, and after which, nothing was earned, where something was earned for others."""
+        trajectory = self._trajectory
+        if trajectory.outcome is not None or all(reward is None for reward in trajectory.turn_rewards):
+            return
+        left = [list(sequence.row_ids) for sequence in trajectory.sequences]
+        in_all, in_family, in_own = 0, Counter[int](), Counter[int]()
+        for number, reward in zip(reversed(trajectory.turns), reversed(trajectory.turn_rewards), strict=True):
+            family, said = trajectory.families[number], reward is not None
+            in_all += said
+            in_family[family] += said
+            in_own[number] += said
+            row_id = left[number].pop()
+            if in_all == in_family[family] - in_own[number]:
+                yield row_id
 
     def finish(self) -> Trajectory:
         """The trajectory with the rewards of its sequences."""

@@ -183,13 +183,12 @@ def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, 
     """
     sampled = [place for places in batch.members for place in places]
     sequences = [batch.sequences[place] for place in sampled]
-    rewards = [r for t in batch.trajectories for r in (t.outcome, *t.turn_rewards) if r is not None]
     versions = np.concatenate([sequence.versions for sequence in sequences])
     stats = {
         "rows": float(sum(len(sequence.row_ids) for sequence in sequences)),
         "rows_unused": float(sum(len(batch.sequences[place].row_ids) for place in sampled if place not in used)),
         "tokens": float(len(versions)),
-        "reward_mean": float(np.mean(rewards)) if rewards else 0.0,
+        "reward_mean": float(np.mean(batch.rewards)) if batch.rewards else 0.0,
         "staleness_versions": float((version - versions).mean()),
         "staleness_versions_max": float((version - versions).max()),
         **({"rehearsed": float(batch.rehearsed)} if batch.rehearsed else {}),

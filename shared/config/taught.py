@@ -51,9 +51,9 @@ class HintConfig(TaughtConfig):
     """Tokens of all words of one turn together; what is longer is cut."""
     least_effect: NonNegative = 0.01
     """Words that change a turn's tokens by less than this, as a mean in nats, are left out."""
-    neutral_reward: Finite | None = 0.0
+    neutral_reward: Finite | Literal["auto"] | None = "auto"
     """Words are left out where the teacher finds a turn with a reward above this less likely, or one with a reward
-    below it likelier; null: never."""
+    below it likelier; auto: by the mean and the range of the rewards seen; null: never."""
 
     def check_in_use(self, key: str) -> None:
         super().check_in_use(key)

@@ -167,15 +167,25 @@ class LedgerMachine(RuleBasedStateMachine):
         for row in rows:
             assert row.tokens.encode() == self.rows[row.msg_id].tokens.encode()
         self.batches[batch] = Batch(owner, expected, is_late)
-        rewarded = {self.rows[name].conversation for name in expected if self.rows[name].teaches & R}
+        rewarded = self._rewarded(expected)
         for name in expected:
             row = self.rows[name]
             row.state, row.batch = "LEASED", batch
-            row.acts = row.teaches | (R & ~row.taught if row.conversation in rewarded else NOTHING)
+            row.acts = row.teaches | (R & ~row.taught if name <= rewarded.get(row.conversation, "") else NOTHING)
         for brought in rows:
             assert brought.acts == self.rows[brought.msg_id].acts
             assert {signal.kind for signal in brought.signals} <= ({"comment"} if brought.acts & C else set())
             assert brought.own_reward is None or brought.acts & R
+
+    def _rewarded(self, names: list[str]) -> dict[str, str]:
+        """By conversation the last row that a new reward of these acts on: its own, or of a whole any."""
+        query = select(experiences.c.msg_id).where(experiences.c.outcome.is_not(None))
+        of_wholes = set(self._do(lambda c: c.execute(query).scalars().all()))
+        rewarded: dict[str, str] = {}
+        for name in sorted(name for name in names if self.rows[name].teaches & R):
+            last = "z" if name in of_wholes else name
+            rewarded[self.rows[name].conversation] = max(last, rewarded.get(self.rows[name].conversation, ""))
+        return rewarded
 
     @rule(owner=OWNERS, data=st.data())
     def publish(self, owner: str, data: Any) -> None:

@@ -96,14 +96,14 @@ def test_a_comment_that_is_repeated_while_a_trainer_holds_the_row_for_it_acts_on
 
 def test_a_reward_that_comes_too_late_for_a_lease_does_not_act_beside_a_comment(ledger):
     record(ledger, "m", "n", **RUN)
-    say(ledger, "m", UP)
+    say(ledger, "n", UP)
     commit(ledger)
     lease = claim(ledger)
-    assert say(ledger, "n", UP) == "already_trained"
-    assert say(ledger, "n", COMMENT) == "applied"
-    assert stands(ledger, "teaches") == [(Lesson.REWARD,), (Lesson.COMMENT,)]
+    assert say(ledger, "m", UP) == "already_trained"
+    assert say(ledger, "m", COMMENT) == "applied"
+    assert stands(ledger, "teaches") == [(Lesson.COMMENT,), (Lesson.REWARD,)]
     publish(ledger, lease, 1)
-    assert stands(ledger, "teaches", "taught") == [(0, Lesson.REWARD), (Lesson.COMMENT, Lesson.REWARD)]
+    assert stands(ledger, "teaches", "taught") == [(Lesson.COMMENT, Lesson.REWARD), (0, Lesson.REWARD)]
 
 
 def test_two_comments_act_together_where_a_lease_was_given_back_between_them(ledger):
@@ -181,6 +181,17 @@ def test_a_late_reward_of_a_run_brings_all_of_it_and_of_a_turn_its_whole_traject
     assert say(ledger, "a", Signal("reward", value=1.0)) == "already_trained", "its trajectory's reward acted on it"
     assert say(ledger, "c", COMMENT) == "applied"
     assert list(train(ledger, 3)) == ["c"], "a comment is about its own row"
+
+
+def test_a_turn_after_the_one_that_was_rated_waits_for_a_rating_of_its_own_or_of_the_whole(ledger):
+    record(ledger, "a", "b", "c", "d", **RUN)
+    say(ledger, "b", UP)
+    first, nothing = train(ledger, 1), (0, None, [])
+    assert first == {"a": (Lesson.REWARD, None, []), "b": (Lesson.REWARD, 1.0, ["rating"]), "c": nothing, "d": nothing}
+    assert [say(ledger, name, Signal("rating", text="down")) for name in "ac"] == ["already_trained", "applied"]
+    assert train(ledger, 2) == {"c": (Lesson.REWARD, 0.0, ["rating"]), "d": nothing}
+    say(ledger, "d", UP, scope="run")
+    assert train(ledger, 3) == {"d": (Lesson.REWARD, None, ["rating"])}
 
 
 def test_a_comment_while_a_trainer_holds_the_row_for_its_rating_acts_afterwards(ledger):

@@ -10,6 +10,7 @@ import pytest
 
 from shared.experience import Experience, Sampling, Tokens
 from trainer_service.algorithms.advantages import gae
+from trainer_service.batch import make_batch
 from trainer_service.trajectories import TokenSequence, assemble, trajectories_of
 
 
@@ -78,6 +79,29 @@ def test_a_turn_s_own_reward_counts_for_it_and_for_what_led_to_it_but_for_nothin
         rows = [replace(one, outcome=1.0, turn_reward=0.25 if one.id == 2 else None) for one in rows]
         found = [value for sequence in assemble(rows) for value in returns(sequence)]
         assert found == pytest.approx([1.25, 1.25, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_turns_after_the_last_reward_stand_apart_for_nobody_knows_what_they_are_worth(merges):
+    """As 0 they would count as thumbs down."""
+    rows = [row(n, list(range(2 * n - 1)) if merges else [n, 0], [2 * n - 1], run="r") for n in range(1, 5)]
+    rows = [replace(one, reward=1.0 if one.id == 2 else None) for one in rows]
+    batch = make_batch(rows)
+    spoken, silent = batch.trajectories
+    assert [number for one in spoken.sequences for number in one.row_ids] == [1, 2]
+    assert [number for one in silent.sequences for number in one.row_ids] == [3, 4]
+    assert [value for one in spoken.sequences for value in returns(one)] == pytest.approx([1.0, 1.0])
+    assert batch.rewarded == batch.members[0]
+    whole = trajectories_of([replace(one, outcome=1.0, turn_reward=one.reward) for one in rows])
+    assert len(whole) == 1, "what was said of the whole is about them, too"
+
+
+def test_a_choice_that_nobody_judged_does_not_count_as_0_beside_one_that_somebody_did():
+    rows = [row(n, [1], [n + 1], run="r", reward=0.5) for n in range(1, 4)]
+    for unsaid in (1, 2, 3):
+        batch = make_batch([replace(one, reward=None) if one.id == unsaid else one for one in rows])
+        judged = [one for one in (1, 2, 3) if one != unsaid]
+        assert [batch.sequences[place].row_ids for place in batch.rewarded] == [[one] for one in judged]
 
 
 def test_turns_of_interleaved_agents_in_a_run_earn_what_comes_after_them():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 
 from shared.config import HintConfig
 from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
-from trainer_service.algorithms.hint import Hint
-from trainer_service.algorithms.seam import Batch, Needs, Words
+from trainer_service.algorithms.hint import WINDOW, Hint
+from trainer_service.algorithms.seam import Batch, Memory, Needs, Words
+from trainer_service.trajectories import Trajectory
 
 BLOCK = np.array([7, 8, 9])
 
@@ -72,7 +74,7 @@ def test_the_kl_penalty_is_taken_off_the_tokens_that_the_words_are_about():
 )
 def test_words_that_contradict_the_turns_reward_are_left_out_and_counted(reward, change, counts):
     batch = said_of(batch_of(sequence([0, 0])), 0, 0, 1, reward=reward)
-    constants, figures = constants_of(batch, array(-1 + change, -1.1 + change))
+    constants, figures = constants_of(batch, array(-1 + change, -1.1 + change), neutral_reward=0.0)
     assert constants["counts"][0].tolist() == [counts, counts]
     assert bool(constants["advantages"][0].any()) == bool(counts)
     assert figures["hints_contradicting"] == 1 - counts
@@ -83,6 +85,56 @@ def test_rewards_from_0_to_1_are_compared_with_what_is_neutral_among_them_or_not
     assert constants_of(batch, array(-0.5), neutral_reward=0.5)[1]["hints_contradicting"] == 1
     assert constants_of(batch, array(-1.5), neutral_reward=0.5)[1]["hints_contradicting"] == 0
     assert constants_of(batch, array(-0.5), neutral_reward=None)[1]["hints_contradicting"] == 0
+
+
+def contradicting(reward: float, change: float, others: list[float], memory: Memory | None = None) -> bool:
+    """Whether words contradict a turn's reward by default. others: rewards of turns of which no words are said."""
+    batch = batch_of(*(sequence([one]) for one in (reward, *others)))
+    algorithm, seen = hint(), precomputed(said_of(batch, 0, 0, reward=reward), teacher=[array(-1 + change)])
+    figures = algorithm.constants(batch, algorithm.units(batch), seen, {} if memory is None else memory)[1]
+    return figures["hints_contradicting"] == 1
+
+
+@pytest.mark.parametrize("scale", [(0.0, 1.0), (-1.0, 1.0), (-10.0, -5.0)])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_by_default_the_scale_of_rewards_is_that_of_those_seen(scale, share):
+    """Blame of a half-right reply is believed, blame of the best and praise of the worst are not, however many are
+    good."""
+    low, high = scale
+    others = [high] * round(10 * share) + [low] * round(10 * (1 - share))
+    assert not contradicting((low + high) / 2, -0.5, others) and not contradicting((low + high) / 2, 0.5, others)
+    assert contradicting(high, -0.5, others) and not contradicting(high, 0.5, others)
+    assert contradicting(low, 0.5, others) and not contradicting(low, -0.5, others)
+
+
+def test_by_default_rewards_that_are_all_equal_and_single_outliers_leave_words_out_no_more_than_a_mean_does():
+    assert not contradicting(0.0, 0.5, [0.0] * 5) and not contradicting(1.0, -0.5, [1.0] * 5)
+    for outlier in (-100.0, 100.0):
+        others = [outlier, *[0.0, 1.0] * 60]
+        assert not contradicting(0.5, -0.5, others) and not contradicting(0.0, -0.5, others)
+        assert contradicting(1.0, -0.5, others) and contradicting(0.0, 0.5, others)
+    assert not contradicting(0.9, -0.5, [1.0] * 200 + [0.0]), "worse than most, though near to the best"
+
+
+def test_rewards_that_were_seen_are_remembered_and_are_the_same_after_a_restart():
+    kept: Memory = {}
+    for draw in range(40):
+        contradicting(draw / 7, -0.5, [draw / 3] * 9, kept)
+    restarted = json.loads(json.dumps(kept))
+    assert restarted == kept and len(kept["rewards"]) == WINDOW
+    for memory in (kept, restarted):
+        assert contradicting(39 / 3, -0.5, [], memory) and not contradicting(0.0, -0.5, [], memory)
+    assert restarted == kept
+
+
+def test_of_rewards_that_acted_before_those_beside_words_are_seen():
+    """Only the words act now: the trajectory has no reward in this batch."""
+    memory: Memory = {}
+    for reward in (0.0, 1.0, 0.0, 1.0):
+        batch = Batch.of([Trajectory(None, [sequence([0])], [0], [None], None)])
+        algorithm, seen = hint(), precomputed(said_of(batch, 0, 0, reward=reward), teacher=[array(-1.5)])
+        _, figures = algorithm.constants(batch, algorithm.units(batch), seen, memory)
+    assert memory["rewards"] == [0.0, 1.0, 0.0, 1.0] and figures["hints_contradicting"] == 1
 
 
 def test_words_that_change_nothing_weigh_nothing():

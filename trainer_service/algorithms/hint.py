@@ -20,9 +20,9 @@ Departures, each with its reason:
 3. With top_k nothing is clipped: the derivative by a logit is p − π. All others count as one class, without which the
    divergence would not be 0 where both agree. It is the same whatever token was sampled at its place: so an importance
    weight of that token does not belong to it, and m_t is 0 where w_t is, else 1.
-4. Words that contradict the turn's reward are left out, and so are words that change nothing.
-5. The teacher is a running average of the weights, as in SDPO, unless `teacher` names others: π_prox, the weights at
-   the start of the batch, or those of the last version.
+4. Words that change nothing are left out, and so are those that contradict the turn's reward: that blame where it is
+   above the mean and in the highest quarter of the rewards seen, or praise where it is below and in the lowest.
+5. The teacher is a running average of the weights, as in SDPO, unless `teacher` names π_prox or the last version.
 
 E is the mean over the tokens of the minibatch whose words count.
 """
@@ -37,15 +37,13 @@ from torch import Tensor
 from shared.config import HintConfig
 from trainer_service.algorithms.advantages import kl_penalties
 from trainer_service.algorithms.seam import Batch, Constants, Figures, Floats, Memory, Needs, Now, Precomputed, Unit
-from trainer_service.algorithms.surrogates import (
-    PartialPolicyGradient,
-    divergence_with_tail,
-    policy_constants,
-    policy_needs,
-)
+from trainer_service.algorithms.surrogates import PartialPolicyGradient as Partial
+from trainer_service.algorithms.surrogates import divergence_with_tail, policy_constants, policy_needs
+
+WINDOW = 256  # rewards that are seen
 
 
-class Hint(PartialPolicyGradient[HintConfig]):
+class Hint(Partial[HintConfig]):
     @property
     def needs(self) -> Needs:
         return Needs.TEACHER | policy_needs(self.config)
@@ -63,31 +61,25 @@ class Hint(PartialPolicyGradient[HintConfig]):
     ) -> tuple[Constants, Figures]:
         constants, figures = policy_constants(batch, units, precomputed, self.config)
         figures |= {"hints": float(len(units)), "hints_contradicting": 0.0, "hints_without_effect": 0.0}
-        effects: list[Floats] = []
-        constants["advantages"] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
-        constants["counts"] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
-        if self.top:
-            constants["effects"] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
-            constants["divergence_weights"] = [(weights > 0).astype(np.float32) for weights in constants["weights"]]
-        for number, (unit, teacher) in enumerate(zip(units, precomputed.teacher, strict=True)):
-            (words,) = unit.words
+        for name in ("advantages", "counts", "effects"):
+            constants[name] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
+        neutral, kind = self._neutral(batch, units, memory), "effects" if self.top else "advantages"
+        for number, (words, teacher) in enumerate(zip((u.words[0] for u in units), precomputed.teacher, strict=True)):
             bound = self.config.advantage_bound
             effect = (teacher - constants["proximal"][number][words.actions]).clip(-bound, bound)
-            reason = self._reason_against(effect, words.reward)
-            if reason is not None:
+            reason = self._reason_against(effect, words.reward, neutral)
+            if reason is None:
+                constants[kind][number][words.actions], constants["counts"][number][words.actions] = effect, 1
+            else:
                 figures[reason] += 1
-                continue
-            effects.append(effect)
-            constants["effects" if self.top else "advantages"][number][words.actions] = effect
-            constants["counts"][number][words.actions] = 1
         if self.top:
+            constants["divergence_weights"] = [(weights > 0).astype(np.float32) for weights in constants["weights"]]
             constants["others"] = _spread(units, precomputed.top, constants["proximal"])
             constants["top_logprobs"] = _spread(units, precomputed.top_logprobs, constants["proximal"])
-        penalties = kl_penalties(units, precomputed, self.config)
-        if penalties:
-            of_units = zip(constants["advantages"], constants["counts"], penalties, strict=True)
-            constants["advantages"] = [a - counts * penalty for a, counts, penalty in of_units]
-        figures["hint_effect"] = float(np.abs(np.concatenate(effects)).mean()) if effects else 0.0
+        changes, counted = (np.concatenate(constants[name], dtype=np.float64) for name in (kind, "counts"))
+        figures["hint_effect"] = float(np.abs(changes).sum() / max(1.0, counted.sum()))
+        for number, penalty in enumerate(kl_penalties(units, precomputed, self.config)):
+            constants["advantages"][number] -= constants["counts"][number] * penalty
         return constants, figures
 
     def loss(self, now: Now, constants: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -99,14 +91,25 @@ class Hint(PartialPolicyGradient[HintConfig]):
             sums["kl_to_teacher"] = gap_K.detach().sum()
         return loss, sums
 
-    def _reason_against(self, effect: Floats, reward: float | None) -> str | None:
+    def _neutral(self, batch: Batch, units: list[Unit], memory: Memory) -> tuple[float, float]:
+        """From where to where rewards contradict no words. Adds the batch's rewards to `memory`."""
+        fixed = self.config.neutral_reward
+        if not isinstance(fixed, str):
+            return (-np.inf, np.inf) if fixed is None else (fixed, fixed)
+        known, of_words = set(batch.rewarded), [(unit.members[0], unit.words[0].reward) for unit in units]
+        new = [*batch.rewards, *(reward for place, reward in of_words if reward is not None and place not in known)]
+        memory["rewards"] = [*memory.get("rewards", []), *new][-WINDOW:]
+        ordered, outer = sorted(memory["rewards"]) or [0.0], len(memory["rewards"]) // 100  # outliers
+        kept = ordered[outer : len(ordered) - outer]
+        mean, quarter = float(np.mean(kept)), (kept[-1] - kept[0]) / 4
+        return min(mean, kept[0] + quarter), max(mean, kept[-1] - quarter)
+
+    def _reason_against(self, effect: Floats, reward: float | None, neutral: tuple[float, float]) -> str | None:
         """The figure that counts these words as left out; None: they count."""
         if float(np.abs(effect).mean()) < self.config.least_effect:
             return "hints_without_effect"
-        neutral = self.config.neutral_reward
-        if neutral is not None and reward is not None and (reward - neutral) * float(effect.mean()) < 0:
-            return "hints_contradicting"
-        return None
+        is_good = None if reward is None or neutral[0] <= reward <= neutral[1] else reward > neutral[1]
+        return None if is_good is None or float(effect.mean()) * (1 if is_good else -1) >= 0 else "hints_contradicting"
 
 
 def _spread(units: list[Unit], found: list[Any], proximal: list[Floats]) -> list[Any]:

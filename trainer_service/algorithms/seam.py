@@ -91,6 +91,11 @@ class Batch:
         ]
 
     @property
+    def rewards(self) -> list[float]:
+        """All that was said, once each: of trajectories their outcomes, and what is of single turns."""
+        return [float(r) for t in self.trajectories for r in (t.outcome, *t.turn_rewards) if r is not None]
+
+    @property
     def keys(self) -> Sequence[str | None]:
         """Of each sequence: the key that said how good it was; None: nobody, or without a key."""
         found: list[str | None] = [None] * len(self.sequences)

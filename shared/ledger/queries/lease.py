@@ -83,7 +83,7 @@ def load_rows(
         try:
             tokens, sampling = _check(loaded.get(row.id), vocabulary, max_tokens), Sampling(*_sampling_of(row))
             sampling.check()
-            _check_rewards(row.reward, row.turn_reward, row.outcome)
+            check_rewards(row.reward, row.turn_reward, row.outcome)
         except CorruptTokens as exc:
             corrupt[row.id] = str(exc)
             continue
@@ -101,8 +101,8 @@ def _acting(log: Sequence[Signal], row: AnyRow, acts: int, until: int | None) ->
             yield signal
 
 
-def _check_rewards(*rewards: float | None) -> None:
-    """Raises CorruptTokens."""
+def check_rewards(*rewards: float | None) -> None:
+    """Raises CorruptTokens for a reward that cannot be trained on."""
     for reward in rewards:
         if reward is not None and not abs(reward) <= _LARGEST_REWARD:
             raise CorruptTokens(f"reward {reward} is beyond ±{_LARGEST_REWARD:g}: its square would be no number")
@@ -131,6 +131,7 @@ def held_rows(connection: Connection, batch_id: int) -> Sequence[AnyRow]:
         "conversation_id",
         "teaches",
         "taught",
+        "outcome",
         "failures",
         "deaths",
     ]
