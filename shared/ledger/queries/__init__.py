@@ -54,6 +54,6 @@ __all__ = [
     "find_versions", "held_rows", "is_to_blame", "known_choices", "leased_versions", "ledger_status",
     "list_decisions", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers", "load_lease",
     "load_signals", "newest_version", "oldest_done", "oldest_ready", "owned_engines", "pace", "pinned_versions",
-    "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds", "remembered_answer", "rewards_by_version",
-    "served_adapters", "size_bytes", "tasks_repeat", "versions_on_disk",
+    "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds", "remembered_answer",
+    "rewards_by_version", "served_adapters", "size_bytes", "tasks_repeat", "versions_on_disk",
 ]  # fmt: skip
