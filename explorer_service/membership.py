@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
+
+from sqlalchemy import Connection
 
 from explorer_service.ledger_writer import LedgerWriter
 from shared.clock import until_next_tick
 from shared.errors import LedgerError
-from shared.ledger import transitions
+from shared.ledger import queries, transitions
 from shared.ledger.queries import Followed
 from shared.log import StageLogger
 from shared.process import process_name
@@ -31,7 +34,9 @@ class Membership:
         self.differing: dict[str, str] = {}  # explorers that are configured otherwise, and in what
         self.is_alone = True  # as of the last heartbeat
         self.heartbeat_at = 0.0  # time.monotonic(): when the last heartbeat that was stored was sent
+        self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
+        self.on_company: Callable[[], Awaitable[None]] | None = None  # called when this explorer is alone no more
         self._writer = writer
         self._settings = settings
 
@@ -48,9 +53,20 @@ class Membership:
         """Tell the others that this explorer lives and how far it has followed, and see who else lives."""
         sent_at = time.monotonic()
         acknowledged = dict(self.acknowledged)
-        others = await self._writer.write(lambda c: transitions.heartbeat(c, self.id, acknowledged, self._settings))
-        self.is_alone = not others
+
+        def beat(connection: Connection) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
+            others = transitions.heartbeat(connection, self.id, acknowledged, self._settings)
+            return others, queries.owned_engines(connection, self.id)
+
+        others, self.owned = await self._writer.write(beat)
+        had_company, self.is_alone = not self.is_alone, not others
         self.heartbeat_at = sent_at
+        if others and not had_company and self.on_company is not None:
+            try:
+                await self.on_company()
+            except LedgerError:
+                self.is_alone = True  # the next heartbeat tries again
+                raise
         self._compare(others)
 
     def _compare(self, others: dict[str, dict[str, Any]]) -> None:
