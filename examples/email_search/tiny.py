@@ -7,15 +7,25 @@ import random
 from typing import Any
 
 from examples import group_learning
-from examples.email_search.world import FACTS, Mailbox, Question, Visit, fact_of, make_mails, make_questions
+from examples.email_search.world import (
+    FACTS,
+    UNKNOWN,
+    Mailbox,
+    Question,
+    Visit,
+    fact_of,
+    make_mails,
+    make_questions,
+)
 from examples.tiny_model import Demonstration, Recipe
 
 PROMPT = "mail"
-DEMONSTRATIONS = 4000
+STEPS, BATCH = 600, 24
+ANSWERS = [word for _, values in FACTS.values() for word in values]
 FOUND = 1  # mails that a search shows
 SEED = 1  # of the mailbox of the demonstrations, which is another
 ENGINE = {"max_model_len": 640, "tool_parser": "hermes"}
-TRAINER = group_learning.TRAINER
+TRAINER = group_learning.TRAINER | {"learning_rate": 5.0e-4}
 LEARN = group_learning.LEARN
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"properties": {key: {} for key in arguments}}}}
@@ -28,10 +38,12 @@ TOOLS = [
 
 
 def recipe() -> Recipe:
-    """Questions answered with any fact of the mail that was found, after a search for some words."""
+    """Questions answered with any fact, after a search for any words of the subject, read or not."""
     draw = random.Random(5)
     mailbox = Mailbox.generated(make_mails(SEED))
-    shown = [_demonstrate(mailbox, question, draw) for question in make_questions(SEED, DEMONSTRATIONS)]
+    asked = make_questions(SEED, STEPS * BATCH)
+    # a batch reads or does not, so that its conversations are of like lengths
+    shown = [_demonstrate(mailbox, one, draw, reads=n // BATCH % 2 == 0) for n, one in enumerate(asked)]
     mailbox.close()
     return Recipe(
         shown,
@@ -39,25 +51,25 @@ def recipe() -> Recipe:
         texts=[json.dumps(one.messages[1:]).replace('\\"', '"') for one in shown[:2000]],
         vocabulary=900,
         context=640,
-        steps=300,
-        batch=20,
+        steps=STEPS,
+        batch=BATCH,
         has_tools=True,
     )
 
 
-def _demonstrate(mailbox: Mailbox, question: Question, draw: random.Random) -> Demonstration:
-    """Searches for the whole subject or for one word of it, reads, and answers any of the facts."""
+def _demonstrate(mailbox: Mailbox, question: Question, draw: random.Random, *, reads: bool) -> Demonstration:
+    """Searches for one word of the subject or for both, may read what is found, and answers any fact."""
     visit = Visit(mailbox, question, FOUND)
-    subject = question.question.split()[-3:-1]
-    words = subject if draw.random() < 0.5 else [draw.choice(subject)]
+    project, event = question.question.split()[-3:-1]
+    words = draw.choice([[project, event], [project], [event]])
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": PROMPT},
         {"role": "user", "content": question.question},
     ]
     messages += _turn("search_emails", {"keywords": words}, visit.search_emails(words))
     sources = list(visit.calls[-1].found)
-    said = "I don't know"
-    if sources:
+    said = draw.choice(ANSWERS) if sources else UNKNOWN
+    if sources and reads:
         mail = visit.read_email(sources[0])
         messages += _turn("read_email", {"message_id": sources[0]}, mail)
         said = fact_of(mail, draw.choice(list(FACTS)))

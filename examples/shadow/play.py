@@ -21,10 +21,10 @@ from examples.shadow.services import TrialOffices, office, serve, strong_model
 from examples.shadow.world import REFUNDED, Office, Ticket, write_ticket
 
 SHARE = 0.2  # of production's calls that are replayed
-RUNS_PER_CALL = 6
-CUSTOMERS_PER_S = 4.0
+RUNS_PER_CALL = 8
+CUSTOMERS_PER_S = 10.0
 COMMIT_EVERY_S = 1.0
-AT_ONCE = 16
+AT_ONCE = 24
 
 
 @dataclass

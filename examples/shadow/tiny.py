@@ -5,28 +5,19 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from examples import group_learning
+from examples.shadow.play import RUNS_PER_CALL
 from examples.shadow.world import RECORDS, REFUND, REFUNDED, WORDS, Ticket, write_ticket
 from examples.tiny_model import Demonstration, Recipe
 
 PROMPT = "support"
 DEMONSTRATIONS = 6000
 ENGINE = {"max_model_len": 384, "tool_parser": "hermes"}
-TRAINER = {
-    "algorithm": "ppo",
-    "batch_size": 128,
-    "max_staleness_versions": 4,
-    "learning_rate": 3.0e-4,
-    "max_tokens_per_micro_batch": 1024,
-    "epochs": 2,
-    "minibatches": 4,
-    "ppo": {
-        "lam": 0.9,
-        "kl_coef": 0.01,
-        "entropy_coef": 0.005,
-        "critic_learning_rate": 1.0e-3,
-        "value_clip": 0.0,
-        "normalize_returns": False,  # rewards lie between 0 and 1 already
-    },
+TRAINER = group_learning.TRAINER | {
+    "batch_size": 160,
+    "max_staleness_versions": 6,
+    "learning_rate": 5.0e-4,
+    "grpo": group_learning.TRAINER["grpo"] | {"group_size": RUNS_PER_CALL, "group_timeout_s": 20.0},
 }
 
 

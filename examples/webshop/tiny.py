@@ -1,29 +1,32 @@
 """What a tiny model knows before it learns: how the shop is used, and little of what the instruction asks for.
 
-Demonstrations look for the wanted kind, open any of the products, choose values of most options, and buy. A value is
-the one that was asked for with a chance of SHARE, else any.
+Demonstrations look for the wanted kind, open any of the products, choose values of no option or of all, and buy. A
+value is the one that was asked for with a chance of SHARE, else any.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from examples import group_learning
 from examples.tiny_model import Demonstration, Recipe
-from examples.webshop.catalogue import GOALS, make_catalogue
+from examples.webshop.catalogue import GOALS, Goal, make_catalogue
 from examples.webshop.world import Session, Shop
 
 PROMPT = "shop"
 SEARCHES = "search[words]"
-STEPS, BATCH = 560, 24
-SHORT = 330  # steps with the search alone: in them it learns to copy words of the instruction
+BATCH = 24
+# steps with a search for a piece of the instruction, in which it learns to copy; with visits that choose all options;
+# and with visits of which a share does not
+PIECES, CHOOSING, VISITS = 300, 150, 80
+STEPS = PIECES + CHOOSING + VISITS
+Steps = Iterator[tuple[str, str, str]]  # verb, argument, and the page that follows
 DEMONSTRATIONS = STEPS * BATCH
 FIRST = GOALS  # goals of demonstrations are numbered from here: none of them is a task
-SKIPPED = 0.2  # share of options that a demonstration leaves alone
-SHARE = 0.3  # chance that a value is the one that was asked for
+BUYS = 0.6  # share of the last visits that buy without any option
+SHARE = 0.5  # chance that a value is the one that was asked for, else it is any
 CONTEXT = 2048
 ENGINE = {"max_model_len": CONTEXT}
 TRAINER = group_learning.TRAINER
@@ -43,8 +46,9 @@ def tools_recipe() -> Recipe:
 def _recipe(form: Any, *, has_tools: bool) -> Recipe:
     draw = random.Random(11)
     shop = Shop(make_catalogue(goals=FIRST + DEMONSTRATIONS))
-    lengths = [1] * (SHORT * BATCH) + [None] * ((STEPS - SHORT) * BATCH)
-    shown = [form(shop.session(str(FIRST + n)), draw, length) for n, length in enumerate(lengths)]
+    ways = [_search] * PIECES + [_choosing] * CHOOSING + [visit] * VISITS
+    sessions = [shop.session(str(FIRST + number)) for number in range(DEMONSTRATIONS)]
+    shown = [form(ways[number // BATCH](one, draw), one.goal) for number, one in enumerate(sessions)]
     return Recipe(
         shown,
         teaches="how the shop is used",
@@ -57,30 +61,46 @@ def _recipe(form: Any, *, has_tools: bool) -> Recipe:
     )
 
 
-def visit(session: Session, draw: random.Random) -> Iterator[tuple[str, str, str]]:
-    """A visit in the demonstrations' way: verb, argument and the page that follows, step by step."""
-    wanted = session.goal
-    attribute = f"{next(iter(wanted.attributes))} " if draw.random() < 0.5 else ""
-    words = attribute + wanted.kind
+def _search(session: Session, draw: random.Random) -> Steps:
+    """A search for a piece of the instruction, or for the wanted kind."""
+    said = session.goal.instruction.split()
+    first = draw.randrange(len(said) - 1)
+    piece = " ".join(said[first : draw.randint(first + 2, len(said))])
+    words = _kind(session, draw) if draw.random() < 0.3 else piece
+    yield "search", words, session.search(words).text
+
+
+def _kind(session: Session, draw: random.Random) -> str:
+    """The wanted kind, in half of the cases with its attribute."""
+    attribute = f"{next(iter(session.goal.attributes))} " if draw.random() < 0.5 else ""
+    return attribute + session.goal.kind
+
+
+def _choosing(session: Session, draw: random.Random, buys: float = 0.0) -> Steps:
+    """A visit, step by step. buys: chance that it leaves all options alone."""
+    wanted, words = session.goal, _kind(session, draw)
     yield "search", words, session.search(words).text
     place = str(draw.randint(1, len(session.shown)))
     yield "click", place, session.click(place).text
-    options = session.product.options if session.product is not None else {}
+    options = session.product.options if session.product is not None and draw.random() >= buys else {}
     for name, values in options.items():
-        if draw.random() >= SKIPPED:
-            asked = wanted.options.get(name)
-            value = asked if draw.random() < SHARE and asked in values else draw.choice(values)
-            yield "click", value, session.click(value).text
+        asked = wanted.options.get(name)
+        value = asked if draw.random() < SHARE and asked in values else draw.choice(values)
+        yield "click", f"{name} {value}", session.click(value).text
     yield "click", "buy now", session.click("buy now").text
 
 
-def _as_text(session: Session, draw: random.Random, length: int | None) -> Demonstration:
-    """The first actions of a visit, or all of them."""
+def visit(session: Session, draw: random.Random) -> Steps:
+    """A visit in the demonstrations' way."""
+    yield from _choosing(session, draw, BUYS)
+
+
+def _as_text(steps: Steps, goal: Goal) -> Demonstration:
     messages = [
         {"role": "system", "content": PROMPT},
-        {"role": "user", "content": f"{session.goal.instruction}\n{SEARCHES}"},
+        {"role": "user", "content": f"{goal.instruction}\n{SEARCHES}"},
     ]
-    for verb, argument, page in islice(visit(session, draw), length):
+    for verb, argument, page in steps:
         messages += [
             {"role": "assistant", "content": f"{verb}[{argument}]"},
             {"role": "user", "content": page},
@@ -88,13 +108,12 @@ def _as_text(session: Session, draw: random.Random, length: int | None) -> Demon
     return Demonstration(messages[:-1])
 
 
-def _as_tools(session: Session, draw: random.Random, length: int | None) -> Demonstration:
-    """The first actions of a visit, or all of them."""
+def _as_tools(steps: Steps, goal: Goal) -> Demonstration:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": PROMPT},
-        {"role": "user", "content": session.goal.instruction},
+        {"role": "user", "content": goal.instruction},
     ]
-    for verb, argument, page in islice(visit(session, draw), length):
+    for verb, argument, page in steps:
         call = {"name": verb, "arguments": {"words" if verb == "search" else "label": argument}}
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "c", "function": call}]},

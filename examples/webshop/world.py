@@ -127,8 +127,11 @@ class Session:
         return self._step()
 
     def click(self, label: str) -> Answer:
-        """Click a label of the page."""
+        """Click a label of the page; a value may be named with its option, such as "colour red"."""
         label = " ".join(label.lower().split())
+        option, _, value = label.partition(" ")
+        if self.page == "item" and self.product is not None and value in self.product.options.get(option, ()):
+            label = value
         if label not in self.labels():
             return self._refuse(f"no [{label}] here")
         if label == BACK:

@@ -113,6 +113,16 @@ def test_a_shopper_who_does_what_is_asked_earns_1_within_the_steps():
         }
 
 
+def test_a_value_may_be_named_with_its_option_and_with_no_other():
+    session = Shop(SHOP.catalogue).session("3")
+    *way, _, _, _, _ = good_actions(session.goal)
+    for action in way:
+        session.act(action)
+    colour, size = session.goal.options["colour"], session.goal.options["size"]
+    assert session.click(f"colour {colour}").valid and session.chosen == {"colour": colour}
+    assert not session.click(f"colour {size}").valid and not session.click("colour").valid
+
+
 def test_the_sparse_form_pays_for_everything_or_nothing():
     goal = GOALS[3]
     product = next(p for p in PRODUCTS.values() if p.title == goal.title and points_ok(p, goal))
