@@ -9,10 +9,12 @@ import asyncio
 import time
 from typing import Any
 
+from sqlalchemy import Connection
+
 from explorer_service.ledger_writer import LedgerWriter
 from shared.clock import until_next_tick
 from shared.errors import LedgerError
-from shared.ledger import transitions
+from shared.ledger import queries, transitions
 from shared.ledger.queries import Followed
 from shared.log import StageLogger
 from shared.process import process_name
@@ -31,6 +33,7 @@ class Membership:
         self.differing: dict[str, str] = {}  # explorers that are configured otherwise, and in what
         self.is_alone = True  # as of the last heartbeat
         self.heartbeat_at = 0.0  # time.monotonic(): when the last heartbeat that was stored was sent
+        self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
         self._writer = writer
         self._settings = settings
@@ -48,7 +51,12 @@ class Membership:
         """Tell the others that this explorer lives and how far it has followed, and see who else lives."""
         sent_at = time.monotonic()
         acknowledged = dict(self.acknowledged)
-        others = await self._writer.write(lambda c: transitions.heartbeat(c, self.id, acknowledged, self._settings))
+
+        def beat(connection: Connection) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
+            others = transitions.heartbeat(connection, self.id, acknowledged, self._settings)
+            return others, queries.owned_engines(connection, self.id)
+
+        others, self.owned = await self._writer.write(beat)
         self.is_alone = not others
         self.heartbeat_at = sent_at
         self._compare(others)

@@ -145,17 +145,16 @@ class EngineController:
 
         It may, when the engine was never resumed with other weights than those that it should hold or has proven.
         """
+        if self._engine.is_open:
+            await self._follower.follow()  # to what the owner before did last
         row = await self._leases.read(self._engine.url)
         if row is None or row.state != EngineState.RELOADING:
             return
         label = await self._admin.read_label() or ""
         known = [row.version] if newest is None else [row.version, newest.version]
         if not label.startswith((LOADING, *(f"{version}:" for version in known))):
-            self._spoil("an explorer died while it reloaded the engine")
-
-    def _spoil(self, reason: str) -> None:
-        self._pool.spoil(self._engine, reason)
-        self._leases.note_spoiled(self._engine.url)
+            self._pool.spoil(self._engine, "an explorer died while it reloaded the engine")
+            self._leases.note_spoiled(self._engine.url)
 
     async def _withdraw(self, reason: str) -> None:
         was_available = self._engine.state is not EngineState.UNAVAILABLE
@@ -179,10 +178,17 @@ class EngineController:
                 return
         if target is None:
             return
-        if not is_open and await self._take_up.holds(target):
+        if await self._has(target):
             await self._serve(target)
         else:
             await self._replace(target, newest)
+
+    async def _has(self, target: TargetVersion) -> bool:
+        """Whether the engine serves the target already, or says that it holds it, and proves it."""
+        if self._engine.is_open and self._engine.version != target.version:
+            return False
+        served = self._served if self._engine.is_open else None  # still, where it did not take up a newer one
+        return (served is not None and served.version == target.version) or await self._take_up.holds(target)
 
     async def _examine(self, row: VersionRow) -> TargetVersion | None:
         """A version that may go in; None: it is not there yet, or rejected now."""

@@ -68,10 +68,12 @@ class EngineLeases:
 
     def holds(self, url: str) -> bool:
         """Whether this explorer owns the engine, as far as it knows without asking the ledger."""
-        acquired_at = self._acquired_at.get(url)
+        acquired_at, heartbeat_at = self._acquired_at.get(url), self._membership.heartbeat_at
         if acquired_at is None:
             return False
-        renewed_at = max(acquired_at, self._membership.heartbeat_at)  # every heartbeat renews all leases
+        if heartbeat_at > acquired_at and self.key(url) not in self._membership.owned:
+            return False  # the lease ran out while this explorer stood still, and another one has the engine
+        renewed_at = max(acquired_at, heartbeat_at)  # every heartbeat renews all leases that are left
         return time.monotonic() < renewed_at + transitions.ENGINE_LEASE_S * 2 / 3
 
     def forget(self, url: str) -> None:

@@ -131,14 +131,19 @@ def test_a_stream_whose_end_the_ledger_does_not_take_is_whole_and_told_later(bot
         assert found == left
 
 
-def test_when_the_owner_signs_off_another_takes_the_engine_over(both):
+def test_when_the_owner_signs_off_another_takes_the_engine_over(both, scripted_engine):
     with both[0].ledger.read() as connection:
         owner = connection.execute(select(engines.c.owner)).scalar_one()
     leaving = next(explorer for explorer in both if explorer.deps.membership.id == owner)
     (staying,) = (explorer for explorer in both if explorer is not leaving)
+    publish(leaving, 1)
+    wait_until(lambda: all(served(explorer) == "1" for explorer in both))
     leaving.stop()
-    publish(staying, 1)
-    wait_until(lambda: served(staying) == "1")
+    wait_until(lambda: staying.http.get("/status").json()["engines"][0]["owned"])
+    publish(staying, 2)
+    wait_until(lambda: served(staying) == "2")
+    loads = [call for call in scripted_engine.script.calls if call.startswith("reload")]
+    assert loads == ["reload v000001", "reload v000002"]  # what it holds already is not loaded again
 
 
 def test_an_engine_whose_owner_died_within_a_reload_is_taken_over_when_its_lease_ends(scripted_engine, start_explorer):

@@ -83,6 +83,9 @@ class Process:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     def stop(self, timeout_s: float = 60.0, number: signal.Signals = signal.SIGTERM) -> int:
         """Ask it to end; returns its exit status."""
         self._process.send_signal(number)

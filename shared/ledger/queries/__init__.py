@@ -6,6 +6,7 @@ from shared.ledger.queries.explorers import (
     Followed,
     any_stream_open,
     live_explorers,
+    owned_engines,
     read_calibration,
     read_engine,
 )
@@ -52,7 +53,7 @@ __all__ = [
     "count_rows", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest", "find_targets", "find_trainer",
     "find_versions", "held_rows", "is_to_blame", "known_choices", "leased_versions", "ledger_status",
     "list_decisions", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers", "load_lease",
-    "load_signals", "newest_version", "oldest_done", "oldest_ready", "pace", "pinned_versions", "progress",
-    "quarantined", "read_calibration", "read_engine", "recent_kinds", "remembered_answer", "rewards_by_version",
-    "served_adapters", "size_bytes", "tasks_repeat", "versions_on_disk",
+    "load_signals", "newest_version", "oldest_done", "oldest_ready", "owned_engines", "pace", "pinned_versions",
+    "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds", "remembered_answer",
+    "rewards_by_version", "served_adapters", "size_bytes", "tasks_repeat", "versions_on_disk",
 ]  # fmt: skip

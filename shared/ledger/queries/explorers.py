@@ -50,6 +50,11 @@ def read_engine(connection: Connection, url: str) -> EngineRow | None:
     return None if row is None else EngineRow(**row._mapping)
 
 
+def owned_engines(connection: Connection, explorer: str) -> frozenset[str]:
+    """The engines whose lease the explorer has, as leases name them."""
+    return frozenset(connection.execute(select(engines.c.url).where(engines.c.owner == explorer)).scalars())
+
+
 def any_stream_open(connection: Connection, msg_ids: Collection[str]) -> bool:
     """Whether a live explorer still streams one of these."""
     living = select(explorers.c.id).where(_is_alive(connection))
