@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, and_, delete, func, select, update
+from sqlalchemy import Connection, Select, and_, delete, func, select, update
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import MAX_PARAMETERS, in_parts, is_done, split_name
@@ -34,7 +35,7 @@ def erase(
     assert named, "an erasure names whose rows"
     columns = (experiences.c.id, experiences.c.msg_id, experiences.c.choice, experiences.c.consumed_version)
     query = select(*columns).where(experiences.c.id > after_id, *named).order_by(experiences.c.id)
-    rows = list(connection.execute(query.limit(MAX_PARAMETERS)))
+    rows = list(connection.execute(_locking(connection, query.limit(MAX_PARAMETERS))))
     ids, names = [row.id for row in rows], sorted({row.msg_id for row in rows})
     connection.execute(delete(payloads).where(payloads.c.experience_id.in_(ids)))
     connection.execute(delete(signals).where(signals.c.msg_id.in_(names)))
@@ -45,6 +46,11 @@ def erase(
     _blank_later_requests(connection, [choice_name(row.msg_id, row.choice) for row in rows])
     versions = frozenset(row.consumed_version for row in rows if row.consumed_version is not None)
     return Erased(len(rows), versions, rows[-1].id if rows else None, frozenset(names))
+
+
+def _locking(connection: Connection, query: Select[Any]) -> Select[Any]:
+    """The query, after which nothing more is said of the rows that it finds (SQLite has one writer)."""
+    return query.with_for_update() if connection.dialect.name == "postgresql" else query
 
 
 def _blank_later_requests(connection: Connection, names: list[str]) -> None:
@@ -78,16 +84,18 @@ def remove(connection: Connection, ids: Sequence[int]) -> int:
     """Delete rows that are trained on or discarded, with tokens, texts and signals. Returns how many."""
     removed = 0
     (done,) = is_done()
-    for mine in in_parts(experiences.c.id, ids):
-        names = select(experiences.c.msg_id).where(mine, done)
+    for part in in_parts(experiences.c.id, ids):
+        still_done = select(experiences.c.id).where(part, done).order_by(experiences.c.id)
+        gone = connection.execute(_locking(connection, still_done)).scalars().all()
+        mine = experiences.c.id.in_(gone)
+        names = select(experiences.c.msg_id).where(mine)
         its_choice = and_(experiences.c.msg_id == signals.c.msg_id, experiences.c.choice == signals.c.choice)
-        theirs = select(experiences.c.id).where(its_choice, mine, done).exists()
+        theirs = select(experiences.c.id).where(its_choice, mine).exists()
         connection.execute(delete(signals).where(signals.c.msg_id.in_(names), theirs))
-        gone = connection.execute(select(experiences.c.id).where(mine, done)).scalars().all()
         inline_prefix(connection, gone)
         _hand_requests_on(connection, gone)
         connection.execute(delete(payloads).where(payloads.c.experience_id.in_(gone)))
-        removed += connection.execute(delete(experiences).where(mine, done)).rowcount
+        removed += connection.execute(delete(experiences).where(mine)).rowcount
     return removed
 
 

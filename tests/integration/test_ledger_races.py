@@ -1,0 +1,84 @@
+"""Transactions that meet at the same rows of PostgreSQL: each row ends as if one had come after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, func, select
+
+from shared.config import RewardConfig
+from shared.ledger import queries, transitions
+from shared.ledger.connect import Ledger
+from shared.ledger.tables import experiences, payloads, signals
+from shared.reward import Signal
+from tests.support.experiences import record_ready, rows
+
+
+@pytest.fixture
+def ledger(postgres) -> Iterator[Ledger]:
+    opened = Ledger.open(postgres.new_ledger().replace("postgresql://", "postgresql+psycopg://"))
+    yield opened
+    opened.close()
+
+
+def say(connection: Connection, text: str) -> list[transitions.Receipt]:
+    about: dict[str, Any] = {"msg_ids": ["m0"], "task_id": None, "run_id": None, "rule": RewardConfig()}
+    said = [Signal("comment", text=text)]
+    return transitions.apply_feedback(connection, **about, signals=said, learned=frozenset(("reward", "comment")))
+
+
+def meet(ledger: Ledger, first: Callable[[Connection], object], second: Callable[[Connection], object]) -> None:
+    """The second begins while the first holds its rows, and waits for them."""
+
+    def run() -> None:
+        with ledger.write() as connection:
+            second(connection)
+
+    thread = threading.Thread(target=run)
+    with ledger.write() as connection:
+        first(connection)
+        thread.start()
+        wait_for_lock(ledger)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def wait_for_lock(ledger: Ledger) -> None:
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+    ended = threading.Event()
+    while not ended.wait(0.02):
+        with ledger.read() as connection:
+            if connection.exec_driver_sql(waiting).scalar_one():
+                ended.set()
+
+
+def consume(ledger: Ledger) -> None:
+    with ledger.write() as connection:
+        batch = transitions.claim(connection, owner="t", at_least=1, at_most=9, lease_s=60)
+        assert batch is not None
+        transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
+        about = {"version": 1, "parent": 0, "kind": "full", "step": 1, "trainer": "t", "state_path": "x"}
+        transitions.publish(connection, **about, batch_ids=[batch])
+
+
+def test_what_is_said_while_a_message_is_erased_is_erased_with_it(ledger):
+    record_ready(ledger, rows(1))
+    meet(ledger, lambda c: say(c, "private"), lambda c: transitions.erase(c, msg_id="m0"))
+    with ledger.read() as connection:
+        assert connection.execute(select(func.count()).select_from(signals)).scalar() == 0
+
+
+def test_a_row_of_which_something_is_said_while_it_is_to_be_removed_keeps_its_tokens(ledger):
+    record_ready(ledger, rows(1))
+    consume(ledger)
+    with ledger.read() as connection:
+        ids = queries.oldest_done(connection, before=None, at_most=9)
+    assert len(ids) == 1
+    meet(ledger, lambda c: say(c, "late"), lambda c: transitions.remove(c, ids))
+    with ledger.read() as connection:
+        left = connection.execute(select(experiences.c.id).join(payloads)).scalars().all()
+        said = connection.execute(select(signals.c.kind).order_by(signals.c.id)).scalars().all()
+    assert (left, said) == (ids, ["reward", "comment"])
