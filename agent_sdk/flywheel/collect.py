@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from flywheel.collection import Row, merge
+from flywheel.collection import Row, end_cut_line, merge
 from flywheel.errors import ConfigError
 from flywheel.replies import read_reply, thoughts_of, tool_calls_of
 from flywheel.transport import current_run
@@ -84,7 +84,8 @@ class Collector:
         self._redact = redact
         self._most_bytes = int(max_mb * 2**20)
         self._waiting: queue.Queue[_Seen | Row | None] = queue.Queue(queue_size)
-        self._file = self.path.open("ab")
+        self._file = self.path.open("a+b")
+        end_cut_line(self._file)
         self._thread = threading.Thread(target=self._write, name="flywheel-collector", daemon=True)
         self._thread.start()
 
@@ -138,7 +139,7 @@ class Collector:
         while (seen := self._waiting.get()) is not None:
             try:
                 for row in [seen] if isinstance(seen, dict) else self._rows(seen):
-                    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+                    line = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
                     if self._file.tell() + len(line) > self._most_bytes:
                         self.stats.dropped += 1
                         continue

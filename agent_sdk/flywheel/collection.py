@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 Row = dict[str, Any]
 
@@ -15,7 +17,7 @@ Row = dict[str, Any]
 def merge(log: Path, out: Path) -> int:
     """Join a collector's log: each row once, with the rewards and the feedback that came later. Returns how many rows.
 
-    reward is the sum of the named rewards; `signals` says all of it as `flywheel import` reads it. A last line that was
+    reward is the sum of the named rewards; `signals` says all of it as `flywheel import` reads it. A line that was
     cut is left out.
     """
     said: dict[str, Row] = defaultdict(dict)
@@ -52,8 +54,16 @@ def _signals(said: Row) -> list[Row]:
     return [*found, {"kind": "comment", "text": comment}] if comment else found
 
 
+def end_cut_line(file: BinaryIO) -> None:
+    """What a log is gone on with begins on a line of its own, where a crash has cut the last one."""
+    if file.seek(0, io.SEEK_END):
+        file.seek(-1, io.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+
 def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n"):
+            with contextlib.suppress(ValueError):  # one that was cut
                 yield json.loads(line)

@@ -109,3 +109,13 @@ def test_a_streamed_tool_call_is_put_together():
 def test_an_unknown_field_is_refused(tmp_path):
     with pytest.raises(flywheel.ConfigError, match="smell"):
         flywheel.Collector(tmp_path / "log.jsonl", fields=("smell",))
+
+
+def test_a_log_whose_last_line_was_cut_by_a_crash_is_gone_on_with(explorer, tmp_path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"messages": [], "msg_id": "whole"}\n{"messages": [{"role": "us')
+    with flywheel.Collector(log) as collector:
+        answer = chat(collector, explorer.url)
+        assert collector.export(tmp_path / "out.jsonl") == 2
+    first, second = lines(tmp_path / "out.jsonl")
+    assert (first["msg_id"], second["messages"][-1]["content"]) == ("whole", answer)
