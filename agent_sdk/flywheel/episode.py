@@ -7,6 +7,7 @@ import contextlib
 import time
 import traceback
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from flywheel.config import LearnConfig
 from flywheel.errors import ConfigError, JudgeFailed, NothingKnown, NothingRecorded, TimedOut, TooManyFailures
 from flywheel.journal import Journal
 from flywheel.reward import Reward
-from flywheel.run import AsyncRun
+from flywheel.run import AsyncRun, Feedback
 from flywheel.tasks import NamedTask
 from flywheel.transport import current_run
 from flywheel.wire import send_feedback
@@ -118,9 +119,10 @@ class Attempts:
         if reward is None:  # no reward of a turn stands without one of the run
             run.forget()
         run.take(reward)
-        await self.journal.write(self._line(place, run, reward, outcome, time.monotonic() - began))
+        feedback = run.feedback()  # once: what is sent again after a crash has to be what was sent
+        await self.journal.write(self._line(place, run, reward, outcome, time.monotonic() - began, feedback))
         try:
-            for key, body in run.feedback():
+            for key, body in feedback:
                 await self.client.drive(send_feedback(body, key, False, self.client.explorer.retry_s))
         except NothingKnown:
             await self.journal.write({"kind": "void", "place": place})
@@ -133,7 +135,14 @@ class Attempts:
         return True
 
     @staticmethod
-    def _line(place: str, run: AsyncRun | None, reward: Reward | None, outcome: str, seconds: float) -> dict[str, Any]:
+    def _line(
+        place: str,
+        run: AsyncRun | None,
+        reward: Reward | None,
+        outcome: str,
+        seconds: float,
+        feedback: Sequence[Feedback] = (),
+    ) -> dict[str, Any]:
         return {
             "kind": "ended",
             "place": place,
@@ -143,5 +152,5 @@ class Attempts:
             "metrics": dict(reward.metrics) if reward else {},
             "chats": run.chats if run else 0,
             "seconds": round(seconds, 3),
-            "feedback": run.feedback() if run else [],
+            "feedback": feedback,
         }

@@ -147,4 +147,4 @@ def _settle(done: asyncio.Future[None], error: OSError | None) -> None:
 
 
 def _encode(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"

@@ -191,7 +191,7 @@ class Shadow:
         token = current_run.set(run)
         try:
             reply = await self._answer(replay, run, guard)
-            reward = read_reward(await self._reward(run, reply)) or run.outcome
+            reward = read_reward(await within(self._reward(run, reply), None)) or run.outcome
         except UnsafeTool as exc:
             self._stats.unsafe += 1
             self._stats.last_error = str(exc)
@@ -205,7 +205,7 @@ class Shadow:
         try:
             run.take(reward)
             await self._client.drive(run.finish())
-        except FlywheelError as exc:
+        except Exception as exc:  # noqa: BLE001 — of the explorer, or of a user's function that shares rewards out
             self._failed(type(exc).__name__, exc)
             return
         if reward is None:

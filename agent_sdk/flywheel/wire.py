@@ -92,8 +92,17 @@ def feedback_body(
     body: dict[str, Any] = {"msg_ids": ids, "task_id": task_id, "run_id": run_id}
     for name, value in said.items():
         if value is not None and value is not False and value != ():
-            body[name] = list(value) if name == "preferred_over" else value
+            body[name] = _as_text(list(value) if name == "preferred_over" else value)
     return {name: value for name, value in body.items() if value not in (None, [])}
+
+
+def _as_text(value: Any) -> Any:
+    """The value with "?" for each half of a pair of surrogates: a model's JSON may have one, and UTF-8 has none."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {_as_text(name): _as_text(one) for name, one in value.items()}
+    return [_as_text(one) for one in value] if isinstance(value, list) else value
 
 
 def check_number(name: str, value: object) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from flywheel.errors import ConfigError, TimedOut
+from flywheel.errors import ConfigError, RunError, TimedOut
 from flywheel.reward import Reward, read_reward
 
 Function = Callable[..., Any]
@@ -58,8 +58,16 @@ class Caller:
             return await self.function(*arguments)
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._pool, lambda: context.run(self.function, *arguments))
+        result = await loop.run_in_executor(self._pool, context.run, _without_stop, self.function, arguments)
         return await result if inspect.isawaitable(result) else result
+
+
+def _without_stop(function: Function, arguments: tuple[Any, ...]) -> Any:
+    """What the function returns. A future cannot hold StopIteration, and whoever awaits it would wait for ever."""
+    try:
+        return function(*arguments)
+    except StopIteration as exc:
+        raise RuntimeError("the function raised StopIteration") from exc
 
 
 def _places(function: Function, offered: tuple[str, ...]) -> tuple[int, ...]:
@@ -82,13 +90,18 @@ def _places(function: Function, offered: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(range(len(required)))
 
 
-async def within(call: Awaitable[T], timeout_s: float) -> T:
-    """The result of a call, or TimedOut. A sync function goes on in its thread, and nobody waits for it."""
+async def within(call: Awaitable[T], timeout_s: float | None) -> T:
+    """The result of a call, or TimedOut. A sync function goes on in its thread, and nobody waits for it.
+
+    A call that ends as cancelled, which nobody here has asked for, is a RunError: the work goes on.
+    """
     job = asyncio.ensure_future(call)
     try:
         done, _ = await asyncio.wait({job}, timeout=timeout_s)
         if not done:
             raise TimedOut(f"it took longer than timeout_s={timeout_s:g}")
+        if job.cancelled():
+            raise RunError("it ended as cancelled (asyncio.CancelledError), and nobody had cancelled it")
         return job.result()
     finally:
         job.cancel()
@@ -104,7 +117,7 @@ async def score(result: Any, judge: Caller | None, task: Any, run: Any) -> Rewar
     """The reward of a workflow's result; a judge's wins. Raises ConfigError for a result that is none."""
     response = result.response if isinstance(result, Result) else result
     if judge is not None:
-        judged = read_reward(await judge(task, response, run), "the judge")
+        judged = read_reward(await within(judge(task, response, run), None), "the judge")
         if judged is not None and isinstance(result, Result):
             return Reward(judged.value, {**result.metrics, **judged.metrics}, judged.comment)
         return judged

@@ -1,0 +1,91 @@
+"""What a user's functions do wrong ends one run, which is counted; never the work, and never in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import flywheel
+import pytest
+from flywheel.journal import read_lines
+
+from tests.sdk.conftest import TASKS, count, learn, rows, said, say, say_async
+from tests.support.servers import wait_until
+
+
+async def cancelled(*_: Any) -> Any:
+    raise asyncio.CancelledError  # as a framework does whose own task was cancelled
+
+
+def stopped(*_: Any) -> Any:
+    return next(iter(()))
+
+
+@pytest.mark.parametrize("fault", [cancelled, stopped])
+def test_a_workflow_that_ends_as_cancelled_or_stopped_is_a_failed_attempt(explorer, tmp_path, fault):
+    tries = itertools.count()
+
+    async def workflow(task: Any, model: flywheel.Model) -> Any:
+        return await cancelled() if fault is cancelled and next(tries) == 0 else await count(task, model)
+
+    def stopping(task: Any, model: flywheel.Model) -> float:
+        say(model)
+        return stopped() if next(tries) == 0 else 1.0
+
+    report = learn(explorer, tmp_path, workflow if fault is cancelled else stopping, at_once=1, timeout_s=10)
+    assert (report.stopped, report.rewarded, report.dropped) == ("done", len(TASKS), 0)
+    assert sum(report.failures.values()) == 1
+    assert {row.state for row in rows(explorer) if row.reward is not None} == {"READY"}
+
+
+def test_a_judge_that_ends_as_cancelled_is_a_failed_attempt(explorer, tmp_path):
+    report = learn(explorer, tmp_path, tasks=TASKS[:1], judge=cancelled, retries=0)
+    assert (report.stopped, report.dropped) == ("done", 1)
+
+
+def test_half_a_character_in_a_comment_is_replaced_and_the_run_is_rewarded(explorer, tmp_path):
+    """A model's JSON may escape one half of a pair of surrogates, which is no character in UTF-8."""
+    judge = lambda task, reply: flywheel.Reward(1.0, {"half \ud83d": 1.0}, "well \ud83d done")  # noqa: E731
+    report = learn(explorer, tmp_path, tasks=TASKS[:1], judge=judge)
+    assert report.rewarded == 1
+    assert [(one.kind, one.name, one.text) for one in said(explorer)] == [
+        ("reward", None, None),
+        ("metric", "half ?", None),
+        ("comment", None, "well ? done"),
+    ]
+
+
+def test_what_the_journal_holds_is_what_was_sent(explorer, tmp_path):
+    """After a crash it is sent again under the same keys, where another body would be refused."""
+    shares = itertools.count(1)
+    learn(explorer, tmp_path, tasks=TASKS[:1], credit=lambda reward, ids: [float(next(shares)) for _ in ids])
+    (ended,) = (line for line in read_lines(tmp_path / "runs/journal.jsonl") if line["kind"] == "ended")
+    assert [body["reward"] for _, body in ended["feedback"]] == [one.value for one in said(explorer)]
+
+
+def no_credit(reward: float, ids: Any) -> Any:
+    raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"credit": no_credit}, "ZeroDivisionError"),
+        ({"reward": cancelled}, "RunError"),
+        ({"agent": cancelled}, "RunError"),
+    ],
+)
+def test_a_shadow_run_that_fails_in_an_unusual_way_leaves_its_worker_alive(explorer, options, cause):
+    async def agent(request: Any, model: flywheel.Model | None) -> str:
+        if model is not None:
+            await say_async(model)
+        return "reply"
+
+    given = {"agent": agent, "reward": lambda run, reply: 1.0, "at_once": 1, "select": flywheel.SamplingRate(1.0)}
+    runner = flywheel.TrainingRunner(explorer.url, **{**given, **options})
+    serve = runner.watch(agent)
+    with runner:
+        for number in range(3):
+            assert asyncio.run(serve(number)) == "reply"
+        wait_until(lambda: runner.stats.failed[cause] == 3)
