@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sqlalchemy import Connection
@@ -35,6 +36,7 @@ class Membership:
         self.heartbeat_at = 0.0  # time.monotonic(): when the last heartbeat that was stored was sent
         self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
+        self.on_company: Callable[[], Awaitable[None]] | None = None  # called when this explorer is alone no more
         self._writer = writer
         self._settings = settings
 
@@ -57,8 +59,14 @@ class Membership:
             return others, queries.owned_engines(connection, self.id)
 
         others, self.owned = await self._writer.write(beat)
-        self.is_alone = not others
+        had_company, self.is_alone = not self.is_alone, not others
         self.heartbeat_at = sent_at
+        if others and not had_company and self.on_company is not None:
+            try:
+                await self.on_company()
+            except LedgerError:
+                self.is_alone = True  # the next heartbeat tries again
+                raise
         self._compare(others)
 
     def _compare(self, others: dict[str, dict[str, Any]]) -> None:

@@ -40,25 +40,43 @@ class OpenStreams:
         self._writer = writer
         self._membership = membership
         self._ended: dict[str, asyncio.Event] = {}  # of this process
+        self._told: set[str] = set()  # of these: the others know of them
         self._unclosed: set[str] = set()  # have ended, and the others do not know it yet
+        membership.on_company = self._tell_all
 
     @asynccontextmanager
     async def opened(self, msg_id: str) -> AsyncIterator[None]:
         """Around a stream, until its rows are stored or never will be. Raises LedgerError."""
-        announced = not self._membership.is_alone
-        if announced:
-            await self._writer.write(lambda c: transitions.open_stream(c, msg_id, self._membership.id))
+        if not self._membership.is_alone:
+            await self._tell([msg_id])
         ended = self._ended[msg_id] = asyncio.Event()
         try:
             yield
         finally:
             del self._ended[msg_id]
             ended.set()
-            if announced:
+            if msg_id in self._told:
+                await self._close(msg_id)
+
+    async def _tell(self, msg_ids: list[str]) -> None:
+        def open_all(connection: Connection) -> None:
+            for msg_id in msg_ids:
+                transitions.open_stream(connection, msg_id, self._membership.id)
+
+        await self._writer.write(open_all)
+        self._told.update(msg_ids)
+
+    async def _tell_all(self) -> None:
+        """There are other explorers now: tell them of the streams that began before. Raises LedgerError."""
+        untold = sorted(self._ended.keys() - self._told)
+        if untold:
+            await self._tell(untold)
+            for msg_id in [name for name in untold if name not in self._ended]:  # it ended meanwhile
                 await self._close(msg_id)
 
     async def _close(self, msg_id: str) -> None:
         """Tell the others that it has ended; if the ledger is away, with the end of the next stream."""
+        self._told.discard(msg_id)
         self._unclosed.add(msg_id)
         closing = sorted(self._unclosed)
 

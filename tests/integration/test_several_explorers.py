@@ -111,6 +111,29 @@ def test_feedback_to_one_waits_for_a_stream_of_the_other(both, scripted_engine):
     assert receipts == [{"msg_id": ids[0], "state": "applied"}]
 
 
+def test_a_stream_that_began_before_there_was_another_explorer_is_waited_for_too(scripted_engine, start_explorer):
+    first = start_explorer([scripted_engine.url]).wait_ready()
+    scripted_engine.script.gap_s = 2.5
+    ids: list[str] = []
+
+    def stream() -> None:
+        with first.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {") and not ids:
+                    ids.append(json.loads(line[6:])["id"])
+
+    streaming = threading.Thread(target=stream)
+    streaming.start()
+    wait_until(lambda: bool(ids))
+    second = start_explorer([scripted_engine.url])
+    wait_until(lambda: not first.deps.membership.is_alone)
+    receipts = second.http.post("/feedback", json={"msg_ids": ids, "reward": 1}).json()["receipts"]
+    streaming.join()
+    assert receipts == [{"msg_id": ids[0], "state": "applied"}]
+    with first.ledger.read() as connection:
+        wait_until(lambda: connection.exec_driver_sql("SELECT count(*) FROM open_streams").scalar_one() == 0)
+
+
 def test_a_stream_whose_end_the_ledger_does_not_take_is_whole_and_told_later(both, monkeypatch):
     first, _ = both
     wait_until(lambda: not first.deps.membership.is_alone)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, delete, insert
+from typing import Any
+
+from sqlalchemy import Connection, delete
+from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.ledger.tables import open_streams
 
 
 def open_stream(connection: Connection, msg_id: str, explorer: str) -> None:
     """The caller is about to learn this id, and its rows are not stored yet."""
-    connection.execute(insert(open_streams).values(msg_id=msg_id, explorer=explorer))
+    make: Any = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    opened = make(open_streams).values(msg_id=msg_id, explorer=explorer)
+    connection.execute(opened.on_conflict_do_nothing())  # told again, where the answer to the first time was lost
 
 
 def close_stream(connection: Connection, msg_id: str) -> None:
