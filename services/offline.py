@@ -32,6 +32,8 @@ def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int
     """Begin with model.path, and write the trained model to a new folder as Hugging Face does. root_dir is not read."""
     if out.exists():
         raise StartupError(f"--out {out} exists; name a folder that does not")
+    if not out.absolute().parent.is_dir():
+        raise StartupError(f"the folder of --out {out} does not exist; make it")
     rows = _read(config, file, Path(config.model.path))
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as root:
         trainer = config.trainer.model_copy(update={"save_every": _NEVER})
@@ -40,9 +42,8 @@ def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int
         alone = config.model_copy(update=update)
         status = run_trainer(alone, partial(_work, rows=rows, epochs=epochs, lasts=False))
         folder = Path(root) / version_path(1)
-        if folder.exists():  # else it was asked to stop
-            (folder / MANIFEST).unlink()
-            folder.rename(out)
+        (folder / MANIFEST).unlink()
+        folder.rename(out)
     return status
 
 

@@ -7,6 +7,7 @@ dies.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -92,8 +93,9 @@ class Supervisor:
         with stream:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip()
-                sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name:<{self._width}} {line}\n")
-                sys.stderr.flush()
+                with contextlib.suppress(OSError):  # nobody reads, or the disk is full: the child must not notice
+                    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name:<{self._width}} {line}\n")
+                    sys.stderr.flush()
 
     def _watch(self, child: Child) -> int | None:
         """Detect that the child ended, then schedule and do its restart. Returns its exit status when it has ended."""

@@ -22,12 +22,13 @@ log = StageLogger("train")
 class OfflineTrainer(Trainer):
     """A trainer whose rows are an export's. Its versions and states are those of the trainer of its name."""
 
-    def train(self, rows: list[Experience], epochs: int, stop: StopRequest, *, lasts: bool = True) -> int | None:
-        """Train so many epochs and publish the result. Returns its version; None when asked to stop before.
+    def train(self, rows: list[Experience], epochs: int, stop: StopRequest, *, lasts: bool = True) -> int:
+        """Train so many epochs and publish the result. Returns its version.
 
         lasts: whether the trainer of this name shall go on from it.
 
-        Raises StartupError, with nothing published, when an update fails or a token id is not the model's.
+        Raises StartupError, with nothing published, when it is asked to stop before, an update fails or a token id
+        is not the model's.
         """
         vocabulary, context = self._learner.vocabulary, self._learner.context
         _require_known_ids(rows, vocabulary)
@@ -36,7 +37,8 @@ class OfflineTrainer(Trainer):
         progress, done = self._progress, 0
         for epoch, of_epoch, number, batch in self._plan(rows, epochs):
             if stop:
-                return None
+                self._give_back_leases()
+                raise StartupError("asked to stop before all epochs were done; nothing was published")
             try:
                 stats = self._learner.train(batch, step=progress.step, version=progress.version, ahead=done)
             except UpdateError as exc:

@@ -7,6 +7,7 @@ false, plain completions, erased rows) have no conversation to export and are co
 from __future__ import annotations
 
 import gzip
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -159,14 +160,14 @@ def replace_whole(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     writers = {".jsonl": write_jsonl, ".gz": write_jsonl, ".parquet": write_parquet}
     if file.suffix not in writers or (file.suffix == ".gz" and not file.stem.endswith(".jsonl")):
         raise StartupError(f"{str(file)!r}: the name must end in .jsonl, .jsonl.gz or .parquet")
-    temporary = file.with_name(f".part-{file.name}")
+    temporary = file.with_name(f".part-{os.getpid()}-{file.name}")  # another export of this name may be at work
     try:
         writers[file.suffix](rows, temporary)
         fsync(temporary)
         temporary.replace(file)
         fsync(file.parent)
     except OSError as exc:
-        raise StartupError(f"{file} cannot be written ({exc.strerror}); name another with --out") from exc
+        raise StartupError(f"{file} cannot be written ({exc.strerror or exc}); name another with --out") from exc
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

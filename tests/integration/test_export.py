@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from shared.errors import ConfigError, StartupError
+from shared.ledger.dataset import replace_whole
 from tests.support.processes import run_here
 
 
@@ -53,6 +56,21 @@ def test_a_slice_is_chosen_by_reward_task_and_state(talked, tmp_path: Path):
     assert count("--task", "t1") == 1
     assert count("--state", "RECORDED") == 3
     assert count("--state", "CONSUMED") == 0
+
+
+def test_two_exports_to_one_file_do_not_mix(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    again = [sys.executable, "-c", "import sys; from pathlib import Path; from shared.ledger.dataset import *;"]
+    again[-1] += f"replace_whole(Path({str(file)!r}), [{{'row': n}} for n in range(3)])"
+
+    def slowly():
+        yield {"row": "mine"}
+        subprocess.run(again, check=True)
+        yield {"row": "mine"}
+
+    replace_whole(file, slowly())
+    assert [json.loads(line)["row"] for line in file.read_text().splitlines()] == ["mine"] * 2
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_what_cannot_be_written_is_said_and_leaves_nothing_behind(talked, tmp_path: Path):

@@ -70,6 +70,17 @@ def test_an_export_makes_the_next_version_of_a_root_which_its_trainer_goes_on_fr
     assert weights(tmp_path, 2) != weights(tmp_path, 1)
 
 
+def test_training_that_is_stopped_says_so_fails_and_leaves_nothing(trained, tmp_path, model, lives):
+    prepare(tmp_path, model)
+    log = tmp_path / "offline.log"
+    arguments = ["train", "-c", str(tmp_path / "flywheel.yaml"), "--from", str(trained / "rows.parquet")]
+    with lives.begin([*arguments, "--epochs", "100000", "--out", str(tmp_path / "out")], log) as life:
+        wait_for(lambda: (log.exists() and "trained" in log.read_text()) or not life.alive, "an update", 60)
+        assert life.stop() == 1
+    assert "asked to stop before all epochs were done; nothing was published" in log.read_text()
+    assert not list(tmp_path.glob("*out"))
+
+
 def rows_of(file: Path, *exported: dict[str, Any]) -> Path:
     file.write_text("".join(json.dumps(row) + "\n" for row in exported))
     return file
@@ -127,6 +138,8 @@ def test_wrong_calls_are_one_line(config, tmp_path):
         run_here(config, "train", "--from", file, "--epochs", "0")
     with pytest.raises(StartupError, match="exists; name a folder that does not"):
         run_here(config, "train", "--from", file, "--out", str(tmp_path))
+    with pytest.raises(StartupError, match=r"the folder of --out .* does not exist; make it"):
+        run_here(config, "train", "--from", file, "--out", str(tmp_path / "none/out"))
     with pytest.raises(StartupError, match=r"no\.jsonl cannot be read"):
         run_here(config, "train", "--from", "no.jsonl", "--out", str(tmp_path / "out"))
     ranks = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 2})})

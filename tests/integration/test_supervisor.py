@@ -87,6 +87,19 @@ def test_a_refused_configuration_stops_all_and_is_not_tried_again():
     assert child.failures == 0
 
 
+def test_a_log_that_cannot_be_written_stops_nobody(monkeypatch):
+    stop = StopRequest()
+    child = Child("lister", ["demo", "--list"])
+    with contextlib.suppress(OSError), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("services.supervisor.sys.stderr", full)
+        running = threading.Thread(target=Supervisor([child], stop).run)
+        running.start()
+        wait_for(lambda: child.restart_at is not None, "the end of the child", 60)
+        stop.set()
+        running.join(30)
+        assert child.process is not None and child.process.returncode == 0
+
+
 def test_the_pause_before_a_restart_grows(monkeypatch, tmp_path):
     monkeypatch.setattr("services.supervisor.BACKOFF_S", (0.01, 0.02, 60.0))
     config = write_config(trainer_config(tmp_path / "data", tmp_path / "no-model"), tmp_path / "flywheel.yaml")
