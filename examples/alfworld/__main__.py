@@ -29,7 +29,7 @@ def example(args: Namespace) -> Example:
     return Example(
         name="alfworld",
         about=ABOUT,
-        workflow=Agent() if args.url else Agent(tiny.RULES),
+        workflow=Agent() if args.url else Agent(tiny.RULES, tiny.MAX_STEPS),
         judge=reward,
         tasks=tasks,
         held_out=held_out,

@@ -21,10 +21,10 @@ You may think first. End with the action, and nothing after it: <action>go to ca
 class Agent:
     """The agent, with the households in which it works."""
 
-    def __init__(self, rules: str = RULES) -> None:
-        self._rules, self._households = rules, Households()
+    def __init__(self, rules: str = RULES, max_steps: int = MAX_STEPS) -> None:
+        self._rules, self._max_steps, self._households = rules, max_steps, Households(max_steps)
 
     async def __call__(self, task: Mapping[str, Any], model: flywheel.Model) -> flywheel.Played:
         """Do one task."""
         with self._households.enter(task) as house:
-            return await flywheel.play(house, model, system=self._rules, max_turns=MAX_STEPS)
+            return await flywheel.play(house, model, system=self._rules, max_turns=self._max_steps)

@@ -8,12 +8,14 @@ from typing import Any
 
 from alfworld.gen import constants
 
+from examples import group_learning
 from examples.alfworld.houses import PICK, House, make_house, mangled, may_hold, pickable, type_of
-from examples.alfworld.world import MAX_STEPS
 from examples.tiny_model import Demonstration, Recipe
 
 MOST = 5  # receptacles
-EPISODES = 1500
+MAX_STEPS = 16  # in place of the world's 30
+STEPS, BATCH = 420, 24
+FEW, SHORT, LONG = 300, 5, 14  # so many steps with short walks, in which it learns names; then with long ones
 SHARE = 0.15  # of demonstrated choices that serve the task
 TRAINING = range(400)  # seeds of houses: each is loaded for every episode in it
 HELD_OUT = range(1_000_000, 1_000_100)
@@ -21,24 +23,8 @@ DEMONSTRATED = 2_000_000  # the first seed of houses that are neither
 RULES = "House."  # in place of the agent's own: a tiny model has no use for the words
 
 ENGINE = {"max_model_len": 1536}
-TRAINER = {
-    "algorithm": "ppo",
-    "batch_size": 256,
-    "max_staleness_versions": 4,
-    "learning_rate": 4.0e-4,
-    "max_tokens_per_micro_batch": 3072,
-    "epochs": 2,
-    "minibatches": 4,
-    "ppo": {
-        "lam": 0.95,
-        "kl_coef": 0.005,
-        "entropy_coef": 0.005,
-        "critic_learning_rate": 1.0e-3,
-        "value_clip": 0.0,
-        "normalize_returns": False,  # rewards lie between -0.1 and 1 already
-    },
-}
-LEARN = {"at_once": 16, "max_ready_rows": 512, "timeout_s": 120.0, "params": {"max_tokens": 24}}
+TRAINER = group_learning.TRAINER | {"batch_size": 480, "learning_rate": 6.0e-4}
+LEARN = group_learning.LEARN | {"max_ready_rows": 960, "timeout_s": 120.0, "params": {"max_tokens": 24}}
 
 
 def task(seed: int) -> dict[str, Any]:
@@ -49,21 +35,21 @@ def task(seed: int) -> dict[str, Any]:
 def recipe() -> Recipe:
     """Walks through houses."""
     return Recipe(
-        demonstrations=[_walk(DEMONSTRATED + number) for number in range(EPISODES)],
+        demonstrations=[_walk(DEMONSTRATED + n, SHORT if n < FEW * BATCH else LONG) for n in range(STEPS * BATCH)],
         teaches="to go about, open, take and put down",
         vocabulary=900,
         context=1536,
-        steps=300,
-        batch=16,
+        steps=STEPS,
+        batch=BATCH,
     )
 
 
-def _walk(seed: int) -> Demonstration:
+def _walk(seed: int, steps: int) -> Demonstration:
     """An episode whose choices are random among those that do something, now and then what the task asks for."""
     draw, house = random.Random(seed), SmallHouse(make_house(**task(seed)))
     messages: list[dict[str, Any]] = [{"role": "system", "content": RULES}]
     observation = house.intro()
-    for _ in range(MAX_STEPS // 2):
+    for _ in range(steps):
         action = house.next_of_plan() if draw.random() < SHARE else _choose(draw, house)
         messages += [
             {"role": "user", "content": observation},

@@ -2,7 +2,7 @@
 
 A game is one of houses.py, made from a seed, or a game.tw-pddl of ALFWorld's own download. An answer names its action
 between <action> and </action>; one that names none, or no possible one, is told so and counts as a step, so that every
-episode ends after MAX_STEPS.
+episode ends after MAX_STEPS, or fewer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of libraries of theirs, at import
+    import fast_downward
     import textworld
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     from textworld.envs import PddlEnv
@@ -42,11 +43,12 @@ class Household:
     copy of the planner's library in memory for ever.
     """
 
-    def __init__(self, task: Mapping[str, Any], *, plans: bool = False) -> None:
+    def __init__(self, task: Mapping[str, Any], *, plans: bool = False, max_steps: int = MAX_STEPS) -> None:
         _keep_parses()
         infos = textworld.EnvInfos(won=True, admissible_commands=True, policy_commands=plans)
         self._env = AlfredDemangler(PddlEnv(infos), shuffle=False)
         self._state: Any = None
+        self._max_steps = max_steps
         self.load(task)
 
     def load(self, task: Mapping[str, Any]) -> None:
@@ -70,7 +72,7 @@ class Household:
             self._state, _, _ = self._env.step(command)
             observation = _plain(self._state.feedback)
         won = bool(self._state.won)
-        truncated = not won and self.steps >= MAX_STEPS
+        truncated = not won and self.steps >= self._max_steps
         return observation, 1.0 if won else UNFINISHED if truncated else 0.0, won, truncated, self._info()
 
     def _info(self) -> dict[str, Any]:
@@ -79,27 +81,30 @@ class Household:
 
 @functools.cache
 def _keep_parses() -> None:
-    """Let TextWorld parse each template and each condition of its grammar once in this process.
+    """Let TextWorld parse each template and condition of its grammar, and translate each house, once in this process.
 
-    It parses them anew for every sentence that it says, which takes three quarters of a step. Neither has a public way
-    to be kept. What is derived from a template is changed in place, so each caller gets a copy of its own.
+    It parses the former anew for every sentence that it says, which takes three quarters of a step, and translates a
+    house four times an episode. None has a public way to be kept. What is derived from a template is changed in place,
+    so each caller gets a copy of its own.
     """
     parse = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
     textgen._parse_and_convert = lambda *args, **options: deepcopy(parse(*args, **options))
     Rule.parse_conjunctive_query = functools.lru_cache(maxsize=1024)(Rule.parse_conjunctive_query)
+    fast_downward.pddl2sas = functools.lru_cache(maxsize=1024)(fast_downward.pddl2sas)
 
 
 class Households:
     """Households that are free, so that few are ever made."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self._free: list[Household] = []
+        self._max_steps = max_steps
 
     @contextlib.contextmanager
     def enter(self, task: Mapping[str, Any]) -> Iterator[Household]:
         """A household with this task, which nobody else enters meanwhile."""
         at_hand = next((one for one in self._free if one.task == task), None)
-        house = at_hand or (self._free[0] if self._free else Household(task))
+        house = at_hand or (self._free[0] if self._free else Household(task, max_steps=self._max_steps))
         if house in self._free:
             self._free.remove(house)
         if house.task != task:

@@ -7,8 +7,8 @@ the form and which answers a kind of problem tends to have.
 from __future__ import annotations
 
 import random
-from typing import Any
 
+from examples import group_learning
 from examples.gsm8k.agent import PROMPT
 from examples.gsm8k.world import Problem, generated, split
 from examples.tiny_model import Demonstration, Recipe
@@ -17,24 +17,8 @@ LONGEST, LARGEST = 320, 20
 STEPS, BATCH = 220, 32
 
 ENGINE = {"max_model_len": 256}
-TRAINER: dict[str, Any] = {
-    "algorithm": "ppo",
-    "batch_size": 64,
-    "max_staleness_versions": 4,
-    "learning_rate": 3.0e-4,
-    "max_tokens_per_micro_batch": 1024,
-    "epochs": 2,
-    "minibatches": 4,
-    "ppo": {
-        "lam": 0.8,
-        "kl_coef": 0.01,
-        "entropy_coef": 0.01,
-        "critic_learning_rate": 1.0e-3,
-        "value_clip": 0.0,
-        "normalize_returns": False,
-    },
-}
-LEARN = {"at_once": 24, "max_ready_rows": 128, "timeout_s": 60.0, "params": {"max_tokens": 12}}
+TRAINER = group_learning.TRAINER
+LEARN = group_learning.LEARN | {"params": {"max_tokens": 12}}
 
 
 def problems() -> tuple[list[Problem], list[Problem]]:
