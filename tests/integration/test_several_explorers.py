@@ -126,12 +126,16 @@ def test_a_stream_that_began_before_there_was_another_explorer_is_waited_for_too
     streaming.start()
     wait_until(lambda: bool(ids))
     second = start_explorer([scripted_engine.url])
-    wait_until(lambda: not first.deps.membership.is_alone)
+    wait_until(lambda: open_streams_of(first) == 1)  # the first one has told it
     receipts = second.http.post("/feedback", json={"msg_ids": ids, "reward": 1}).json()["receipts"]
     streaming.join()
     assert receipts == [{"msg_id": ids[0], "state": "applied"}]
-    with first.ledger.read() as connection:
-        wait_until(lambda: connection.exec_driver_sql("SELECT count(*) FROM open_streams").scalar_one() == 0)
+    wait_until(lambda: open_streams_of(first) == 0)
+
+
+def open_streams_of(explorer: RunningExplorer) -> int:
+    with explorer.ledger.read() as connection:
+        return int(connection.exec_driver_sql("SELECT count(*) FROM open_streams").scalar_one())
 
 
 def test_a_stream_whose_end_the_ledger_does_not_take_is_whole_and_told_later(both, monkeypatch):
