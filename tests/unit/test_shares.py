@@ -91,5 +91,5 @@ def test_a_trajectory_belongs_to_the_key_that_said_last_how_good_it_was():
         row(5, None, None, 1.0),
     ]
     batch = rows_batch(rows)
-    assert [trajectory.key for trajectory in batch.trajectories] == ["b", "c", None]
-    assert list(batch.keys) == ["b", "b", "b", "c", None]
+    assert [trajectory.key for trajectory in batch.trajectories] == ["b", None, "c", None]
+    assert list(batch.keys) == ["b", "b", None, "c", None]

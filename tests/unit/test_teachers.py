@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -133,8 +132,7 @@ def test_a_server_without_prompt_logprobs_is_refused_at_start(odd, server):
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 401, 404])
-def test_a_teacher_that_is_away_is_waited_for_and_said_once(status, server, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("flywheel"), "propagate", True)
+def test_a_teacher_that_is_away_is_waited_for_and_said_once(status, server, caplog):
     answers = iter([status, status, 200])
 
     def answer(path: str, body: Body) -> tuple[int, Any]:
