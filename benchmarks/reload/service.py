@@ -29,6 +29,7 @@ REPOSITORY = Path(__file__).parents[2]
 START_S = 300.0
 POLL_INTERVAL_S = 0.5
 TOKEN_HEADER = "X-Flywheel-Engine-Token"
+LORA = {"lora": {"rank": 8, "alpha": 16}}
 
 
 class Service:
@@ -62,7 +63,7 @@ class Service:
     def _write_config(self, file: Path, model: Path, addresses: list[dict[str, str]]) -> None:
         config = {
             "root_dir": str(self._folder / "data"),
-            "model": {"path": str(model), "kind": self._kind, "lora": {"rank": 8, "alpha": 16}},
+            "model": {"path": str(model), "kind": self._kind, **(LORA if self._kind == "lora" else {})},
             "explorer": {"port": _free_port(), "engines": addresses, "reload": self._reload},
             "engine": {"max_model_len": 1024, "staging_dir": str(self._folder / "staged")},
         }
