@@ -59,9 +59,9 @@ class Membership:
             return others, queries.owned_engines(connection, self.id)
 
         others, self.owned = await self._writer.write(beat)
-        had_company, self.is_alone = not self.is_alone, not others
+        was_alone, self.is_alone = self.is_alone, not others
         self.heartbeat_at = sent_at
-        if others and not had_company and self.on_company is not None:
+        if was_alone and others and self.on_company is not None:
             try:
                 await self.on_company()
             except LedgerError:

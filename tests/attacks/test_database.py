@@ -197,8 +197,9 @@ def test_nobody_waits_for_a_transaction_that_its_process_forgot(on_postgres):
 def test_deadlocked_feedback_is_repeated(scripted_engine, tmp_path, server):
     """Two explorers, the same messages in opposite order."""
     url = server.new_database()
-    settings = {"database_url": url, "ledger_timeout_s": 30.0}  # a deadlock is found by the server, not by a timeout
-    both = [RunningExplorer(make_config(tmp_path, [scripted_engine.url], **settings)).wait_ready() for _ in range(2)]
+    both = [
+        RunningExplorer(make_config(tmp_path, [scripted_engine.url], database_url=url)).wait_ready() for _ in range(2)
+    ]
     try:
         ids = [both[0].chat().json()["id"] for _ in range(40)]
         orders = (ids, ids[::-1])

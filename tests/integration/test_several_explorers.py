@@ -94,18 +94,7 @@ def test_no_chat_of_either_crosses_a_reload_with_a_wrong_label(both, scripted_en
 
 def test_feedback_to_one_waits_for_a_stream_of_the_other(both, scripted_engine):
     scripted_engine.script.gap_s = 0.2
-    ids: list[str] = []
-
-    def stream() -> None:
-        body = {"messages": [], "stream": True}
-        with both[0].http.stream("POST", "/chat", json=body) as reply:
-            for line in reply.iter_lines():
-                if line.startswith("data: {") and not ids:
-                    ids.append(json.loads(line[6:])["id"])
-
-    streaming = threading.Thread(target=stream)
-    streaming.start()
-    wait_until(lambda: bool(ids))
+    streaming, ids = begin_stream(both[0])
     receipts = both[1].http.post("/feedback", json={"msg_ids": ids, "reward": 1}).json()["receipts"]
     streaming.join()
     assert receipts == [{"msg_id": ids[0], "state": "applied"}]
@@ -114,10 +103,21 @@ def test_feedback_to_one_waits_for_a_stream_of_the_other(both, scripted_engine):
 def test_a_stream_that_began_before_there_was_another_explorer_is_waited_for_too(scripted_engine, start_explorer):
     first = start_explorer([scripted_engine.url]).wait_ready()
     scripted_engine.script.gap_s = 2.5
+    streaming, ids = begin_stream(first)
+    second = start_explorer([scripted_engine.url])
+    wait_until(lambda: open_streams_of(first) == 1)  # the first one has told it
+    receipts = second.http.post("/feedback", json={"msg_ids": ids, "reward": 1}).json()["receipts"]
+    streaming.join()
+    assert receipts == [{"msg_id": ids[0], "state": "applied"}]
+    wait_until(lambda: open_streams_of(first) == 0)
+
+
+def begin_stream(explorer: RunningExplorer) -> tuple[threading.Thread, list[str]]:
+    """A stream that goes on in its thread, and its id."""
     ids: list[str] = []
 
     def stream() -> None:
-        with first.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
+        with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
             for line in reply.iter_lines():
                 if line.startswith("data: {") and not ids:
                     ids.append(json.loads(line[6:])["id"])
@@ -125,12 +125,7 @@ def test_a_stream_that_began_before_there_was_another_explorer_is_waited_for_too
     streaming = threading.Thread(target=stream)
     streaming.start()
     wait_until(lambda: bool(ids))
-    second = start_explorer([scripted_engine.url])
-    wait_until(lambda: open_streams_of(first) == 1)  # the first one has told it
-    receipts = second.http.post("/feedback", json={"msg_ids": ids, "reward": 1}).json()["receipts"]
-    streaming.join()
-    assert receipts == [{"msg_id": ids[0], "state": "applied"}]
-    wait_until(lambda: open_streams_of(first) == 0)
+    return streaming, ids
 
 
 def open_streams_of(explorer: RunningExplorer) -> int:

@@ -21,7 +21,7 @@ def rated(*sequences, **ratings: bool) -> Batch:
     return replace(batch_of(*sequences), ratings={int(name[1:]): up for name, up in ratings.items()})
 
 
-def test_it_looks_with_the_policy_and_the_base_model():
+def test_it_needs_the_policy_and_the_base_model():
     assert ALGORITHM.needs == Needs.PROXIMAL | Needs.REFERENCE
 
 
@@ -106,12 +106,12 @@ def test_loss_and_gradient_equal_the_formula_in_float64():
 def test_a_rating_does_not_push_a_token_that_it_has_moved_beyond_the_clip():
     """Within a batch: three tokens of the reply that is rated up, three of the other, each moved from −1."""
     batch = rated(sequence([0] * 3), sequence([0] * 3), s0=True, s1=False)
-    looks = {"reference": [array(-1, -1, -1)] * 4, "proximal": [array(-1, -1, -1)] * 4}
+    scores = {"reference": [array(-1, -1, -1)] * 4, "proximal": [array(-1, -1, -1)] * 4}
     moved = [(0.25, 0.1, -2.0), (-0.25, -0.1, 2.0)]  # |log 1.2| is 0.18
     logprobs = [torch.tensor([x - 1 for x in one], requires_grad=True) for one in moved]
-    loss, figures = loss_of(KTO(KTOConfig(beta=0.5, clip=0.2)), batch, precomputed(batch, **looks), logprobs)
+    loss, figures = loss_of(KTO(KTOConfig(beta=0.5, clip=0.2)), batch, precomputed(batch, **scores), logprobs)
     loss.backward()
-    same, _ = loss_of(ALGORITHM, rated(*batch.sequences[:2], s0=True, s1=False), precomputed(batch, **looks), logprobs)
+    same, _ = loss_of(ALGORITHM, rated(*batch.sequences[:2], s0=True, s1=False), precomputed(batch, **scores), logprobs)
     assert loss.item() == pytest.approx(same.item()), "the value of a reply is that of all of its tokens"
     margin = 0.5 * (0.25 + 0.1 - 2)
     slope = 0.5 * math.exp(-margin) / (1 + math.exp(-margin)) ** 2 / 2
