@@ -35,17 +35,18 @@ import numpy as np
 from torch import Tensor
 
 from shared.config import HintConfig
-from trainer_service.algorithms import surrogates
 from trainer_service.algorithms.advantages import kl_penalties
 from trainer_service.algorithms.seam import Batch, Constants, Figures, Floats, Memory, Needs, Now, Precomputed, Unit
+from trainer_service.algorithms.surrogates import PartialPolicyGradient as Partial
+from trainer_service.algorithms.surrogates import divergence_with_tail, policy_constants, policy_needs
 
 WINDOW = 256  # rewards that are seen
 
 
-class Hint(surrogates.PartialPolicyGradient[HintConfig]):
+class Hint(Partial[HintConfig]):
     @property
     def needs(self) -> Needs:
-        return Needs.TEACHER | surrogates.policy_needs(self.config)
+        return Needs.TEACHER | policy_needs(self.config)
 
     @property
     def top(self) -> int:
@@ -58,7 +59,7 @@ class Hint(surrogates.PartialPolicyGradient[HintConfig]):
     def constants(
         self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
     ) -> tuple[Constants, Figures]:
-        constants, figures = surrogates.policy_constants(batch, units, precomputed, self.config)
+        constants, figures = policy_constants(batch, units, precomputed, self.config)
         figures |= {"hints": float(len(units)), "hints_contradicting": 0.0, "hints_without_effect": 0.0}
         for name in ("advantages", "counts", "effects"):
             constants[name] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
@@ -85,7 +86,7 @@ class Hint(surrogates.PartialPolicyGradient[HintConfig]):
         loss, sums = super().loss(now, constants)
         if now.others_KN is not None:
             counts_K = constants["counts"] > 0
-            gap_K = surrogates.divergence_with_tail(constants["top_logprobs"][counts_K], now.others_KN[counts_K])
+            gap_K = divergence_with_tail(constants["top_logprobs"][counts_K], now.others_KN[counts_K])
             loss = loss + (constants["divergence_weights"][counts_K] * gap_K).sum()
             sums["kl_to_teacher"] = gap_K.detach().sum()
         return loss, sums
