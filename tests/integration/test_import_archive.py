@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.given import read_rows
 from shared.ledger.prefix import load_tokens
-from shared.ledger.queries import count_by_state, count_rows
+from shared.ledger.queries import count_by_state, count_rows, size_bytes
 from shared.ledger.tables import experiences, payloads, signals
 from shared.reward import Signal
 from tests.support.experiences import record_ready, rows
@@ -185,6 +186,21 @@ def test_a_ledger_that_is_too_large_loses_its_oldest_done_rows(ledger, config, t
         assert count_rows(connection) == 100, "what is still to be trained stays, however little room there is"
     with pytest.raises(ConfigError, match="--older-than-days"):
         run_here(config, "archive", "--to", str(tmp_path / "archive"))
+
+
+def test_an_archive_that_left_the_rest_small_enough_moves_nothing_when_it_runs_again(ledger, config, tmp_path: Path):
+    record_ready(ledger, rows(400))
+    with ledger.write() as connection:
+        connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
+        connection.execute(update(payloads).values(request=random.Random(1).randbytes(20_000)))
+        half = f"{size_bytes(connection) / 2 / 1e9:.9f}"
+    counts = []
+    for _ in range(3):
+        run_here(config, "archive", "--to", str(tmp_path / "archive"), "--keep-gb", half)
+        with ledger.read() as connection:
+            counts.append(count_rows(connection))
+    assert 180 < counts[0] < 220
+    assert counts[0] - 20 < counts[2], "room that PostgreSQL keeps for later rows is no reason to move more"
 
 
 def archived_names(folder: Path) -> list[str]:

@@ -268,3 +268,11 @@ def test_an_operator_lets_engines_try_a_failed_version_again(ledger, tmp_path, d
         assert list_decisions(connection, 1)[-1].decided_by == "operator"
     with pytest.raises(ConfigError, match="say which version"):
         run_here(config, "versions", "retry")
+
+
+def test_a_version_that_is_tried_again_may_fail_as_often_as_a_new_one(ledger):
+    publish(ledger, 0, 1)
+    assert [do(ledger, "count_load_failure", 1, "e0", "died") for _ in range(2)] == [1, 2]
+    do(ledger, "fail_version", 1, "engines died on it", by="engine e0")
+    do(ledger, "retry_version", 1, by="operator")
+    assert do(ledger, "count_load_failure", 1, "e0", "died") == 1

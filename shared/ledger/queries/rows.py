@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, text
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import in_group, in_scope, is_done, is_ready
@@ -90,9 +90,22 @@ def remembered_answer(connection: Connection, key: str) -> tuple[bytes, bytes] |
 
 
 def size_bytes(connection: Connection) -> int:
-    """The database's size on disk, without the pages that SQLite keeps free."""
+    """The room that the ledger's rows take, without what deleted rows left free.
+
+    SQLite: of its pages, indexes included. PostgreSQL: of the rows themselves, which it reads for that.
+    """
     if connection.dialect.name == "postgresql":
-        return int(connection.execute(select(func.pg_database_size(func.current_database()))).scalar_one())
+        return int(connection.execute(_BYTES_OF_ROWS).scalar_one())
     pragmas = ("page_count", "freelist_count", "page_size")
     pages, free, page_bytes = (connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in pragmas)
     return int((pages - free) * page_bytes)
+
+
+_BYTES_OF_ROWS = text(
+    """
+    SELECT (SELECT coalesce(sum(pg_column_size(e)), 0) FROM experiences e)
+         + (SELECT coalesce(sum(pg_column_size(s)), 0) FROM signals s)
+         + (SELECT coalesce(sum(pg_column_size(tokens) + coalesce(pg_column_size(request), 0)
+                                + coalesce(pg_column_size(reply), 0)), 0) FROM payloads)
+    """
+)

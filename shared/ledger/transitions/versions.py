@@ -18,7 +18,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.experience import MAY_SERVE, Purpose, VersionState
 from shared.ledger.connect import database_time
-from shared.ledger.tables import decisions, engines, version_leases, versions
+from shared.ledger.tables import decisions, engines, load_failures, version_leases, versions
 from shared.versions import version_path
 
 _MAY_COME_INTO_SERVICE = (VersionState.PUBLISHED, VersionState.SKIPPED, VersionState.RETIRED)
@@ -135,7 +135,8 @@ def fail_version(connection: Connection, version: int, reason: str, *, by: str) 
 
 
 def retry_version(connection: Connection, version: int, *, by: str) -> bool:
-    """FAILED → PUBLISHED: engines may try it again."""
+    """FAILED → PUBLISHED: engines may try it again, as often as a new version."""
+    connection.execute(delete(load_failures).where(load_failures.c.version == version))
     failed = and_(versions.c.state == VersionState.FAILED, versions.c.deleted_at.is_(None))
     return _move(connection, and_(versions.c.version == version, failed), VersionState.PUBLISHED, by=by)
 
