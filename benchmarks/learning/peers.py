@@ -54,7 +54,8 @@ class Peer:
 _STEPS: dict[str, Any] = {"epochs": 2, "minibatches": 4, "learning_rate": 3e-4}
 _FAST: dict[str, Any] = {**_STEPS, "learning_rate": 1e-3, "epochs": 4}
 _SDPO: dict[str, Any] = {
-    **_FAST, "teacher_model_kind": "base", "distillation_mode": "full_logits", "distillation_alpha": 0.0,
+    "epochs": 8, "minibatches": 2, "learning_rate": 1e-3,
+    "teacher_model_kind": "base", "distillation_mode": "full_logits", "distillation_alpha": 0.0,
 }  # fmt: skip
 _WITH_SFT: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]}
 _IN_BALANCE: dict[str, Any] = {"undesirable_weight": 0.25}  # by TRL's advice: a fourth to a third of ratings are up
