@@ -106,6 +106,8 @@ class RemoteTeacher:
         ids = [*row.tokens.prompt_ids.tolist(), *row.tokens.reply_ids.tolist()]
         try:
             logprobs = self._logprobs(ids)[-len(row.tokens.reply_ids) :]
+            if not np.isfinite(logprobs).all():
+                raise _Refused("a token of the reply is impossible to it")
         except _Refused:
             return replace(row, unused=(*row.unused, "teacher_refused"))
         return replace(row, teacher=logprobs)

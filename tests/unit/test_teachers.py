@@ -207,3 +207,17 @@ def test_the_tokenizer_of_a_folder_is_compared_entry_by_entry(tmp_path):
         require_same_vocabulary(TOKENIZER, DistillConfig(path=str(tmp_path / "other")))
     with pytest.raises(ConfigError, match=r"trainer\.distill\.path=.*nowhere has no tokenizer"):
         require_same_vocabulary(TOKENIZER, DistillConfig(path=str(tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_reply_with_a_token_that_is_impossible_to_the_teacher_is_left_out(place, server):
+    def answer(path: str, body: Body) -> tuple[int, Any]:
+        status, said = scripted(path, body)
+        said["choices"][0]["prompt_logprobs"][1 + place] = {str(body["prompt"][1 + place]): {"logprob": -np.inf}}
+        return status, said
+
+    server.answer = answer
+    [row] = rows(1)
+    ids = {"prompt_ids": np.array([1, 5], np.int32), "reply_ids": np.array([7], np.int32)}
+    [taught] = teacher_of(server).teach([replace(row, tokens=replace(row.tokens, **ids))])
+    assert taught.unused == ((), ("teacher_refused",))[place], "what it thinks of the prompt counts for nothing"
