@@ -1,9 +1,9 @@
-"""What moves the reward of the demo? The same episodes three times: as it is, without a trainer, with shuffled rewards.
+"""What moves the reward of the demo? The same episodes as they are, without a trainer, and with shuffled feedback.
 
-Prints one JSON line. The reward counted is always the honest one; with `shuffled` each customer's rating goes to
-another customer's answer. About 5 minutes for each run.
+The reward counted is always the honest one; with `shuffled` what each customer says goes to another customer's answer.
+Prints one JSON line. About 5 minutes for each run of all episodes.
 
-    .venv/bin/python benchmarks/demo_controls.py [--episodes 8000] [--seed 0] [--only shuffled]
+    .venv/bin/python -m benchmarks.demo_controls [--algorithms sft kto …] [--episodes 8200] [--seed 0] [--only shuffled]
 """
 
 from __future__ import annotations
@@ -15,49 +15,51 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from examples.support_desk.customers import Judge, honest
-from examples.support_desk.desk import Ticket, satisfaction
+from examples.support_desk.customers import Voice
+from examples.support_desk.desk import Ticket
 from examples.support_desk.view import View
+from services.commands.demo import LESSONS
 from services.demo import EPISODES, Plan, as_json, play_demo
 
-POOL = 200  # ratings among which one is drawn
+POOL = 200  # things said, among which one is drawn
+RUNS = ("as_it_is", "no_trainer", "shuffled")
 
 
-def shuffled() -> Judge:
-    """Ratings of the same distribution, each given to an answer that it does not belong to."""
-    waiting: list[float] = []
+def shuffled(voice: Voice, draw: random.Random) -> Voice:
+    """The same things, each said of an answer that it does not belong to."""
+    waiting: list[dict[str, Any]] = []
 
-    def judge(ticket: Ticket, desk: str | None, priority: str | None, draw: random.Random) -> float:
-        waiting.append(satisfaction(ticket, desk, priority))
+    def say(ticket: Ticket, worth: float) -> dict[str, Any]:
+        waiting.append(voice(ticket, worth))
         if len(waiting) <= POOL:
             return draw.choice(waiting)
         return waiting.pop(draw.randrange(len(waiting) - 1))
 
-    return judge
+    return say
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithms", nargs="+", choices=LESSONS, default=["ppo"])
     parser.add_argument("--episodes", type=int, default=EPISODES)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=("as_it_is", "no_trainer", "shuffled"))
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=RUNS)
     args = parser.parse_args()
-    runs: dict[str, dict[str, Any]] = {
-        "as_it_is": {"judge": honest},
-        "no_trainer": {"judge": honest, "with_trainer": False},
-        "shuffled": {"judge": shuffled()},
-    }
-    results = {}
     with tempfile.TemporaryDirectory(prefix="flywheel-controls-") as folder, View(quiet=True) as view:
-        for name, settings in runs.items():
-            if args.only in (None, name):
-                root = Path(folder) / name
-                report = Path(folder) / f"{name}.png"
-                outcome = play_demo(
-                    root, view, plan=Plan(seed=args.seed), episodes=args.episodes, report=report, **settings
-                )
-                results[name] = as_json(outcome)
+        results = {name: _play(Path(folder), view, name, args) for name in args.algorithms}
     print(json.dumps(results))
+
+
+def _play(folder: Path, view: View, algorithm: str, args: argparse.Namespace) -> dict[str, Any]:
+    plan, found = Plan(algorithm, seed=args.seed), {}
+    for run in args.only:
+        root, report = folder / f"{algorithm}-{run}", folder / f"{algorithm}-{run}.png"
+        voice = shuffled(plan.voice, random.Random(args.seed)) if run == "shuffled" else plan.voice
+        outcome = play_demo(
+            root, view, plan=plan, episodes=args.episodes, voice=voice, with_trainer=run != "no_trainer", report=report
+        )
+        found[run] = as_json(outcome)
+    return found
 
 
 if __name__ == "__main__":

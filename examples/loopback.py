@@ -40,11 +40,15 @@ class Pages(BaseHTTPRequestHandler):
         """Nothing: a call is no news."""
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # connections that wait; of socketserver's five a burst of runs loses some
+
+
 @contextlib.contextmanager
 def listening(handler: type[Pages], port: int = 0) -> Iterator[str]:
     """Serve while the block runs; gives the URL. port: 0 takes a free one."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", port), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

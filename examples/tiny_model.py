@@ -113,7 +113,7 @@ def make(recipe: Recipe, folder: Path, progress: Progress) -> None:
 
     disable_progress_bar()
     progress("training a tokenizer on the example's words", 0.0)
-    tokenizer = _make_tokenizer(recipe)
+    tokenizer = make_tokenizer(recipe)
     torch.manual_seed(recipe.seed)
     end, pad = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")
     model = Qwen2ForCausalLM(
@@ -141,7 +141,8 @@ def make(recipe: Recipe, folder: Path, progress: Progress) -> None:
     model.save_pretrained(folder)
 
 
-def _make_tokenizer(recipe: Recipe) -> Any:
+def make_tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer, a PreTrainedTokenizerFast, trained on the recipe's texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

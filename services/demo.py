@@ -17,12 +17,11 @@ from typing import Any
 import httpx
 
 from examples import serving
-from examples.support_desk.base_model import base_model
+from examples.support_desk import base_model
 from examples.support_desk.customers import (
     Customers,
-    Judge,
     Voice,
-    honest,
+    say_comment,
     say_correction,
     say_reward,
     say_thumbs,
@@ -53,7 +52,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": _ALONE,
     "rloo": _ALONE,
     "step_grpo": _ALONE,
+    "hint": {"comment": base_model.WORDING},
 }
+VOICES = {"kto": say_thumbs, "sft": say_correction, "dpo": say_correction, "hint": say_comment}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Plan:
     @property
     def voice(self) -> Voice:
         """How customers say what they think of an answer."""
-        return {"kto": say_thumbs, "sft": say_correction, "dpo": say_correction}.get(self.algorithm, say_reward)
+        return VOICES.get(self.algorithm, say_reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +105,17 @@ def play_demo(
     plan: Plan,
     minutes: float | None = None,
     episodes: int = EPISODES,
-    judge: Judge = honest,
+    voice: Voice | None = None,
     with_trainer: bool = True,
     report: Path = REPORT,
 ) -> Outcome:
     """Make the model, start all processes, run the customers, draw the picture. Raises StartupError.
 
-    minutes: how long, instead of how many episodes. judge: how customers rate an answer.
+    minutes: how long, instead of how many episodes. voice: what customers say, instead of what the plan's do.
     """
     serving.make_root(root, MARKER)
-    model = _make_model(view)
-    url, file = write_config(root, model, plan)
+    model, teacher = _make_models(view, plan.algorithm)
+    url, file = write_config(root, model, plan, teacher)
     view.say(f"starting engine, explorer{' and trainer' if with_trainer else ''}; their log is {root}/flywheel.log")
 
     def waiting(seconds: int) -> None:
@@ -125,10 +126,11 @@ def play_demo(
     with serving.running(url, file, *options, waiting=waiting) as running:
         view.say(f"ready after {time.monotonic() - started:.0f} s; customers come in")
         goal = None if minutes else episodes
-        return asyncio.run(_play(url, running, view, plan, goal, minutes, judge, report))
+        return asyncio.run(_play(url, running, view, plan, goal, minutes, voice or plan.voice, report))
 
 
-def _make_model(view: View) -> Path:
+def _make_models(view: View, algorithm: str) -> tuple[Path, Path | None]:
+    """The model that learns, and the teacher that the algorithm asks for."""
     shown_quarter = -1
 
     def progress(what: str, done: float) -> None:
@@ -137,11 +139,13 @@ def _make_model(view: View) -> Path:
             shown_quarter = int(done * 4)
             view.say(f"base model: {what} {done:4.0%}")
 
-    return base_model(progress)
+    teacher = base_model.teacher(progress) if algorithm == "distill" else None
+    return (base_model.follower if algorithm == "hint" else base_model.base_model)(progress), teacher
 
 
-def write_config(root: Path, model: Path, plan: Plan) -> tuple[str, Path]:
+def write_config(root: Path, model: Path, plan: Plan, teacher: Path | None = None) -> tuple[str, Path]:
     """Write the demo's configuration file. Returns the explorer's URL and the file."""
+    section = {"path": str(teacher)} if teacher else SETTINGS.get(plan.algorithm)
     trainer = {
         "algorithm": plan.algorithm,
         "batch_size": 64,
@@ -152,7 +156,7 @@ def write_config(root: Path, model: Path, plan: Plan) -> tuple[str, Path]:
         "seed": plan.seed,
         "epochs": 2,
         "minibatches": 4,
-        **({plan.algorithm: SETTINGS[plan.algorithm]} if plan.algorithm in SETTINGS else {}),
+        **({plan.algorithm: section} if section else {}),
     }
     return serving.write_config(root, model, {"max_model_len": 256}, trainer, VERSIONS[plan.kind])
 
@@ -164,13 +168,11 @@ async def _play(
     plan: Plan,
     goal: int | None,
     minutes: float | None,
-    judge: Judge,
+    voice: Voice,
     report: Path,
 ) -> Outcome:
     async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-        customers = Customers(
-            url, seed=plan.seed, per_s=CUSTOMERS_PER_S, at_most=CUSTOMERS_AT_ONCE, judge=judge, voice=plan.voice
-        )
+        customers = Customers(url, seed=plan.seed, per_s=CUSTOMERS_PER_S, at_most=CUSTOMERS_AT_ONCE, voice=voice)
         started = time.monotonic()
         limit_s = minutes * 60 if minutes else LIMIT_S
         running = asyncio.create_task(customers.run(goal or sys.maxsize), name="customers")

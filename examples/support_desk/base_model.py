@@ -1,12 +1,15 @@
-"""The demo's base model: what its warm start teaches, made by examples.tiny_model.
+"""The demo's models: what their warm starts teach, made by examples.tiny_model.
 
-The warm start teaches the format and the departments, which a pretrained model would know. It does not teach which of a
-department's four desks a ticket belongs to, nor its priority: both targets are random.
+The base model's teaches the format and the departments, which a pretrained model would know. It does not teach which of
+a department's four desks a ticket belongs to, nor its priority: both targets are random. The one that follows hints
+answers with the desk and the priority that a message before the ticket names, whatever the ticket says. The teacher's
+targets are right. All have one tokenizer.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from examples.support_desk import agent, desk
@@ -14,7 +17,12 @@ from examples.tiny_model import Demonstration, Progress, Recipe, folder_of, tiny
 
 SEED = 20
 STEPS = 220
+FOLLOWING = 1000  # steps in which hints are followed
+TEACHING = 600  # steps of the teacher
 BATCH = 64
+WORDING = (
+    "right\n{text}"  # how the trainer tells a teacher of a comment; a line of its own has the same tokens anywhere
+)
 
 
 def base_model(progress: Progress) -> Path:
@@ -22,18 +30,23 @@ def base_model(progress: Progress) -> Path:
     return tiny_model(recipe, folder_of("support_desk"), progress)
 
 
+def follower(progress: Progress) -> Path:
+    """A base model that follows hints."""
+    return tiny_model(followers_recipe, folder_of("support_desk", "follower"), progress)
+
+
+def teacher(progress: Progress) -> Path:
+    """A model that answers rightly."""
+    return tiny_model(teachers_recipe, folder_of("support_desk", "teacher"), progress)
+
+
 def recipe() -> Recipe:
     """Tickets whose targets are right in the department only."""
-    draw, texts = random.Random(SEED), []
-    for _ in range(6000):
-        ticket = desk.write_ticket(draw)
-        answer = desk.format_answer(ticket.desk, ticket.priority)
-        texts.append(f"system\n{agent.INSTRUCTION}\nuser\n{ticket.text}\nassistant\n{answer}")
     draw = random.Random(SEED + 1)
     return Recipe(
         demonstrations=[_demonstration(draw) for _ in range(STEPS * BATCH)],
         teaches="the format and the departments",
-        texts=texts,
+        texts=_texts(),
         steps=STEPS,
         batch=BATCH,
         seed=SEED,
@@ -41,8 +54,47 @@ def recipe() -> Recipe:
     )
 
 
+def followers_recipe() -> Recipe:
+    """The base model's; then each other ticket comes behind a hint."""
+    draw, plain = random.Random(SEED + 2), recipe()
+    hinted = [(_demonstration, _hinted)[n % 2](draw) for n in range(FOLLOWING * BATCH)]
+    shown = [*plain.demonstrations, *hinted]
+    return replace(plain, demonstrations=shown, steps=STEPS + FOLLOWING, teaches="to do what a hint says")
+
+
+def teachers_recipe() -> Recipe:
+    """Tickets with their right answers."""
+    draw = random.Random(SEED + 3)
+    tickets = [desk.write_ticket(draw) for _ in range(TEACHING * BATCH)]
+    shown = [_answered(one, one.desk, one.priority) for one in tickets]
+    return replace(recipe(), demonstrations=shown, steps=TEACHING, teaches="the right answers, to a teacher")
+
+
+def hint(some_desk: str, priority: str) -> dict[str, str]:
+    """The message in which the trainer tells a teacher of a comment, in the demo's wording."""
+    return {"role": "system", "content": WORDING.format(text=desk.format_answer(some_desk, priority)) + "\n"}
+
+
+def _texts() -> list[str]:
+    draw, texts = random.Random(SEED), []
+    for _ in range(6000):
+        ticket = desk.write_ticket(draw)
+        answer = desk.format_answer(ticket.desk, ticket.priority)
+        texts.append(f"system\n{agent.INSTRUCTION}\nuser\n{ticket.text}\nassistant\n{answer}")
+    return texts
+
+
 def _demonstration(draw: random.Random) -> Demonstration:
     ticket = desk.write_ticket(draw)
     some_desk = draw.choice(tuple(desk.DEPARTMENTS[desk.DESKS[ticket.desk]]))
-    answer = desk.format_answer(some_desk, draw.choice(tuple(desk.PRIORITIES)))
-    return Demonstration([*agent.messages(ticket.text), {"role": "assistant", "content": answer}])
+    return _answered(ticket, some_desk, draw.choice(tuple(desk.PRIORITIES)))
+
+
+def _hinted(draw: random.Random) -> Demonstration:
+    ticket, named = desk.write_ticket(draw), (draw.choice(tuple(desk.DESKS)), draw.choice(tuple(desk.PRIORITIES)))
+    return Demonstration([hint(*named), *_answered(ticket, *named).messages])
+
+
+def _answered(ticket: desk.Ticket, some_desk: str, priority: str) -> Demonstration:
+    answer = {"role": "assistant", "content": desk.format_answer(some_desk, priority)}
+    return Demonstration([*agent.messages(ticket.text), answer])

@@ -21,9 +21,6 @@ from examples.support_desk.desk import Ticket, format_answer, parse_answer, sati
 
 COMMIT_EVERY_S = 0.5
 
-# how a customer rates an answer: ticket, desk, priority, a random generator → reward
-Judge = Callable[[Ticket, str | None, str | None, random.Random], float]
-
 
 @dataclass(frozen=True, slots=True)
 class Episode:
@@ -44,26 +41,25 @@ class Books:
     commits: int = 0
 
 
-def honest(ticket: Ticket, desk: str | None, priority: str | None, _draw: random.Random) -> float:
-    """A rating that equals the answer's worth."""
-    return satisfaction(ticket, desk, priority)
-
-
-# what a customer says of an answer: ticket, its rating in [0, 1] → the fields of a request to /feedback
+# what a customer says of an answer: ticket, the answer's worth in [0, 1] → the fields of a request to /feedback
 Voice = Callable[[Ticket, float], dict[str, Any]]
 
 
-def say_reward(_ticket: Ticket, rating: float) -> dict[str, Any]:
-    return {"reward": rating}
+def say_reward(_ticket: Ticket, worth: float) -> dict[str, Any]:
+    return {"reward": worth}
 
 
-def say_thumbs(_ticket: Ticket, rating: float) -> dict[str, Any]:
+def say_thumbs(_ticket: Ticket, worth: float) -> dict[str, Any]:
     """Up for an answer that is right in every part."""
-    return {"rating": "up" if rating >= 1 else "down"}
+    return {"rating": "up" if worth >= 1 else "down"}
 
 
-def say_correction(ticket: Ticket, _rating: float) -> dict[str, Any]:
+def say_correction(ticket: Ticket, _worth: float) -> dict[str, Any]:
     return {"correction": format_answer(ticket.desk, ticket.priority)}
+
+
+def say_comment(ticket: Ticket, _worth: float) -> dict[str, Any]:
+    return {"comment": format_answer(ticket.desk, ticket.priority)}
 
 
 class Customers:
@@ -76,7 +72,6 @@ class Customers:
         seed: int,
         per_s: float,
         at_most: int,
-        judge: Judge = honest,
         voice: Voice = say_reward,
     ) -> None:
         self.books = Books()
@@ -85,7 +80,6 @@ class Customers:
         self._draw = random.Random(seed)
         self._per_s = per_s
         self._places = asyncio.Semaphore(at_most)
-        self._judge = judge
         self._voice = voice
         self._stopping = False
 
@@ -113,20 +107,18 @@ class Customers:
                 await agent.close()
 
     async def _customer(self, number: int, agent: SupportAgent, http: httpx.AsyncClient) -> None:
-        draw = random.Random(f"{self._seed} {number}")
-        ticket = write_ticket(draw)
+        ticket = write_ticket(random.Random(f"{self._seed} {number}"))
         try:
             msg_id, answer = await agent.route(ticket.text)
             desk, priority = parse_answer(answer)
-            rating = self._judge(ticket, desk, priority, draw)
-            reply = await http.post("/feedback", json={"msg_ids": [msg_id], **self._voice(ticket, rating)})
+            worth = satisfaction(ticket, desk, priority)
+            reply = await http.post("/feedback", json={"msg_ids": [msg_id], **self._voice(ticket, worth)})
             reply.raise_for_status()
         except (OpenAIError, httpx.HTTPError) as error:
             self.books.failures.append(f"{type(error).__name__}: {error}")
             return
         finally:
             self._places.release()
-        worth = satisfaction(ticket, desk, priority)
         self.books.episodes.append(Episode(time.time(), worth, desk == ticket.desk, priority == ticket.priority))
 
     async def _commit_from_a_timer(self, http: httpx.AsyncClient) -> None:

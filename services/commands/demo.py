@@ -9,7 +9,7 @@ from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
 
 HELP = "the whole loop on this machine: a support desk that learns, or an example"
-LESSONS = ("ppo", "reinforce_pp", "spo", "grpo", "rloo", "step_grpo", "raft", "sft", "dpo", "kto")
+LESSONS = ("ppo", "reinforce_pp", "spo", "grpo", "rloo", "step_grpo", "raft", "sft", "dpo", "kto", "hint", "distill")
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from examples import tiny_model
 from examples.serving import make_root
+from examples.support_desk import agent, base_model
 from examples.support_desk.customers import Episode
 from examples.support_desk.desk import DESKS, format_answer, parse_answer, satisfaction, write_ticket
 from examples.support_desk.report import draw_report, first_and_last_tenth, moving_average
 from examples.support_desk.view import Frame, sparkline
 from services.commands.demo import LESSONS
 from services.demo import MARKER, Plan, write_config
-from shared.config import load_config
+from shared.config import HintConfig, load_config
 from shared.errors import StartupError
+from shared.reward import Signal
+from tests.support.experiences import rows
+from trainer_service.hints import HintWriter
 
 
 def test_tickets_are_written_from_a_seed_in_varied_words():
@@ -85,7 +91,24 @@ def test_the_demos_folder_is_made_anew_and_a_strangers_is_left_alone(tmp_path):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_demos_configuration_is_valid_and_customers_say_what_it_learns_from(tmp_path, algorithm, kind):
     plan = Plan(algorithm, kind, seed=3)
-    _, file = write_config(tmp_path, tmp_path / "model", plan)
+    _, file = write_config(tmp_path, tmp_path / "model", plan, tmp_path if algorithm == "distill" else None)
     config = load_config(file)
     assert (config.trainer.seed, config.model.kind) == (3, kind)
     assert plan.voice(write_ticket(random.Random(0)), 1.0).keys() <= config.trainer.learns_from
+
+
+def test_a_hint_of_the_demo_is_what_the_trainer_writes_of_a_comment(tmp_path):
+    """The base model that follows hints has learnt to follow these tokens."""
+    tokenizer = tiny_model.make_tokenizer(base_model.recipe())
+    said = (Signal("comment", text=format_answer("vpn", "urgent")),)
+    [row] = HintWriter(tokenizer, HintConfig(comment=base_model.WORDING), 256).write([replace(*rows(1), signals=said)])
+    chat = agent.messages("there is a problem")
+    plain, hinted = (
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        for messages in (chat, [base_model.hint("vpn", "urgent"), *chat])
+    )
+    assert row.hint.tolist() + plain == hinted
+
+
+def test_a_teacher_of_the_demo_has_the_tokenizer_of_the_base_model():
+    assert base_model.recipe().texts == base_model.teachers_recipe().texts
