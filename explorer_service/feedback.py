@@ -98,7 +98,7 @@ def parse_feedback(raw: bytes, rule: RewardConfig) -> tuple[FeedbackBody, list[S
     """The targets, and what is said about them. Raises ApiError 400 naming the field."""
     body = decode_typed(raw, _decode_feedback)
     signals = _signals(body)
-    if not body.msg_ids and body.task_id is None:
+    if not body.msg_ids and read_id(body.task_id, "task_id") is None:
         raise bad_request("name the targets: msg_ids, or task_id with or without run_id", "msg_ids")
     if not signals:
         raise bad_request("give at least one of reward, rating, metrics, comment, correction, preferred_over")
