@@ -67,7 +67,7 @@ _decode_feedback = msgspec.json.Decoder(FeedbackBody).decode
 
 async def answer_feedback(request: Request, deps: Deps) -> Response:
     """POST /feedback."""
-    caller = deps.auth.require(request, "feedback")
+    caller = deps.auth.require(request, "feedback", open_to_networks=True)
     with caller.limit.taken():
         return await _answer_within_limit(request, deps, caller)
 
