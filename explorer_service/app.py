@@ -24,6 +24,7 @@ from explorer_service.runs import answer_runs
 from explorer_service.status import (
     answer_health,
     answer_metrics,
+    answer_model,
     answer_models,
     answer_not_yet,
     answer_ready,
@@ -50,6 +51,8 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/tokenize", answer_unrecorded),
     ("POST", "/detokenize", answer_unrecorded),
     ("GET", "/v1/models", answer_models),
+    ("GET", "/v1/models/{model}", answer_model),
+    ("GET", "/run/{task}/{run}/v1/models", answer_models),
     ("GET", "/health", answer_health),
     ("GET", "/ready", answer_ready),
     ("GET", "/metrics", answer_metrics),

@@ -36,7 +36,7 @@ _decode_commit = msgspec.json.Decoder(CommitBody).decode
 
 async def answer_commit(request: Request, deps: Deps) -> Response:
     """POST /commit."""
-    caller = deps.auth.require(request, "feedback")
+    caller = deps.auth.require(request, "feedback", open_to_networks=True)
     with caller.limit.taken():
         return await _answer_within_limit(request, deps, caller.group)
 

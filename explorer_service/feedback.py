@@ -67,7 +67,7 @@ _decode_feedback = msgspec.json.Decoder(FeedbackBody).decode
 
 async def answer_feedback(request: Request, deps: Deps) -> Response:
     """POST /feedback."""
-    caller = deps.auth.require(request, "feedback")
+    caller = deps.auth.require(request, "feedback", open_to_networks=True)
     with caller.limit.taken():
         return await _answer_within_limit(request, deps, caller)
 
@@ -76,24 +76,13 @@ async def _answer_within_limit(request: Request, deps: Deps, caller: Caller) -> 
     raw = await deps.bodies.read(request)
     body, signals = parse_feedback(raw, deps.config.reward)
     msg_ids = list(dict.fromkeys(body.msg_ids or []))
-    await _wait_recorded(msg_ids, deps)
     feedback = _Feedback(body, msg_ids, signals, caller, deps, _asked(request, caller.name, raw))
+    await feedback.wait_recorded()
     answer = _answer(await feedback.apply())
     for state, count in Counter(receipt.state for receipt in answer.receipts).items():
         deps.metrics.feedback_receipts.labels(state).inc(count)
     content = msgspec.json.encode(agentscope_java_answer(request, answer))
     return Response(content, 200 if answer.status == "success" else 404, media_type="application/json")
-
-
-async def _wait_recorded(msg_ids: list[str], deps: Deps) -> None:
-    """A stream names its id before its row is stored. Raises ApiError 503 when it streams for too long."""
-    limit_s = deps.config.explorer.request_timeout_s
-    try:
-        async with asyncio.timeout(limit_s):
-            await deps.open_streams.wait_recorded(msg_ids)
-    except TimeoutError as exc:
-        reason = f"a message is still being streamed after {limit_s:g} s; send this again when its stream has ended"
-        raise unavailable(reason, "stream_open") from exc
 
 
 class Answer(msgspec.Struct):
@@ -109,7 +98,7 @@ def parse_feedback(raw: bytes, rule: RewardConfig) -> tuple[FeedbackBody, list[S
     """The targets, and what is said about them. Raises ApiError 400 naming the field."""
     body = decode_typed(raw, _decode_feedback)
     signals = _signals(body)
-    if not body.msg_ids and body.task_id is None:
+    if not body.msg_ids and read_id(body.task_id, "task_id") is None:
         raise bad_request("name the targets: msg_ids, or task_id with or without run_id", "msg_ids")
     if not signals:
         raise bad_request("give at least one of reward, rating, metrics, comment, correction, preferred_over")
@@ -170,6 +159,22 @@ class _Feedback:
         self._cost = cost_of_row(signals)
         self._deps = deps
         self._asked = asked
+
+    async def wait_recorded(self) -> None:
+        """A stream names its id, and its run, before its row is stored: until those named here are. Raises LedgerError.
+
+        Raises ApiError 503 when one of them streams for too long.
+        """
+        limit_s = self._deps.config.explorer.request_timeout_s
+        streams, names = self._deps.open_streams, self._msg_ids
+        try:
+            async with asyncio.timeout(limit_s):
+                if not names and self._task_id is not None and self._run_id is not None:
+                    names = await streams.of_run(self._task_id, self._run_id, self._group)
+                await streams.wait_recorded(names)
+        except TimeoutError as exc:
+            reason = f"a message is still being streamed after {limit_s:g} s; send this again when its stream has ended"
+            raise unavailable(reason, "stream_open") from exc
 
     async def apply(self) -> list[Receipt]:
         """The answer given before, or the change. Raises ApiError, TooManySignals, TooManyTargets and LedgerError."""

@@ -1,7 +1,7 @@
 """Stage 2, record: samples become rows, durable before the caller has its answer.
 
-A stream's caller learns the message id from the first event, before the row is stored; feedback for such an id waits
-here until it is. With several explorers on one ledger the others know of it by the table `open_streams`.
+A stream's caller learns the message id from the first event, before the row is stored; feedback for such an id, or for
+its run, waits here until it is. With several explorers on one ledger the others know of it by the table `open_streams`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 from sqlalchemy import Connection
 
@@ -18,6 +19,8 @@ from explorer_service.membership import Membership
 from shared.errors import LedgerError
 from shared.experience import Sample
 from shared.ledger import queries, transitions
+from shared.ledger.conditions import UNGROUPED
+from shared.ledger.transitions import RunName
 from shared.log import StageLogger
 
 log = StageLogger("record")
@@ -32,6 +35,13 @@ async def record(samples: list[Sample], writer: LedgerWriter) -> None:
         await writer.record(samples)
 
 
+class _Open(NamedTuple):
+    """A stream of this process."""
+
+    run: RunName
+    ended: asyncio.Event
+
+
 class OpenStreams:
     """Streams whose id is known to a caller and whose rows are not stored yet."""
 
@@ -39,39 +49,39 @@ class OpenStreams:
         self._reader = reader
         self._writer = writer
         self._membership = membership
-        self._ended: dict[str, asyncio.Event] = {}  # of this process
+        self._open: dict[str, _Open] = {}  # by message id
         self._told: set[str] = set()  # of these: the others know of them
         self._unclosed: set[str] = set()  # have ended, and the others do not know it yet
         membership.on_company = self._tell_all
 
     @asynccontextmanager
-    async def opened(self, msg_id: str) -> AsyncIterator[None]:
+    async def opened(self, msg_id: str, run: RunName) -> AsyncIterator[None]:
         """Around a stream, until its rows are stored or never will be. Raises LedgerError."""
         if not self._membership.is_alone:
-            await self._tell([msg_id])
-        ended = self._ended[msg_id] = asyncio.Event()
+            await self._tell({msg_id: run})
+        opened = self._open[msg_id] = _Open(run, asyncio.Event())
         try:
             yield
         finally:
-            del self._ended[msg_id]
-            ended.set()
+            del self._open[msg_id]
+            opened.ended.set()
             if msg_id in self._told:
                 await self._close(msg_id)
 
-    async def _tell(self, msg_ids: list[str]) -> None:
+    async def _tell(self, runs: dict[str, RunName]) -> None:
         def open_all(connection: Connection) -> None:
-            for msg_id in msg_ids:
-                transitions.open_stream(connection, msg_id, self._membership.id)
+            for msg_id, run in runs.items():
+                transitions.open_stream(connection, msg_id, self._membership.id, run)
 
         await self._writer.write(open_all)
-        self._told.update(msg_ids)
+        self._told.update(runs)
 
     async def _tell_all(self) -> None:
         """There are other explorers now: tell them of the streams that began before. Raises LedgerError."""
-        untold = sorted(self._ended.keys() - self._told)
+        untold = {name: self._open[name].run for name in sorted(self._open.keys() - self._told)}
         if untold:
             await self._tell(untold)
-            for msg_id in [name for name in untold if name not in self._ended]:  # it ended meanwhile
+            for msg_id in [name for name in untold if name not in self._open]:  # it ended meanwhile
                 await self._close(msg_id)
 
     async def _close(self, msg_id: str) -> None:
@@ -91,12 +101,26 @@ class OpenStreams:
             return
         self._unclosed.difference_update(closing)
 
+    async def of_run(self, task_id: str, run_id: str, key_group: str | None) -> list[str]:
+        """The streams of a run that are open now, here or at another explorer. Raises LedgerError.
+
+        key_group: only those whose rows in_group() finds for it.
+        """
+        found = [
+            name
+            for name, (run, _) in self._open.items()
+            if (run.task_id, run.run_id) == (task_id, run_id) and key_group in (None, run.key_group or UNGROUPED)
+        ]
+        if not self._membership.is_alone:
+            found += await self._reader.read(lambda c: queries.streams_of_run(c, task_id, run_id, key_group))
+        return found
+
     async def wait_recorded(self, msg_ids: list[str]) -> None:
         """Until none of these is still streamed, here or by another explorer. Raises LedgerError."""
         names = [msg_id.partition("#")[0] for msg_id in msg_ids]
         for name in names:
-            if name in self._ended:
-                await self._ended[name].wait()
+            if name in self._open:
+                await self._open[name].ended.wait()
         if self._membership.is_alone:
             return
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from explorer_service.api.errors import ApiError, unavailable
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import EngineState
+from explorer_service.errors import VersionNotServed
 from shared.config import AUTO
 from shared.ledger.queries import ledger_status, list_versions
 
@@ -45,11 +47,23 @@ async def answer_ready(_request: Request, deps: Deps) -> Response:
 async def answer_models(request: Request, deps: Deps) -> Response:
     """GET /v1/models: the configured name, and NAME@VERSION for each version in service."""
     deps.auth.require(request, "chat", "feedback")
-    name = deps.config.model.name
+    return _json({"object": "list", "data": _models(deps)})
+
+
+async def answer_model(request: Request, deps: Deps) -> Response:
+    """GET /v1/models/NAME: that one of them."""
+    deps.auth.require(request, "chat", "feedback")
+    name = unquote(request.path_params["model"])
+    for model in _models(deps):
+        if model["id"] == name:
+            return _json(model)
+    raise VersionNotServed(f"The model `{name}` does not exist.")
+
+
+def _models(deps: Deps) -> list[dict[str, Any]]:
+    name, started = deps.config.model.name, int(deps.started_at)
     names = [name] + [f"{name}@{version}" for version in sorted({v for e in deps.pool.serving for v in e.versions})]
-    started = int(deps.started_at)
-    data = [{"id": model, "object": "model", "created": started, "owned_by": "flywheel"} for model in names]
-    return _json({"object": "list", "data": data})
+    return [{"id": model, "object": "model", "created": started, "owned_by": "flywheel"} for model in names]
 
 
 async def answer_not_yet(request: Request, deps: Deps) -> Response:

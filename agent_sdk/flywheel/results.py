@@ -21,7 +21,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Receipts:
-    """The answer to feedback: how many rows it changed, and a receipt for each target.
+    """The answer to feedback: how many targets it changed, and a receipt for each one.
 
     >>> Receipts(1, (Receipt("chatcmpl-1", "applied"),)).msg_ids
     ['chatcmpl-1']

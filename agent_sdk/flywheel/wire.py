@@ -80,12 +80,14 @@ def encode(body: Mapping[str, Any]) -> bytes:
 def feedback_body(
     msg_ids: str | Sequence[str], task_id: str | None, run_id: str | None, said: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The body of a feedback, checked. Raises ConfigError naming the argument."""
+    """The body of a feedback, checked. A truth value is the number 1 or 0. Raises ConfigError naming the argument."""
     ids = [msg_ids] if isinstance(msg_ids, str) else list(msg_ids)
+    metrics = {name: _number(value) for name, value in (said.get("metrics") or {}).items()}
+    said = {**said, "reward": _number(said.get("reward")), "metrics": metrics or None}
     if not ids and task_id is None:
         raise ConfigError("feedback has no target: give msg_ids, or task_id with or without run_id")
-    check_number("reward", said.get("reward"))
-    for name, value in (said.get("metrics") or {}).items():
+    check_number("reward", said["reward"])
+    for name, value in metrics.items():
         check_number(f"metrics[{name!r}]", value)
     if said.get("rating") not in (None, "up", "down"):
         raise ConfigError(f'rating={said["rating"]!r}: give "up" or "down"')
@@ -94,6 +96,10 @@ def feedback_body(
         if value is not None and value is not False and value != ():
             body[name] = _as_text(list(value) if name == "preferred_over" else value)
     return {name: value for name, value in body.items() if value not in (None, [])}
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, bool) else value
 
 
 def _as_text(value: Any) -> Any:

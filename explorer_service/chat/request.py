@@ -229,8 +229,8 @@ def _is_more_than_text(message: Any) -> bool:
 
 
 def read_id(value: object, name: str) -> str | None:
-    """A task or run id as text; integers are taken as their digits. Raises ApiError 400."""
-    if value is None:
+    """A task or run id as text; integers are taken as their digits, an empty one is none. Raises ApiError 400."""
+    if value is None or value == "":
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise bad_request(f"{name} must be a string or an integer", name)

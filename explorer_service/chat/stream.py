@@ -21,6 +21,7 @@ from explorer_service.deps import Deps
 from explorer_service.engines.dispatch import Exchange
 from explorer_service.engines.pool import EngineSlot
 from explorer_service.record import record
+from shared.ledger.transitions import RunName
 
 DONE = b"data: [DONE]\n\n"
 VERSION_HEADER = "X-Flywheel-Version"
@@ -33,7 +34,9 @@ async def open_stream(chat: ChatRequest, deps: Deps, resources: AsyncExitStack) 
     resources: what the request holds, to be freed at the end of the stream, if there is one.
     """
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(deps.open_streams.opened(chat.msg_id))
+        about = chat.attribution
+        run = RunName(about.task_id, about.run_id, about.caller.group)
+        await stack.enter_async_context(deps.open_streams.opened(chat.msg_id, run))
         exchange = await stack.enter_async_context(await deps.dispatcher.open(chat.engine_request()))
         if exchange.status != 200:
             reply = await exchange.read()

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from services.commands import add_config, read_config
 
-HELP = "rows by state, versions, engines, trainer"
+HELP = "rows by state, versions, trainers; GET /status shows engines, too"
 add_arguments = add_config
 
 

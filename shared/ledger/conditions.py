@@ -40,11 +40,11 @@ def in_scope(task_id: str | None, run_id: str | None) -> ColumnElement[bool]:
     return and_(*conditions)
 
 
-def in_group(key_group: str | None) -> ColumnElement[bool]:
+def in_group(key_group: str | None, rows: FromClause = experiences) -> ColumnElement[bool]:
     """The rows that a key reaches: those of its group; UNGROUPED: those of keys without a group; None: all."""
     if key_group is None:
         return true()
-    return experiences.c.key_group.is_(None) if key_group == UNGROUPED else experiences.c.key_group == key_group
+    return rows.c.key_group.is_(None) if key_group == UNGROUPED else rows.c.key_group == key_group
 
 
 def names_a_run(rows: FromClause = experiences) -> ColumnElement[bool]:

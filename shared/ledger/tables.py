@@ -279,6 +279,9 @@ open_streams = Table(
     metadata,
     Column("msg_id", String(200), primary_key=True),
     Column("explorer", String(64), nullable=False),
+    Column("task_id", String(400)),
+    Column("run_id", String(400)),
+    Column("key_group", String(200)),
 )
 
 # Rows by state: the sum of `n` over the slots of a state. Triggers of the database keep it, so that it is exact whoever

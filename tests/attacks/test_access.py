@@ -169,6 +169,20 @@ def test_an_explorer_whose_side_task_dies_ends_with_status_1(tmp_path, more):
     assert "flywheel: membership died" in ended.stderr
 
 
+@pytest.mark.parametrize("key", [{}, {"Authorization": "Bearer placeholder"}], ids=["none", "unknown"])
+def test_an_open_network_gives_feedback_and_commits_and_reads_nothing_without_a_key(
+    scripted_engine, start_explorer, key
+):
+    keys = [{"sha256": hashlib.sha256(b"chat").hexdigest(), "role": "chat"}]
+    explorer = start_explorer([scripted_engine.url], keys=keys, open_feedback_from=["127.0.0.0/8"]).wait_ready()
+    said = {"msg_ids": ["unknown"], "reward": 1}
+    assert explorer.http.post("/feedback", json=said, headers=key).status_code == 404
+    assert explorer.http.post("/commit", headers=key).status_code == 200
+    for path in ("/runs?task_id=t", "/status", "/versions", "/v1/models"):
+        assert explorer.http.get(path, headers=key).status_code == 401
+    assert explorer.http.post("/chat", json={"messages": []}, headers=key).status_code == 401
+
+
 def test_no_browser_rates_without_a_key_from_an_open_network(scripted_engine, start_explorer):
     """It may be there on a stranger's errand."""
     keys = [{"sha256": hashlib.sha256(b"chat").hexdigest(), "role": "chat"}]

@@ -86,6 +86,18 @@ def test_a_question_about_no_run_is_refused(explorer, query):
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+def test_an_empty_name_is_none(explorer):
+    ids = [explorer.chat(**more).json()["id"] for more in ({"metadata": {"task_id": "", "run_id": ""}}, {})]
+    said = {"msg_ids": ids, "task_id": "", "run_id": "", "reward": 1}
+    assert explorer.http.post("/feedback", json=said).json()["applied"] == 2
+    assert names(explorer) == [(None, None), (None, None)]
+    assert explorer.http.post("/feedback", json={**said, "msg_ids": []}).status_code == 400
+    assert explorer.http.get("/runs?task_id=&run_id=").status_code == 400
+    explorer.http.post("/run/t/1/chat", json=CHAT).raise_for_status()
+    assert len(explorer.http.get("/runs?task_id=t&run_id=").json()["rows"]) == 1
+    assert explorer.http.post("/commit", json={"task_id": "", "run_id": ""}).json()["committed"] == 2
+
+
 def test_a_key_sees_the_runs_of_its_own_group_alone(scripted_engine, start_explorer):
     def hashed(name: str, role: str, group: str) -> dict[str, str]:
         digest = hashlib.sha256(f"{name:*<16}".encode()).hexdigest()

@@ -100,6 +100,20 @@ def test_feedback_to_one_waits_for_a_stream_of_the_other(both, scripted_engine):
     assert receipts == [{"msg_id": ids[0], "state": "applied"}]
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_feedback_for_a_run_waits_for_its_streams_and_for_no_others(both, scripted_engine, asked):
+    for name in ("run/t/1", "run/t/2"):
+        both[0].http.post(f"/{name}/chat", json={"messages": []}).raise_for_status()
+    scripted_engine.script.gap_s = 0.4
+    streaming, ids = begin_stream(both[0], "/run/t/1/chat")
+    other = both[asked].http.post("/feedback", json={"task_id": "t", "run_id": 2, "reward": 1}).json()
+    assert streaming.is_alive()
+    receipts = both[asked].http.post("/feedback", json={"task_id": "t", "run_id": 1, "reward": 1}).json()["receipts"]
+    streaming.join()
+    assert (other["applied"], len(receipts)) == (1, 2)
+    assert receipts[1] == {"msg_id": ids[0], "state": "applied"}
+
+
 def test_a_stream_that_began_before_there_was_another_explorer_is_waited_for_too(scripted_engine, start_explorer):
     first = start_explorer([scripted_engine.url]).wait_ready()
     scripted_engine.script.gap_s = 2.5
@@ -112,12 +126,12 @@ def test_a_stream_that_began_before_there_was_another_explorer_is_waited_for_too
     wait_until(lambda: open_streams_of(first) == 0)
 
 
-def begin_stream(explorer: RunningExplorer) -> tuple[threading.Thread, list[str]]:
+def begin_stream(explorer: RunningExplorer, path: str = "/chat") -> tuple[threading.Thread, list[str]]:
     """A stream that goes on in its thread, and its id."""
     ids: list[str] = []
 
     def stream() -> None:
-        with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
+        with explorer.http.stream("POST", path, json={"messages": [], "stream": True}) as reply:
             for line in reply.iter_lines():
                 if line.startswith("data: {") and not ids:
                     ids.append(json.loads(line[6:])["id"])

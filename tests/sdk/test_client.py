@@ -70,6 +70,20 @@ def test_a_reply_is_rated_rewarded_corrected_and_preferred(client, explorer):
     assert (status.ready, status.serving, status.is_training) == (2, None, False)
 
 
+def test_a_truth_value_is_the_number_that_it_stands_for(client, explorer):
+    right, wrong = say(client.model()).id, say(client.model()).id
+    client.feedback(right, reward=True, metrics={"short": False})
+    client.feedback(wrong, reward=False)
+    with client.run("t") as run:
+        say(run.model)
+        run.take(flywheel.Reward(False, {"formed": True}))
+    assert [row.reward for row in rows(explorer)] == [1.0, 0.0, 0.0]
+    assert [(signal.name, signal.value) for signal in said(explorer) if signal.kind == "metric"] == [
+        ("short", 0.0),
+        ("formed", 1.0),
+    ]
+
+
 def test_versions_are_listed_and_the_one_in_service_is_known(client, explorer):
     publish(explorer, 1)
     wait_until(lambda: client.status().serving == 1)

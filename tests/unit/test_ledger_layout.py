@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from shared.experience import BatchState, Experience, Sample, Sampling, State, VersionState
-from shared.ledger.tables import experiences
+from shared.ledger.tables import experiences, metadata
 
 ROOT = Path(__file__).parents[2]
 LEDGER = ROOT / "shared" / "ledger"
@@ -53,3 +54,12 @@ def test_every_column_that_a_sample_brings_is_stored_and_read_by_its_name():
     assert set(Sampling.__dataclass_fields__) <= columns
     computed = {"tokens", "sampling", "signals", "preferred_over", "correction", "hint", "teacher", "unused"}
     assert set(Experience.__dataclass_fields__) - columns == computed | {"is_rehearsal"}
+
+
+def test_the_page_of_the_ledger_names_every_table_and_columns_that_exist():
+    text = (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8")
+    first_cells = re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE)
+    assert {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)} == set(metadata.tables)
+    columns = {f"{table.name}.{column.name}" for table in metadata.tables.values() for column in table.columns}
+    named = {f"{table}.{column}" for table, column in re.findall(r"`(\w+)\.(\w+)`", text)}
+    assert {name for name in named if name.partition(".")[0] in metadata.tables} <= columns

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import msgspec
 from sqlalchemy import ColumnElement, Connection, literal, select
 
-from shared.ledger.conditions import in_parts
+from shared.ledger.conditions import in_group, in_parts
 from shared.ledger.connect import database_time
 from shared.ledger.tables import calibrations, engines, explorers, open_streams
 
@@ -61,6 +61,14 @@ def any_stream_open(connection: Connection, msg_ids: Collection[str]) -> bool:
     query = select(open_streams.c.msg_id).where(open_streams.c.explorer.in_(living)).limit(1)
     parts = in_parts(open_streams.c.msg_id, list(msg_ids))
     return any(connection.execute(query.where(part)).first() is not None for part in parts)
+
+
+def streams_of_run(connection: Connection, task_id: str, run_id: str, key_group: str | None) -> list[str]:
+    """The streams of a run that live explorers have open. key_group: as of in_group()."""
+    living = select(explorers.c.id).where(_is_alive(connection))
+    query = select(open_streams.c.msg_id).where(open_streams.c.explorer.in_(living), in_group(key_group, open_streams))
+    of_run = (open_streams.c.task_id == task_id, open_streams.c.run_id == run_id)
+    return list(connection.execute(query.where(*of_run)).scalars())
 
 
 def _is_alive(connection: Connection) -> ColumnElement[bool]:

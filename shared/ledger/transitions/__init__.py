@@ -43,7 +43,7 @@ from shared.ledger.transitions.leases import (
 )
 from shared.ledger.transitions.loads import calibrate_engine, count_load_failure
 from shared.ledger.transitions.membership import heartbeat, sign_off
-from shared.ledger.transitions.open_streams import close_stream, open_stream
+from shared.ledger.transitions.open_streams import RunName, close_stream, open_stream
 from shared.ledger.transitions.publish import (
     announce_trainer,
     choose_algorithms,
@@ -83,6 +83,7 @@ __all__ = [
     "GivenFeedback",
     "Receipt",
     "ReceiptState",
+    "RunName",
     "Whole",
     "acquire_engine",
     "acquire_lease",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete
 from sqlalchemy.dialects import postgresql, sqlite
@@ -10,10 +10,18 @@ from sqlalchemy.dialects import postgresql, sqlite
 from shared.ledger.tables import open_streams
 
 
-def open_stream(connection: Connection, msg_id: str, explorer: str) -> None:
+class RunName(NamedTuple):
+    """A run, as the chats of one group of keys name it."""
+
+    task_id: str | None = None
+    run_id: str | None = None
+    key_group: str | None = None
+
+
+def open_stream(connection: Connection, msg_id: str, explorer: str, run: RunName) -> None:
     """The caller is about to learn this id, and its rows are not stored yet."""
     make: Any = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    opened = make(open_streams).values(msg_id=msg_id, explorer=explorer)
+    opened = make(open_streams).values(msg_id=msg_id, explorer=explorer, **run._asdict())
     connection.execute(opened.on_conflict_do_nothing())  # told again, where the answer to the first time was lost
 
 
