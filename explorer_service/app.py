@@ -51,7 +51,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/tokenize", answer_unrecorded),
     ("POST", "/detokenize", answer_unrecorded),
     ("GET", "/v1/models", answer_models),
-    ("GET", "/v1/models/{model}", answer_model),
+    ("GET", "/v1/models/{model:path}", answer_model),
     ("GET", "/run/{task}/{run}/v1/models", answer_models),
     ("GET", "/health", answer_health),
     ("GET", "/ready", answer_ready),

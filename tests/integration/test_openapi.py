@@ -22,7 +22,8 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 def test_every_route_is_in_the_document():
     paths = yaml.safe_load(DOCUMENT.read_text(encoding="utf-8"))["paths"]
     described = {(method.upper(), path) for path, methods in paths.items() for method in methods}
-    assert described == {(method, path) for method, path, handler in ROUTES if handler is not answer_not_yet}
+    routes = {(method, path) for method, path, handler in ROUTES if handler is not answer_not_yet}
+    assert described == {(method, path.replace(":path}", "}")) for method, path in routes}
 
 
 def test_the_explorer_answers_as_the_document_says(explorer, tmp_path: Path):
