@@ -192,6 +192,7 @@ def build_update(config: Config, start: Path, ranks: Ranks):  # type: ignore[no-
     from trainer_service.algorithms.seam import Needs
     from trainer_service.assembly import assemble, frozen_teachers
     from trainer_service.backends.deepspeed import DeepSpeedBackend, configuration, has_bf16, learning_rate
+    from trainer_service.packing import fewest
     from trainer_service.parts import Part
     from trainer_service.past_policy import PastPolicy
     from trainer_service.self_test import check_rows
@@ -211,10 +212,10 @@ def build_update(config: Config, start: Path, ranks: Ranks):  # type: ignore[no-
         groups.append({"params": models.critic, "lr": settings.ppo.critic_learning_rate or 10 * rate})
     backend = DeepSpeedBackend(models.module, groups, settings.max_grad_norm, deepspeed, ranks)
     reference = models.reference and models.reference(backend.device)
-    teachers = frozen_teachers(config, backend.device, bf16=bf16)
+    teachers, of_teachers = frozen_teachers(config, backend.device, bf16=bf16)
     slow = "hint" in parts and settings.hint.teacher != "live"
     past = PastPolicy(backend, models.own, settings.hint) if slow else None
-    rows = check_rows(models.policy, *models.others)
+    rows = fewest((check_rows(models.policy, *models.others), of_teachers))
     return Updater(backend, reference, parts, settings, rows, teachers, past), models.policy
 
 

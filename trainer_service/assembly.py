@@ -27,7 +27,9 @@ from trainer_service.models import (
     score_actions,
     tie_equal_embeddings,
 )
+from trainer_service.packing import Rows
 from trainer_service.precompute import Reference
+from trainer_service.self_test import check_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +92,17 @@ def adapted_models(config: Config, start: Path, needs: Needs, bf16: bool) -> Mod
     return Models(policy, module, own, module.critic_parameters(), reference)
 
 
-def frozen_teachers(config: Config, device: torch.device, *, bf16: bool) -> dict[str, Reference]:
-    """By algorithm: scores by the model in a folder that it learns from. Raises StartupError."""
+def frozen_teachers(config: Config, device: torch.device, *, bf16: bool) -> tuple[dict[str, Reference], Rows]:
+    """By algorithm: scores by the model in a folder that it learns from; and the fullest rows that all of these models
+    compute right. Raises StartupError."""
     folder = config.trainer.distill.path
     if "distill" not in config.trainer.parts or folder is None:
-        return {}
+        return {}, Rows.FOLDED
     model = load_causal_lm(Path(folder))
     if bf16:
         round_weights(model, torch.bfloat16)
-    return {"distill": _frozen_scores(model, device)}
+    scores = _frozen_scores(model, device)
+    return {"distill": scores}, check_rows(model)
 
 
 def _frozen_scores(model: Any, device: torch.device) -> Reference:

@@ -31,6 +31,11 @@ class Rows(Enum):
     SINGLE = "single"  # one sequence a row
 
 
+def fewest(found: Iterable[Rows]) -> Rows:
+    """The rows that hold least, which whoever computes any of the others can compute, too."""
+    return max(found, key=list(Rows).index)
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Packed trajectories for one forward pass."""

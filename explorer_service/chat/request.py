@@ -34,8 +34,8 @@ _NO_NAMES: Mapping[str, str] = {}
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling) if field.name != "masked")
 # What forces or forbids tokens (vLLM, older versions of it too): the trainer cannot compute such logprobs again.
 _MASKS = (
-    "structured_outputs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "thinking_token_budget",
-    "watermarking", "vllm_xargs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "structured_outputs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "watermarking",
+    "vllm_xargs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 
 
@@ -156,6 +156,7 @@ def _is_masked(body: dict[str, Any]) -> bool:
     form, choice, tools = body.get("response_format"), body.get("tool_choice"), body.get("tools")
     return (
         any(body.get(name) for name in _MASKS)
+        or body.get("thinking_token_budget") not in (None, -1)  # -1: unlimited; 0: the thought ends at once
         or (isinstance(form, dict) and form.get("type") != "text")
         or choice == "required"
         or isinstance(choice, dict)

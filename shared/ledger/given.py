@@ -137,6 +137,9 @@ def conversation_of(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any
 
 def tokens_of(row: dict[str, Any]) -> tuple[Tokens, Sampling]:
     """The tokens of a row that has them, and how they were sampled. Raises what bad data raises."""
+    for name in ("prompt_ids", "reply_ids", "logprobs"):
+        if not isinstance(row.get(name), list):
+            raise ValueError(f"{name} is no list, and a row with prompt_ids needs one; add it, or give messages alone")
     sampling = {name: type(getattr(Sampling(), name))(value) for name, value in (row.get("sampling") or {}).items()}
     prompt_ids, reply_ids = (_token_ids(row[name]) for name in ("prompt_ids", "reply_ids"))
     tokens = Tokens(prompt_ids, reply_ids, np.array(row["logprobs"], np.float32))

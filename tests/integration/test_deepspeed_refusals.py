@@ -24,9 +24,23 @@ def test_a_learning_rate_that_is_no_number_is_named(tmp_path, base):
         build(tmp_path, base, deepspeed={"optimizer": {"params": {"lr": "1e-6"}}})
 
 
-def test_keys_that_deepspeed_refuses_are_named(tmp_path, base):
-    with pytest.raises(ConfigError, match=r"trainer\.deepspeed"):
-        build(tmp_path, base, deepspeed={"zero_optimization": {"stage": 7}})
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"zero_optimization": {"stage": 7}}, "trainer.deepspeed.zero_optimization.stage=7: input should be 0, 1"),
+        ({"zero_optimization": {"stag": 3}}, "trainer.deepspeed.zero_optimization.stag=3: DeepSpeed has no such key"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}},
+            "trainer.deepspeed.zero_optimization.offload_optimizer.device='gpu': input should be 'none'",
+        ),
+        ({"optimizer": {"type": "Foo"}}, "trainer.deepspeed: DeepSpeed refuses its configuration (Foo is not a supp"),
+    ],
+)
+def test_keys_that_deepspeed_refuses_are_named_with_value_and_reason(section, said, tmp_path, base):
+    with pytest.raises(ConfigError) as error:
+        build(tmp_path, base, deepspeed=section)
+    assert str(error.value).startswith(said) and str(error.value).endswith("correct it")
+    assert "\n" not in str(error.value)
 
 
 def test_a_rank_that_is_lost_while_deepspeed_begins_is_not_taken_for_a_wrong_configuration(tmp_path, base, monkeypatch):

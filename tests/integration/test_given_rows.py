@@ -39,6 +39,7 @@ BAD = [
     ({"reward": True}, "reward is no finite number"),
     ({"messages": "hello"}, "messages is no list of messages"),
     ({"tools": "[{"}, "tools is no list"),
+    ({"logprobs": None}, "logprobs is no list, and a row with prompt_ids needs one; add it, or give messages alone"),
     *(({"reward": None, "signals": [signal]}, said) for signal, said in SIGNALS),
 ]
 

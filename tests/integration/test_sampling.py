@@ -47,6 +47,8 @@ def test_the_penalties_that_a_model_brings_are_vllms_defaults_and_ours(tmp_path)
         {"bad_words": ["no"]},
         {"allowed_token_ids": [1, 2]},
         {"min_tokens": 2},
+        {"thinking_token_budget": 64},
+        {"thinking_token_budget": 0},
         {"tools": [TOOL], "tool_choice": "required"},
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
         {"tools": [TOOL], "parallel_tool_calls": False},
@@ -63,6 +65,8 @@ def test_a_reply_whose_tokens_were_forced_or_forbidden_is_marked(explorer, body)
         {"response_format": {"type": "text"}},
         {"logit_bias": {}},
         {"min_tokens": 0},
+        {"thinking_token_budget": None},
+        {"thinking_token_budget": -1},
         {"tools": [TOOL], "tool_choice": "auto"},
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +37,20 @@ def test_an_algorithm_is_a_page_that_imports_numpy_torch_its_config_and_the_shar
     page = FOLDER / f"{name}.py"
     assert imports_of(page) <= ALLOWED
     assert len(page.read_text().splitlines()) <= 120
+
+
+def test_import_linter_forbids_algorithms_every_module_of_the_trainer_but_what_makes_trajectories():
+    contracts = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (contract,) = (one for one in contracts if one["name"].startswith("an algorithm sees arrays and tensors"))
+
+    def modules(folder: Path, package: str) -> set[str]:
+        names = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        return {f"{package}.{name}" for name in names - {"__init__"}}
+
+    allowed = {"trainer_service.algorithms", "trainer_service.trajectories"}
+    assert set(contract["forbidden_modules"]) >= modules(FOLDER.parent, "trainer_service") - allowed
+    of_algorithms = modules(FOLDER, "trainer_service.algorithms")
+    assert set(contract["source_modules"]) == of_algorithms - {"trainer_service.algorithms.registry"}
 
 
 def test_every_algorithm_has_a_page_a_section_and_a_document():

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from shared.errors import ConfigError
@@ -56,8 +57,7 @@ class DeepSpeedBackend:
         except (*_REFUSALS, deepspeed.DeepSpeedConfigError) as exc:
             if is_lost(exc):  # the configuration is not to blame
                 raise
-            reason = str(exc).strip().split("\n")[0] or type(exc).__name__
-            raise ConfigError(f"trainer.deepspeed: DeepSpeed refuses its configuration ({reason}); correct it") from exc
+            raise ConfigError(_refusal(exc, config)) from exc
         self.device: torch.device = self._engine.device
         self.state = OptimizerState(self._engine, deepspeed.utils)
         for parameter, weights in exact:
@@ -133,6 +133,20 @@ class DeepSpeedBackend:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the trained parameters, whole."""
         return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.trained_parameters().items()}
+
+
+def _refusal(error: Exception, config: JSON) -> str:
+    """What DeepSpeed refuses, as one line: the key and its value where it says which, the reason and the remedy."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        path = first["loc"]
+        section = [key for key, keys in config.items() if path and isinstance(keys, dict) and path[0] in keys][:1]
+        name = ".".join(map(str, ("trainer.deepspeed", *section, *path)))
+        message = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+        reason = "DeepSpeed has no such key" if first["type"] == "extra_forbidden" else message
+        return f"{name}={first['input']!r}: {reason}; correct it"
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return f"trainer.deepspeed: DeepSpeed refuses its configuration ({reason}); correct it"
 
 
 def has_bf16() -> bool:
