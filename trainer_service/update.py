@@ -184,13 +184,14 @@ def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, 
     sampled = [place for places in batch.members for place in places]
     sequences = [batch.sequences[place] for place in sampled]
     versions = np.concatenate([sequence.versions for sequence in sequences])
+    behind = np.maximum(version - versions, 0)  # a later one was withdrawn after a crash
     stats = {
         "rows": float(sum(len(sequence.row_ids) for sequence in sequences)),
         "rows_unused": float(sum(len(batch.sequences[place].row_ids) for place in sampled if place not in used)),
         "tokens": float(len(versions)),
         "reward_mean": float(np.mean(batch.rewards)) if batch.rewards else 0.0,
-        "staleness_versions": float((version - versions).mean()),
-        "staleness_versions_max": float((version - versions).max()),
+        "staleness_versions": float(behind.mean()),
+        "staleness_versions_max": float(behind.max()),
         **({"rehearsed": float(batch.rehearsed)} if batch.rehearsed else {}),
         **{f"unused/{reason}": count for reason, count in batch.unused.items()},
         **_merged(batch),

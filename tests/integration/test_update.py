@@ -218,6 +218,8 @@ def test_staleness_is_counted_from_the_last_version_also_when_several_updates_ma
     stats = update.update(batch, step=0, version=7, ahead=3)
     assert stats["staleness_versions"] == 1.5
     assert stats["logprob_gap_max"] == 0, "the weights are no version's"
+    stats = update.update(batch, step=1, version=5)
+    assert stats["staleness_versions"] == 0.5, "the newer version was withdrawn after a crash"
 
 
 def test_a_row_that_crossed_a_reload_says_nothing_of_the_gap_to_the_engine(tmp_path, base, rows):
