@@ -241,8 +241,9 @@ def test_a_full_disk_while_publishing_leaves_the_engine_serving(service, tmp_pat
 @pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/resume", "/v1/completions"])
 def test_an_engine_that_is_killed_in_a_take_up_comes_back_and_takes_it_up(service, path):
     service.relay.on_call[path] = service.kill
+    service.publisher.prepare()  # may take longer than a stream
     with Streams(service) as chats:
-        version = service.publish()
+        version = service.publisher.publish()
     assert path not in service.relay.on_call, "the engine was not asked"
     assert len(chats.ends) == STREAMS
     service.wait_serving(version, chats)
