@@ -65,12 +65,18 @@ def main() -> None:
                 runs[str(seed)] = run_case(name, base, seed, args.peers)
                 found[name] |= summary(list(runs.values()))
                 if args.out:
-                    args.out.write_text(json.dumps(found, indent=1) + "\n")
+                    save(found, args.out)
     if args.curves:
         from benchmarks.learning.pictures import draw
 
         draw(found, args.curves)
     print(json.dumps({name: {k: v for k, v in one.items() if k != "seeds"} for name, one in found.items()}, indent=1))
+
+
+def save(found: dict[str, Any], file: Path) -> None:
+    """Write what was found, a line for each case."""
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items())
+    file.write_text(f"{{\n{lines}\n}}\n")
 
 
 def run_case(name: str, base: Path, seed: int, peers: str | None = None) -> dict[str, Any]:
