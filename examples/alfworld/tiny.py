@@ -17,9 +17,11 @@ MAX_STEPS = 16  # in place of the world's 30
 STEPS, BATCH = 420, 24
 FEW, SHORT, LONG = 300, 5, 14  # so many steps with short walks, in which it learns names; then with long ones
 SHARE = 0.15  # of demonstrated choices that serve the task
+REFUSED = 0.15  # of steps before which something impossible is tried, which is not taught: what follows it is
 TRAINING = range(400)  # seeds of houses: each is loaded for every episode in it
 HELD_OUT = range(1_000_000, 1_000_100)
 DEMONSTRATED = 2_000_000  # the first seed of houses that are neither
+NOTHING = "Nothing happens."  # what is told after something impossible
 RULES = "House."  # in place of the agent's own: a tiny model has no use for the words
 
 ENGINE = {"max_model_len": 1536}
@@ -50,6 +52,12 @@ def _walk(seed: int, steps: int) -> Demonstration:
     messages: list[dict[str, Any]] = [{"role": "system", "content": RULES}]
     observation = house.intro()
     for _ in range(steps):
+        if draw.random() < REFUSED:
+            messages += [
+                {"role": "user", "content": observation},
+                {"role": "assistant", "content": f"<action>{_mistake(draw, house)}</action>", "learn": False},
+            ]
+            observation = NOTHING
         action = house.next_of_plan() if draw.random() < SHARE else _choose(draw, house)
         messages += [
             {"role": "user", "content": observation},
@@ -67,6 +75,13 @@ def _choose(draw: random.Random, house: SmallHouse) -> str:
     if here and draw.random() < 0.6:
         return draw.choice(here)
     return f"go to {draw.choice([one for one in house.furniture if one != house.place])}"
+
+
+def _mistake(draw: random.Random, house: SmallHouse) -> str:
+    """Something that cannot be done here."""
+    thing, place = draw.choice(sorted(house.lying) or [house.held]), draw.choice(house.furniture)
+    tried = [f"take {thing} from {place}", f"move {thing} to {place}", f"open {place}", f"go to {house.place}"]
+    return draw.choice([one for one in tried[: None if house.place else -1] if one not in house.possible_here()])
 
 
 class SmallHouse:
