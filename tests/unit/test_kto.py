@@ -136,14 +136,6 @@ def test_the_rarer_rating_weighs_as_much_as_the_others_together_up_to_a_bound():
     assert weights({}, True, True) == [1, 1]
 
 
-def test_ups_and_downs_stay_in_balance_while_replies_get_better():
-    """From a fourth of ratings up to a half in sixteen batches of 64. Else all that is sampled is reinforced."""
-    memory: dict[str, float] = {}
-    for ups in [16] * 16 + [16 + n for n in range(16)]:
-        found = weights(memory, *[True] * ups, *[False] * (64 - ups))
-        assert sum(found[:ups]) == pytest.approx(sum(found[ups:]), rel=0.2)
-
-
 def test_the_balance_remembers_earlier_ratings_and_forgets_old_ones():
     memory: dict[str, float] = {}
     weights(memory, True, True, True)

@@ -10,8 +10,7 @@ The pairs (x_i, y_j) are only scored: z estimates how far π is from π_ref on p
 Departures:
 1. z is one number for the whole batch, of the policy at its start. A micro-batch's own would be noise.
 2. λ balances ups and downs (section 4.2 asks for λ_up n_up ≈ λ_down n_down), by the counts of this batch and of earlier
-   ones, of which no more than WINDOW ratings count: by older ones, of worse replies, ups would outweigh downs, and all
-   that is sampled would be reinforced.
+   ones, of which no more than WINDOW ratings count.
 3. A token that has moved beyond `clip` within the batch, the way that its rating pushes it, has no gradient: without a
    bound, what bad replies share with good ones is unlearned with them.
 
@@ -42,7 +41,7 @@ from trainer_service.algorithms.seam import (
 )
 from trainer_service.algorithms.surrogates import held
 
-WINDOW = 128  # earlier ratings that the balance of ups and downs is taken over, besides the batch's
+WINDOW = 1024  # earlier ratings that the balance of ups and downs is taken over, besides the batch's
 
 
 @dataclass(frozen=True, slots=True)
