@@ -66,9 +66,9 @@ TALK = Demonstration(
 
 
 def test_the_assistants_messages_alone_are_learned():
-    from examples.tiny_model import _encode, _make_tokenizer
+    from examples.tiny_model import _encode, make_tokenizer
 
-    tokenizer = _make_tokenizer(Recipe([TALK], vocabulary=300, has_tools=True))
+    tokenizer = make_tokenizer(Recipe([TALK], vocabulary=300, has_tools=True))
     ids, labels = _encode(tokenizer, TALK)
     learned = tokenizer.decode([label for label in labels if label != -100])
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
