@@ -53,6 +53,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rloo": _ALONE,
     "step_grpo": _ALONE,
     "hint": {"comment": base_model.WORDING},
+    # three of four answers are wrong at first: what the teacher finds impossible must not outweigh what it would say
+    "distill": {"advantage_bound": 1.0},
 }
 VOICES = {"kto": say_thumbs, "sft": say_correction, "dpo": say_correction, "hint": say_comment}
 
@@ -145,7 +147,7 @@ def _make_models(view: View, algorithm: str) -> tuple[Path, Path | None]:
 
 def write_config(root: Path, model: Path, plan: Plan, teacher: Path | None = None) -> tuple[str, Path]:
     """Write the demo's configuration file. Returns the explorer's URL and the file."""
-    section = {"path": str(teacher)} if teacher else SETTINGS.get(plan.algorithm)
+    section = SETTINGS.get(plan.algorithm, {}) | ({"path": str(teacher)} if teacher else {})
     trainer = {
         "algorithm": plan.algorithm,
         "batch_size": 64,
