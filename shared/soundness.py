@@ -43,7 +43,14 @@ def read_base(root: Path, first: VersionRow) -> Base:
 
 
 def require_sound(root: Path, row: VersionRow, base: Base | None) -> Manifest:
-    """Check a version's place, manifest, files, tensors and hashes, the cheap ones first. Returns its manifest.
+    """Check what `require_well_formed` does, and every file's sha256. Returns the manifest. Raises as that does."""
+    require_well_formed(root, row, base)
+    with _named(folder := _inside(root, row.path)):
+        return verify_version(folder, row.manifest_sha256)
+
+
+def require_well_formed(root: Path, row: VersionRow, base: Base | None) -> Manifest:
+    """Check a version's place, manifest, files and tensors, for which little is read. Returns its manifest.
 
     base: version 0; None: the ledger names none. Raises VersionError with the reason, and VersionMissing when the
     version, or a part of it, is not there.
@@ -58,7 +65,7 @@ def require_sound(root: Path, row: VersionRow, base: Base | None) -> Manifest:
                 require_adapter(folder, base.tensors, base.fingerprint)
             else:
                 require_same_tensors(folder, tensors, base.tensors)
-        return verify_version(folder, row.manifest_sha256)
+        return manifest
 
 
 def _whole_folder(root: Path, folder: Path, manifest: Manifest) -> Path:

@@ -80,7 +80,8 @@ class AdapterTakeUp:
             )
         await self._shared.lease_files(self._key, version)
         folder = await stage_folder(self._admin, target, self._shared, in_use=await self._read_in_use())
-        return dataclasses.replace(target, folder=folder or self._shared.config.root.resolve() / row.path)
+        folder = folder or self._shared.config.root.resolve() / row.path
+        return dataclasses.replace(target, folder=folder, is_verified=True)
 
     async def holds(self, target: TargetVersion) -> bool:
         """Whether the engine has the target already, and proves it. Raises EngineUnavailable, LedgerError."""

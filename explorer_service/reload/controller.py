@@ -174,9 +174,7 @@ class EngineController:
             target = await self._examine(newest)
         if target is None and not is_open:
             target = await self._find_good(newest.version)
-            if target is not None and self._backoff.wait_s(target.version):
-                return
-        if target is None:
+        if target is None or self._backoff.wait_s(target.version):
             return
         if await self._has(target):
             await self._serve(target)
@@ -248,11 +246,14 @@ class EngineController:
 
     async def _stage_good(self, failed: int) -> TargetVersion | None:
         """What goes back in when a load fails, where the engine can read it. Raises StageFailed."""
-        good = await self._find_good(failed)
+        if (good := await self._find_good(failed)) is None:
+            return None
         try:
-            return None if good is None else await self._take_up.stage(good)
+            return await self._take_up.stage(good)
         except VersionError as error:
-            raise StageFailed(f"what would go back in is not there: {error}") from error
+            if good is not self._served:
+                await self._blame.reject(good.row, str(error))
+            raise StageFailed(f"what would go back in is damaged: {error}") from error
 
     def _note_failure(self, version: int, error: EngineError | VersionError) -> None:
         log.error("version not taken up", version=version, engine=self._engine.name, reason=str(error))
@@ -288,9 +289,8 @@ class EngineController:
         if self._served is not None and any(row.version == self._served.version for row in rows):
             return self._served
         for row in reversed(rows):
-            if self._backoff.wait_s(row.version):
-                continue
-            if (row.served_at is not None or row.version == 0) and (target := await self._examine(row)) is not None:
+            may_go_in = (row.served_at is not None or row.version == 0) and not self._backoff.wait_s(row.version)
+            if may_go_in and (target := await self._examine(row)) is not None:
                 return target
         return None
 

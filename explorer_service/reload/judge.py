@@ -15,7 +15,7 @@ from shared.experience import Sampling
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, list_versions
 from shared.log import StageLogger
-from shared.soundness import Base, read_base, require_sound
+from shared.soundness import Base, read_base, require_well_formed
 from shared.versions import Manifest, version_label, version_path
 
 log = StageLogger("reload")
@@ -30,6 +30,7 @@ class TargetVersion:
     label: str  # what an engine that holds it says of its weights
     folder: Path
     defaults: Sampling  # what it applies where a request sets nothing
+    is_verified: bool = False  # it was staged: every file had its sha256
 
     @property
     def version(self) -> int:
@@ -51,8 +52,9 @@ class VersionJudge:
         self._missing_since: dict[int, float] = {}  # time.monotonic(); by version
 
     async def examine(self, row: VersionRow) -> TargetVersion | None:
-        """A version that may go into an engine; None: the version, or version 0, is not there yet.
+        """A version that may go into an engine once it is staged, which checks its hashes, too.
 
+        Returns None when the version, or version 0, is not there yet.
         Raises VersionError when the version is to be rejected, EngineError when root_dir holds no version at all.
         """
         try:
@@ -72,7 +74,7 @@ class VersionJudge:
         return target
 
     def _find(self, row: VersionRow, base: Base | None) -> TargetVersion:
-        manifest = require_sound(self._root, row, base)
+        manifest = require_well_formed(self._root, row, base)
         folder = (self._root / row.path).resolve()
         label = version_label(row.version, folder)
         return TargetVersion(row, manifest, label, folder, read_sampling_defaults(self._model_folder(row)))

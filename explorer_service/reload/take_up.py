@@ -8,6 +8,7 @@ are adapters, adapter_take_up.py stands behind the same protocol.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Collection
@@ -27,6 +28,7 @@ from explorer_service.reload.tolerance import EngineTolerance
 from shared.errors import EngineError, VersionMissing
 from shared.ledger.queries.explorers import LIVE_S
 from shared.log import StageLogger
+from shared.versions import verify_version
 
 log = StageLogger("reload")
 
@@ -69,12 +71,16 @@ async def stage_folder(
 ) -> Path | None:
     """Where the engine's machine has staged the target; None: it stages nothing. Raises VersionError, StageFailed.
 
+    Every file has its sha256 then: staging reads the files anyway, and checks them; else that is done here.
     in_use: versions that it may read again.
     """
     row = target.row
     try:
         with shared.metrics.reload_stage.time():
-            return await admin.stage(row.version, row.manifest_sha256, in_use)
+            folder = await admin.stage(row.version, row.manifest_sha256, in_use)
+            if folder is None and not target.is_verified:
+                await asyncio.to_thread(verify_version, shared.config.root / row.path, row.manifest_sha256)
+            return folder
     except (EngineRefused, EngineTimeout, VersionMissing) as error:
         raise StageFailed(str(error)) from error
 
@@ -117,7 +123,8 @@ class FullTakeUp:
                 f"engine {self._admin.url} loads whole versions only, and version {row.version} is a delta; give it an "
                 "engine.staging_dir, or set versions.delta: false"
             )
-        return dataclasses.replace(target, folder=folder or shared.config.root.resolve() / row.path)
+        folder = folder or shared.config.root.resolve() / row.path
+        return dataclasses.replace(target, folder=folder, is_verified=True)
 
     async def holds(self, target: TargetVersion) -> bool:
         """Whether the engine says that it holds the target, and proves it."""

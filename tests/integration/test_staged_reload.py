@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from services.engine.stage import Stage
 from shared.ledger import transitions
 from shared.ledger.queries import list_versions
+from shared.versions import Manifest, verify_version
 from tests.support.deltas import FILES, Weights
 from tests.support.servers import RunningExplorer, served, wait_until
 
@@ -100,6 +102,34 @@ def test_a_version_that_does_not_become_what_was_published_is_rejected_and_reach
     assert "does not match its sha256" in row(explorer, 2).reason
     assert served(explorer) == "1"
     assert loads(scripted_engine)[-1].startswith("v000001")
+
+
+@pytest.mark.parametrize("stages", [True, False])
+def test_files_are_hashed_once_by_the_engine_that_stages_them_or_else_by_the_explorer(
+    explorer, scripted_engine, publish, weights, request, monkeypatch, stages
+):
+    if stages:
+        request.getfixturevalue("stage")
+    hashed: list[str] = []
+
+    def verify(folder: Path, sha256: str | None = None) -> Manifest:
+        hashed.append(folder.name)
+        return verify_version(folder, sha256)
+
+    monkeypatch.setattr("explorer_service.reload.take_up.verify_version", verify)
+    publish(0)
+    publish(1, share=0.9)
+    wait_until(lambda: served(explorer) == "1")
+    assert hashed == ([] if stages else ["v000000", "v000001"])
+    weights.publish(2, share=0.9)
+    file = weights.folder(2) / FILES[0]
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    with explorer.ledger.write() as connection:
+        transitions.publish(connection, version=2, parent=1, kind="full", step=2)
+    wait_until(lambda: row(explorer, 2).state == "REJECTED")
+    assert "does not match its sha256" in row(explorer, 2).reason
+    assert served(explorer) == "1"
+    assert "v000002" not in str(loads(scripted_engine))
 
 
 def test_a_full_disk_while_staging_leaves_the_engine_serving_and_says_so(
