@@ -48,9 +48,8 @@ class EngineController:
         self._pool = shared.pool
         self._leases = shared.leases
         self._settings = shared.config.explorer.reload
-        key = shared.leases.key(engine.url)
         self._judge = VersionJudge(shared.config, shared.ledger)
-        tolerance = EngineTolerance(shared.config, shared.ledger, shared.writer, key)
+        tolerance = EngineTolerance(shared.config, shared.ledger, shared.writer, shared.leases.key(engine.url))
         self._follower = EngineFollower(engine, shared)
         self._blame = Blame(engine, self._judge, shared)
         self._adapters: AdapterController | None = None
@@ -199,7 +198,8 @@ class EngineController:
     async def _replace(self, target: TargetVersion, newest: VersionRow) -> None:
         version = target.version
         try:
-            target, good = await self._take_up.stage(target), await self._stage_good(version)
+            good = await self._stage_good(version)  # first: of what is staged, what was asked for last stays
+            target = await self._take_up.stage(target)
         except (StageFailed, VersionError) as error:
             await self._stay(version, error)
             if isinstance(error, VersionError):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.engine.stage import Stage
+from shared.chain import Link, copy_version
 from shared.ledger import transitions
 from shared.ledger.queries import list_versions
 from shared.versions import Manifest, verify_version
@@ -69,6 +70,22 @@ def test_deltas_are_staged_before_the_pause_and_loaded_from_the_engines_own_disk
     assert [name[:7] for name in loads(scripted_engine)][-3:] == ["v000001", "v000002", "v000003"]
     assert all("-" in name for name in loads(scripted_engine)[-3:]), "of folders that were staged"
     assert engine_state(explorer)["state"] == "serving"
+
+
+def test_each_version_is_staged_once_and_the_one_before_it_stays(explorer, scripted_engine, publish, stage, tmp_path):
+    copied = []
+
+    def copy(chain: list[Link], *more: Any) -> Manifest:
+        copied.append(chain[-1].manifest.version)
+        return copy_version(chain, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.engine.stage.copy_version", copy)
+        for version in range(5):
+            publish(version, share=0.9)
+            wait_until(lambda version=version: served(explorer) == str(version))
+    assert copied == sorted(set(copied))
+    assert sorted(folder.name[:7] for folder in (tmp_path / "own disk").iterdir()) == ["v000003", "v000004"]
 
 
 def test_an_engine_that_stages_nothing_serves_on_when_a_delta_comes_and_takes_up_the_next_whole_version(
