@@ -30,17 +30,11 @@ class BodyReader:
     async def read(self, request: Request) -> bytes:
         """The whole body.
 
-        Raises ApiError 413 when it is longer than `max_body_bytes`, without reading on; 408 when it takes longer than
-        `body_timeout_s`; 503 when it and the unfinished bodies of others are larger than `max_unfinished_bytes`; 400
-        when it is too much to decode; CallerLeft.
+        Raises ApiError 413 when it is longer than `max_body_bytes`, without reading on; 503 when it and the unfinished
+        bodies of others are larger than `max_unfinished_bytes`; 400 when it is too much to decode; CallerLeft, and that
+        also when the connection gave the body up (protocol.py).
         """
-        timeout_s = self._config.body_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                body = await self._read(request)
-        except TimeoutError:
-            reason = f"the body did not arrive within {timeout_s:g} s (explorer.body_timeout_s)"
-            raise ApiError(408, reason, code="body_too_slow") from None
+        body = await self._read(request)
         _check_values(body, self._config.max_body_values)
         return bytes(body)
 

@@ -5,8 +5,8 @@ follows an offer of another protocol for that protocol (Java's HTTP clients make
 request sent ahead waits, so that it does not notice when the caller leaves. Here it gets one request at a time
 (framing.py), and what is expected of a caller has to come in time.
 
-Of uvicorn this needs an asyncio.Protocol with the callbacks of httptools, `transport`, `headers`, and the callback for
-the end of an answer.
+Of uvicorn this needs an asyncio.Protocol with the callbacks of httptools, `transport`, `headers`, whether an answer has
+begun (`cycle.response_started`), and the callback for its end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from explorer_service.api.errors import ApiError, unavailable
 from explorer_service.api.framing import Awaited, FramingError, Requests
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections: theirs close first, and none in use
-_GRACE_S = 5.0  # that the answer "too slow" comes before the connection is closed
 _LINGER_S = 2.0  # how long a refused caller may go on sending: closed at once it might not see why
 _MIN_READ_BYTES = 65_536  # of a large answer in `body_timeout_s`
 
@@ -134,7 +133,7 @@ class ExplorerProtocol(HttpToolsProtocol):
             case Awaited.HEAD:
                 self._wait(self._limits.head_timeout_s)
             case Awaited.BODY:
-                self._wait(self._limits.body_timeout_s + _GRACE_S)
+                self._wait(self._limits.body_timeout_s)
             case Awaited.NOTHING:
                 self._connections.begin_answer(self)
                 self._wait(None)
@@ -174,6 +173,9 @@ class ExplorerProtocol(HttpToolsProtocol):
             self._set_timer(self._deadline)
         elif self._read_timer is not None and self._requests.awaited is Awaited.REQUEST:  # it reads the last answer
             self._wait(KEEP_ALIVE_S)
+        elif self._requests.awaited is Awaited.BODY and not self._is_refused and not self.cycle.response_started:
+            limit = f"{self._limits.body_timeout_s:g} s (explorer.body_timeout_s)"
+            self._refuse(ApiError(408, f"the body did not arrive within {limit}", code="body_too_slow"))
         else:
             self.transport.abort()
 

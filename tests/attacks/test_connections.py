@@ -81,8 +81,7 @@ def test_the_second_head_of_a_connection_has_to_come_in_time_too(scripted_engine
 
 
 @pytest.mark.parametrize("path", ["/health", "/chat"])
-def test_a_body_behind_an_early_answer_has_to_come_in_time(scripted_engine, start_explorer, monkeypatch, path):
-    monkeypatch.setattr("explorer_service.api.protocol._GRACE_S", 0.2)
+def test_a_body_behind_an_early_answer_has_to_come_in_time(scripted_engine, start_explorer, path):
     explorer = start_explorer([scripted_engine.url], body_timeout_s=0.5)
     head = post(path, b"", length=1_000_000)
     with connect(explorer, head if path == "/chat" else head.replace(b"POST", b"GET")) as opened:

@@ -39,7 +39,6 @@ PIECES = [
 def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
     engine = ScriptedEngine()
     patch = pytest.MonkeyPatch()
-    patch.setattr("explorer_service.api.protocol._GRACE_S", 0.3)
     patch.setattr("explorer_service.api.protocol._LINGER_S", 0.3)
     limits = {"head_timeout_s": 0.7, "body_timeout_s": 0.7}
     running = RunningExplorer(make_config(tmp_path_factory.mktemp("wire"), [engine.url], **limits)).wait_ready()
