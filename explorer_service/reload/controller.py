@@ -198,7 +198,8 @@ class EngineController:
     async def _replace(self, target: TargetVersion, newest: VersionRow) -> None:
         version = target.version
         try:
-            target, good = await asyncio.gather(self._take_up.stage(target), self._stage_good(version))
+            good = await self._stage_good(version)  # first: of what is staged, what was asked for last stays
+            target = await self._take_up.stage(target)
         except (StageFailed, VersionError) as error:
             await self._stay(version, error)
             if isinstance(error, VersionError):

@@ -117,8 +117,7 @@ class FullTakeUp:
                 "of this ledger with the same model.kind"
             )
         await shared.lease_files(self._leases.key(self._engine.url), row.version)
-        in_use = [] if self._engine.version is None else [self._engine.version]  # what may have to go back in
-        folder = await stage_folder(self._admin, target, shared, in_use)
+        folder = await stage_folder(self._admin, target, shared)
         if folder is None and target.manifest.form == "delta":
             raise StageFailed(
                 f"engine {self._admin.url} loads whole versions only, and version {row.version} is a delta; give it an "

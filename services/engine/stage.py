@@ -29,6 +29,7 @@ from shared.log import StageLogger
 log = StageLogger("stage")
 
 REQUEST_BYTES = 16_384
+_NICENESS = 5  # staging uses what the engines leave of the processors
 # the statuses of the gate's answers
 STAGED, MISSING, UNSOUND, NO_DISK = 200, 409, 422, 507
 
@@ -151,6 +152,7 @@ class _Handler(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread alone
         status, body = answer(self.server.stage, self.rfile.readline(REQUEST_BYTES))
         with contextlib.suppress(OSError):  # whoever asked has gone, and may ask again
             self.wfile.write(b"%d %s\n" % (status, msgspec.json.encode(body)))
