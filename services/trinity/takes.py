@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
+from shared.config import refusal_of_argument
 
 _ROLLOUT = "explorer.rollout_model."
 _URLS = ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///")
@@ -82,10 +83,11 @@ def argument(flag: str, off: tuple[Any, ...] = ()) -> Take:
 
 
 def engine_argument(_value: Any, given: Given) -> Settings:
-    """All of extra_engine_args; a section's keys follow vLLM's dots."""
+    """All of extra_engine_args that engines may be started with; a section's keys follow vLLM's dots."""
     prefix = f"{_ROLLOUT}extra_engine_args."
     extra = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
-    return {f"{ARGUMENTS}.--{name.replace('_', '-')}": _text(value) for name, value in extra.items()}
+    arguments = {f"--{name.replace('_', '-')}": _text(value) for name, value in extra.items()}
+    return {f"{ARGUMENTS}.{name}": text for name, text in arguments.items() if refusal_of_argument(name) is None}
 
 
 def _text(value: Any) -> str:

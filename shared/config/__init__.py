@@ -20,7 +20,7 @@ from shared.config.algorithms import (
     SPOConfig,
     StepGRPOConfig,
 )
-from shared.config.engine import EngineConfig
+from shared.config.engine import EngineConfig, refusal_of_argument
 from shared.config.explorer import EngineAddress, ExplorerConfig, ReloadConfig, Tolerance, is_loopback
 from shared.config.keys import KeyConfig
 from shared.config.load import load_config
@@ -71,4 +71,5 @@ __all__ = [
     "is_loopback",
     "ledger_url",
     "load_config",
-]  # fmt: skip
+    "refusal_of_argument",
+]

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.config.base import Count, Positive, Section
+
+_SAMPLING = "rows say how they were sampled by the model's generation_config.json; write it there, or send it in chats"
+_REFUSED: Mapping[str, str] = {
+    "--generation-config": _SAMPLING,
+    "--override-generation-config": _SAMPLING,
+    "--logprobs-mode": "the trainer needs the logprobs that tokens were sampled by",
+    "--model": "set model.path",
+    "--served-model-name": "set model.name",
+}
+
+
+def refusal_of_argument(argument: str) -> str | None:
+    """Why vLLM may not be given this argument, or what to do instead; None: it may."""
+    return _REFUSED.get(re.split(r"[=.]", argument, maxsplit=1)[0].replace("_", "-"))  # as vLLM reads a name
 
 
 class EngineConfig(Section):
@@ -43,12 +59,20 @@ class EngineConfig(Section):
     """With model.kind: lora, how many versions an engine serves: the newest, the one that it takes up, and the pins
     that were used last; null: twice max_loras."""
     extra_args: tuple[str, ...] = ()
-    """Further arguments for vLLM's server, as on its command line."""
+    """Further arguments for vLLM's server, as on its command line; those that learning depends on are refused."""
 
     @property
     def versions_held(self) -> int:
         """How many adapters an engine holds."""
         return 2 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    @field_validator("extra_args")
+    @classmethod
+    def _check_arguments(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in arguments:
+            if reason := refusal_of_argument(argument):
+                raise ValueError(f"engine.extra_args may not hold {argument!r}: {reason}")
+        return arguments
 
     @model_validator(mode="after")
     def _check_loras(self) -> EngineConfig:

@@ -58,6 +58,11 @@ def test_environment_variables_override_the_file(tmp_path):
         ("model: {path: m}\ntrainer: {learning_rate: .nan}", ["trainer.learning_rate=nan"]),
         ("model: {path: m}\ndatabase_url: mysql://x:secret@y/z", ["database_url", "postgresql://"]),
         ("model: {path: m}\nversions: {delta: true}", ["versions.delta", "engine.staging_dir"]),
+        (
+            "model: {path: m}\nengine: {extra_args: ['--override-generation-config.temperature=0.5']}",
+            ["engine.extra_args", "'--override-generation-config.temperature=0.5'", "generation_config.json"],
+        ),
+        ("model: {path: m}\nengine: {extra_args: [--logprobs_mode, raw_logits]}", ["'--logprobs_mode'", "sampled by"]),
         ("explorer: {}", ["model is missing"]),
         ("model: {path: m}\nexplorer: {engines: []}", ["explorer.engines=[]"]),
         ("model: {path: m", ["is not YAML", "line"]),

@@ -66,6 +66,15 @@ def test_every_kind_of_configuration_is_converted_and_loads(kind, capsys):
         )
 
 
+def test_arguments_of_the_engine_that_learning_depends_on_are_not_taken_over(capsys):
+    extra = "{swap_space: 2, generation_config: vllm, override_generation_config: {top_k: 5}, served_model_name: other}"
+    assert command(EXPLORER.replace("seed: 42}", f"extra_engine_args: {extra}}}")) == 1
+    assert written().engine.extra_args[-2:] == ("--swap-space", "2")
+    said = capsys.readouterr().out
+    for name in ("generation_config", "override_generation_config.top_k"):
+        assert re.search(rf"^! explorer.rollout_model.extra_engine_args.{name} ", said, re.MULTILINE)
+
+
 def test_an_explorer_s_and_a_trainer_s_file_become_one(capsys):
     assert command(EXPLORER, TRAINER) == 1
     config = written()
