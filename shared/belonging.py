@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shared.adapters import read_adapter_config
 from shared.config import Config
-from shared.errors import StartupError, VersionError
+from shared.errors import ConfigError, StartupError, VersionError
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from shared.versions import version_name
@@ -47,18 +47,18 @@ def require_known_versions(root: Path, ledger: Ledger) -> None:
 
 
 def require_kind(kind: str, ledger: Ledger) -> None:
-    """Raise StartupError when the ledger has versions of another kind than model.kind. (Version 0 is of both.)"""
+    """Raise ConfigError when the ledger has versions of another kind than model.kind. (Version 0 is of both.)"""
     with ledger.read() as connection:
         rows = [row for row in list_versions(connection) if row.version != 0 and row.has_files and row.kind != kind]
     if rows:
-        raise StartupError(
+        raise ConfigError(
             f"model.kind={kind}, and {version_name(rows[-1].version)} of the ledger {ledger.shown_url} is of the kind "
             f"{rows[-1].kind}; set model.kind: {rows[-1].kind}, or begin with a new root_dir and database"
         )
 
 
 def require_same_shape(config: Config, ledger: Ledger) -> None:
-    """Raise StartupError when the adapters so far are of another rank or alpha than is configured."""
+    """Raise ConfigError when the adapters so far are of another rank or alpha than is configured."""
     model = config.model
     with ledger.read() as connection:
         rows = [row for row in list_versions(connection) if row.may_serve and row.version > 0 and row.has_files]
@@ -71,7 +71,7 @@ def require_same_shape(config: Config, ledger: Ledger) -> None:
         raise StartupError(f"version {newest.version} cannot be continued: {exc}; restore its folder") from exc
     for key, wanted, found in (("rank", model.lora.rank, adapter.r), ("alpha", model.lora.alpha, adapter.lora_alpha)):
         if wanted != found:
-            raise StartupError(
+            raise ConfigError(
                 f"model.lora.{key}={wanted:g}, and version {newest.version} in {config.root} was trained with "
                 f"{found:g}; set model.lora.{key}: {found:g}, or give the new ones a root_dir of their own"
             )

@@ -20,7 +20,7 @@ from sqlalchemy.exc import IntegrityError
 
 from shared.belonging import require_kind, require_known_versions, require_same_shape
 from shared.config import Config
-from shared.errors import StartupError, VersionError
+from shared.errors import ConfigError, StartupError, VersionError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
@@ -43,8 +43,8 @@ PROBE_LENGTH = 24  # tokens
 def ensure_base_version(config: Config, ledger: Ledger) -> None:
     """Publish version 0, the base model, unless it exists. Engine and trainer may call this at the same time.
 
-    Raises StartupError when the model folder is missing or broken, when version 0 came from another model, when later
-    versions are of another kind, or when the ledger does not know the versions in the root folder.
+    Raises ConfigError when version 0 came from another model, or later versions are of another kind; StartupError when
+    the model folder is missing or broken, or the ledger does not know the versions in the root folder.
     """
     model_folder = Path(config.model.path)
     (config.root / "versions").mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ def _vocabulary(model: Any) -> int:
 
 
 def _require_same_base(config: Config, model_folder: Path, ledger: Ledger) -> None:
-    """Raise StartupError when version 0 came from another model than the configuration names."""
+    """Raise ConfigError when version 0 came from another model than is configured, StartupError if it is damaged."""
     try:
         manifest = read_manifest(config.root / version_path(0))
     except VersionError as exc:
@@ -205,7 +205,7 @@ def _require_same_base(config: Config, model_folder: Path, ledger: Ledger) -> No
             "or correct root_dir or database_url"
         ) from exc
     if (model_folder / "config.json").exists() and fingerprint(model_folder) != manifest.base_fingerprint:
-        raise StartupError(
+        raise ConfigError(
             f"root_dir={str(config.root)!r} began with the model {manifest.base!r}, and model.path names another one, "
             f"{str(model_folder)!r}; give the new model a root_dir of its own"
         )

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shared.errors import StartupError, VersionError
+from shared.errors import ConfigError, StartupError, VersionError
 from shared.experience import JSON
 from shared.tensors import Tensor, read_header
 from trainer_service.backends.deepspeed import DeepSpeedBackend
@@ -50,7 +50,10 @@ def write_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
 
 
 def read_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
-    """Load what `write_state` wrote into a new engine. folder: None on every rank but 0. Raises StartupError."""
+    """Load what `write_state` wrote into a new engine. folder: None on every rank but 0.
+
+    Raises ConfigError when it is of another model or algorithm, StartupError when it is damaged.
+    """
     state, parameters = backend.state, backend.trained_parameters()
     about = backend.ranks.broadcast_json(None if folder is None else _read_progress(folder))
     moments: list[str] = about["moments"]
@@ -97,7 +100,7 @@ def _read_progress(folder: Path) -> JSON:
 
 
 def _require_layout(folder: Path, kind: str | None, layout: dict[str, Tensor]) -> None:
-    """Raise StartupError unless a file holds the tensors of this model and algorithm."""
+    """Raise ConfigError unless a file holds the tensors of this model and algorithm, StartupError if it is damaged."""
     file = _file(folder, kind)
     try:
         found = read_header(file)
@@ -105,7 +108,7 @@ def _require_layout(folder: Path, kind: str | None, layout: dict[str, Tensor]) -
         raise StartupError(f"the trainer's state {file} cannot be loaded ({exc}); restore it") from exc
     for name in sorted(found.keys() | layout.keys()):
         if found.get(name) != layout.get(name):
-            raise StartupError(
+            raise ConfigError(
                 f"the trainer's state {folder} is of another model or algorithm: {name!a} is "
                 f"{found.get(name, 'not in it')}, and {layout.get(name, 'not there')} in the model; restore these "
                 "settings or set another trainer.name"

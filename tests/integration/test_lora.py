@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.trainer import build_update
-from shared.errors import StartupError
+from shared.errors import ConfigError, StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.probe import ProbeSequence
@@ -261,7 +261,10 @@ def test_targets_of_the_same_end_elsewhere_are_named_whole(tmp_path, model, rows
 
 def refused_start(root: Path, model: Path, lora: dict[str, object] | None) -> str:
     config = trainer_config(root, model, lora)
-    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger, pytest.raises(StartupError) as caught:
+    with (
+        contextlib.closing(Ledger.open(config.ledger_url)) as ledger,
+        pytest.raises((ConfigError, StartupError)) as caught,
+    ):
         ensure_base_version(config, ledger)
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -127,6 +127,6 @@ def test_another_kind_than_that_of_the_versions_is_refused_in_one_line_with_what
     file = write_config(Config.model_validate(tree), tmp_path / "flywheel.yaml")
     ended = run_flywheel(command, "-c", str(file), timeout_s=60)
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("flywheel: ")]
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert "model.kind=full, and v000001 of the ledger" in line
     assert "is of the kind lora; set model.kind: lora, or begin with a new root_dir and database" in line

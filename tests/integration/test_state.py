@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from services.trainer import build_update
-from shared.errors import DiskFull, StartupError
+from shared.errors import DiskFull, FlywheelError
 from shared.ledger.connect import Ledger
 from shared.versions import version_path
 from tests.support.experiences import make_experiences, trainer_config
@@ -139,9 +139,10 @@ def saved(tmp_path, model, rows) -> tuple[Path, SavedState]:
 
 
 def refusal(root: Path, model: Path, state: SavedState) -> str:
-    with learner_of(root, model, {"stage": 0}) as learner, pytest.raises(StartupError) as caught:
+    with learner_of(root, model, {"stage": 0}) as learner, pytest.raises(FlywheelError) as caught:
         learner.load(state)
     assert "\n" not in str(caught.value)
+    assert caught.value.exit_status == (2 if "of another model" in str(caught.value) else 1), "2: a restart is no help"
     return str(caught.value)
 
 

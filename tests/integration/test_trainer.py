@@ -234,5 +234,5 @@ def test_another_model_in_the_same_root_is_refused(undisturbed, tmp_path):
     other = make_tiny_model(tmp_path / "other", seed=5)
     prepare(root, other)
     with start(root) as trainer:
-        assert trainer.wait(60) == 1
+        assert trainer.wait(60) == 2
         assert "give the new model a root_dir of its own" in trainer.output().splitlines()[-1]
