@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.trainer import build_update
-from shared.errors import ConfigError, StartupError
+from shared.errors import FlywheelError, StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.probe import ProbeSequence
