@@ -93,7 +93,8 @@ HELD: dict[str, Any] = {**SAMPLED, "kl_coef": 0.2}
 FAST: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 4}  # of corrections, which name the right tokens
 WORDS: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 8, "minibatches": 2}  # half of the rows a step
 HINT: dict[str, Any] = {**_alone("hint"), **WORDS}
-MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 0.1, "hint": 1.0}, "reinforce_pp": STEADY, **WORDS}
+MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 0.3, "hint": 1.0}, "reinforce_pp": STEADY, **WORDS}
+AGAIN: dict[str, Any] = {"rehearse": 4.0, "warmup_updates": 5, "learning_rate": 1.5e-3}  # a few rows, often
 STEPS: dict[str, Any] = {"epochs": 4, "minibatches": 2}  # of policy gradients: half of the rows each
 REINFORCE: dict[str, Any] = {**_alone("reinforce_pp", **STEADY), **STEPS}
 _SPARSE: dict[str, Any] = {"rows": 64, "versions": 80}
@@ -115,8 +116,9 @@ CASES: dict[str, Plan] = {
     "sparse/spo": Plan({**_alone("spo", **STEADY), **STEPS}, each(reward), **_SPARSE),
     "sparse/kto": Plan(_alone("kto"), each(rating), rows=64, versions=60),
     "sparse/kto without its bound": Plan(_alone("kto", clip=0.0), each(rating), rows=64, versions=60),
-    "sparse/hint": Plan(HINT, each(comment), versions=80),
-    "sparse/mix": Plan(MIX, each(everything), versions=80),
+    "sparse/hint": Plan({**HINT, **AGAIN}, each(comment), versions=80),
+    "sparse/hint without rehearsal": Plan(HINT, each(comment), versions=80),
+    "sparse/mix": Plan({**MIX, **AGAIN}, each(everything), versions=80),
     # comments alone, and the same ones of other rows
     "comments/hint": Plan(HINT, each(comment), **_AT_ONCE),
     "comments/hint with a live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),
