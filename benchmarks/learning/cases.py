@@ -102,6 +102,7 @@ _OLD: dict[str, Any] = {"late": (OLD, OLD), "versions": 200 + OLD, "share": 0.5,
 _FIXED: dict[str, Any] = {"share": 0.05, "versions": 80}
 _AT_ONCE: dict[str, Any] = {"late": (0, 0), "versions": 60}
 _WRONG: dict[str, Any] = {"share": 0.5, "rows": 64, "versions": 100}
+_FLIPPED: dict[str, Any] = {**_WRONG, "rows": 128}  # noise is averaged over more rows
 
 
 def _old(**section: Any) -> Plan:
@@ -132,9 +133,11 @@ CASES: dict[str, Plan] = {
     "corrections/hint": Plan(HINT, each(correction), **_FIXED),
     # wrong ones
     "wrong/clean": Plan(REINFORCE, each(reward), **_WRONG),
-    "wrong/20 % flipped": Plan(REINFORCE, flipped(0.2), **_WRONG),
     "wrong/one key hates": Plan(REINFORCE, one_hates(0.3), **_WRONG),
     "wrong/one centred key hates": Plan({**REINFORCE, "center_keys": True}, one_hates(0.3), **_WRONG),
+    # a fifth of the rewards the wrong way round, and none
+    "flipped/none": Plan(REINFORCE, each(reward), **_FLIPPED),
+    "flipped/20 %": Plan(REINFORCE, flipped(0.2), **_FLIPPED),
     # old rows: 200 updates on what was sampled 16 versions before
     "old/clip": _old(importance_cap=1e9),
     "old/clip truncated": _old(),
