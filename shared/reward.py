@@ -59,6 +59,11 @@ def learned_kinds(config: TrainerConfig) -> frozenset[Kind]:
     return frozenset(kind for kind in get_args(Kind) if kind in config.learns_from)
 
 
+def kinds_learned_again(config: TrainerConfig) -> frozenset[Kind]:
+    """The kinds of signals whose rows the configured algorithms learn from again: rehearsal."""
+    return frozenset(kind for kind in get_args(Kind) if kind in config.learns_again)
+
+
 @dataclass(frozen=True, slots=True)
 class Signal:
     """One piece of feedback about a message.

@@ -14,7 +14,7 @@ import numpy as np
 
 from shared.experience import Experience, Other, TokenArray, Tokens, TrajectoryKey, choice_name, trajectory_key
 from trainer_service.algorithms.seam import Batch
-from trainer_service.hints import add_words
+from trainer_service.hints import add_words, add_words_of
 from trainer_service.trajectories import TokenSequence, sequence_of, trajectories_of
 
 
@@ -32,11 +32,11 @@ def make_batch(rows: Sequence[Experience]) -> Batch:
             pairs.append((written[-1], replies.place(row)))
     add_words(batch, rows)
     unused = Counter(reason for row in rows for reason in row.unused)
-    rehearsed = [batch.add(sequence) for row in again for sequence in _rehearsed(row)]
+    rehearsed, written_before = _add_rehearsed(batch, again)
     return replace(
         batch,
-        written=[*written, *rehearsed],
-        rehearsed=len(rehearsed),
+        written=[*written, *written_before],
+        rehearsed=rehearsed,
         pairs=pairs,
         ratings=_ratings(batch, rows, replies),
         unused={reason: float(count) for reason, count in sorted(unused.items())},
@@ -74,8 +74,25 @@ def _answer(row: Experience, reply_ids: TokenArray) -> TokenSequence:
     return sequence_of(replace(row, tokens=tokens, sampling=replace(row.sampling, masked=True)))
 
 
-def _rehearsed(row: Experience) -> Iterator[TokenSequence]:
-    """The answers that were written for a row that was trained on before."""
+def _add_rehearsed(batch: Batch, again: Sequence[Experience]) -> tuple[dict[int, str | None], list[int]]:
+    """Add rows that were trained on before, for what was written and said of them.
+
+    Returns the places of their sequences, each with the key that spoke last; and which of them were written.
+    """
+    keys: dict[int, str | None] = {}
+    written: list[int] = []
+    for row in again:
+        answers = [batch.add(sequence) for sequence in _answers(row)]
+        written += answers
+        spoken = [] if row.hint is None else [batch.add(sequence_of(row))]
+        for place in spoken:
+            add_words_of(batch, place, row, np.arange(len(row.tokens.reply_ids)))
+        keys |= dict.fromkeys([*answers, *spoken], row.signals[-1].key_name)
+    return keys, written
+
+
+def _answers(row: Experience) -> Iterator[TokenSequence]:
+    """The answers that were written for a row."""
     if any(one.kind == "demonstration" for one in row.signals):
         yield _answer(row, row.tokens.reply_ids)
     if row.correction is not None:

@@ -18,7 +18,7 @@ from shared.experience import Lease
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.log import StageLogger
-from shared.reward import learned_kinds
+from shared.reward import kinds_learned_again, learned_kinds
 from shared.stop_request import StopRequest
 from trainer_service.answers import AnswerTokenizer
 
@@ -160,7 +160,7 @@ class Claimer:
         config = self._config
         if not config.rehearse:
             return lease
-        bounds = (config.seed, self._vocabulary, config.max_trajectory_tokens)
+        bounds = (config.seed, kinds_learned_again(config), self._vocabulary, config.max_trajectory_tokens)
         again = queries.draw_rehearsal(connection, config.rehearse, lease.rows, *bounds)
         return replace(lease, rows=[*lease.rows, *again])
 

@@ -49,9 +49,14 @@ def add_words(batch: Batch, rows: Iterable[Experience]) -> None:
             if row.teacher is not None:
                 taught = batch.taught.setdefault(place, np.full(len(sequence.actions), np.nan, np.float32))
                 taught[actions] = row.teacher
-            if row.hint is not None:
-                words = Words(row.hint.astype(np.int64), actions, row.reward)
-                batch.words.setdefault(place, []).append(words)
+            add_words_of(batch, place, row, actions)
+
+
+def add_words_of(batch: Batch, place: int, row: Experience, actions: Ints) -> None:
+    """Add to one of a batch's sequences what was said of a row in words. actions: which of the sequence's are its."""
+    if row.hint is not None:
+        words = Words(row.hint.astype(np.int64), actions, row.reward)
+        batch.words.setdefault(place, []).append(words)
 
 
 class HintWriter:

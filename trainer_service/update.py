@@ -192,7 +192,7 @@ def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, 
         "reward_mean": float(np.mean(batch.rewards)) if batch.rewards else 0.0,
         "staleness_versions": float(behind.mean()),
         "staleness_versions_max": float(behind.max()),
-        **({"rehearsed": float(batch.rehearsed)} if batch.rehearsed else {}),
+        **({"rehearsed": float(len(batch.rehearsed))} if batch.rehearsed else {}),
         **{f"unused/{reason}": count for reason, count in batch.unused.items()},
         **_merged(batch),
     }

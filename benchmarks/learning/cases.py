@@ -93,7 +93,8 @@ HELD: dict[str, Any] = {**SAMPLED, "kl_coef": 0.2}
 FAST: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 4}  # of corrections, which name the right tokens
 WORDS: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 8, "minibatches": 2}  # half of the rows a step
 HINT: dict[str, Any] = {**_alone("hint"), **WORDS}
-MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 0.1, "hint": 1.0}, "reinforce_pp": STEADY, **WORDS}
+MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 0.3, "hint": 1.0}, "reinforce_pp": STEADY, **WORDS}
+AGAIN: dict[str, Any] = {"rehearse": 4.0, "warmup_updates": 5, "learning_rate": 1.5e-3}  # a few rows, often
 STEPS: dict[str, Any] = {"epochs": 4, "minibatches": 2}  # of policy gradients: half of the rows each
 REINFORCE: dict[str, Any] = {**_alone("reinforce_pp", **STEADY), **STEPS}
 _SPARSE: dict[str, Any] = {"rows": 64, "versions": 80}
@@ -101,6 +102,7 @@ _OLD: dict[str, Any] = {"late": (OLD, OLD), "versions": 200 + OLD, "share": 0.5,
 _FIXED: dict[str, Any] = {"share": 0.05, "versions": 80}
 _AT_ONCE: dict[str, Any] = {"late": (0, 0), "versions": 60}
 _WRONG: dict[str, Any] = {"share": 0.5, "rows": 64, "versions": 100}
+_FLIPPED: dict[str, Any] = {**_WRONG, "rows": 128}  # noise is averaged over more rows
 
 
 def _old(**section: Any) -> Plan:
@@ -115,8 +117,9 @@ CASES: dict[str, Plan] = {
     "sparse/spo": Plan({**_alone("spo", **STEADY), **STEPS}, each(reward), **_SPARSE),
     "sparse/kto": Plan(_alone("kto"), each(rating), rows=64, versions=60),
     "sparse/kto without its bound": Plan(_alone("kto", clip=0.0), each(rating), rows=64, versions=60),
-    "sparse/hint": Plan(HINT, each(comment), versions=80),
-    "sparse/mix": Plan(MIX, each(everything), versions=80),
+    "sparse/hint": Plan({**HINT, **AGAIN}, each(comment), versions=80),
+    "sparse/hint without rehearsal": Plan(HINT, each(comment), versions=80),
+    "sparse/mix": Plan({**MIX, **AGAIN}, each(everything), versions=80),
     # comments alone, and the same ones of other rows
     "comments/hint": Plan(HINT, each(comment), **_AT_ONCE),
     "comments/hint with a live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),
@@ -130,9 +133,11 @@ CASES: dict[str, Plan] = {
     "corrections/hint": Plan(HINT, each(correction), **_FIXED),
     # wrong ones
     "wrong/clean": Plan(REINFORCE, each(reward), **_WRONG),
-    "wrong/20 % flipped": Plan(REINFORCE, flipped(0.2), **_WRONG),
     "wrong/one key hates": Plan(REINFORCE, one_hates(0.3), **_WRONG),
     "wrong/one centred key hates": Plan({**REINFORCE, "center_keys": True}, one_hates(0.3), **_WRONG),
+    # a fifth of the rewards the wrong way round, and none
+    "flipped/none": Plan(REINFORCE, each(reward), **_FLIPPED),
+    "flipped/20 %": Plan(REINFORCE, flipped(0.2), **_FLIPPED),
     # old rows: 200 updates on what was sampled 16 versions before
     "old/clip": _old(importance_cap=1e9),
     "old/clip truncated": _old(),

@@ -52,6 +52,10 @@ class SFTConfig(AlgorithmConfig):
 
     learns_from: ClassVar[frozenset[str]] = frozenset({"correction", "demonstration"})
 
+    @property
+    def learned_again(self) -> frozenset[str]:
+        return self.learns_from
+
 
 class SPOConfig(SurrogateConfig):
     """SPO (Xu & Ding 2025): single samples, compared with what the policy earned before at the like."""

@@ -33,6 +33,11 @@ class AlgorithmConfig(Section):
         return self.learns_from
 
     @property
+    def learned_again(self) -> frozenset[str]:
+        """The kinds of signals that it learns from again in later batches: those that no sampled token belongs to."""
+        return frozenset()
+
+    @property
     def together(self) -> Literal["trajectory", "task"]:
         """What a batch must not part with these settings."""
         return self.whole

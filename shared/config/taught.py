@@ -55,6 +55,10 @@ class HintConfig(TaughtConfig):
     """Words are left out where the teacher finds a turn with a reward above this less likely, or one with a reward
     below it likelier; auto: by the mean and the range of the rewards seen; null: never."""
 
+    @property
+    def learned_again(self) -> frozenset[str]:
+        return self.learns_from if self.top_k else frozenset()
+
     def check_in_use(self, key: str) -> None:
         super().check_in_use(key)
         if "teacher_decay" in self.model_fields_set and self.teacher != "average":

@@ -94,9 +94,9 @@ class TrainerConfig(Section):
     """How long a claimed batch stays leased without a heartbeat of its trainer."""
     cpu_threads: Count | None = None
     """Threads of PyTorch on a CPU; null: all cores but one for each engine on this machine."""
-    rehearse: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Written answers (corrections, demonstrations) that were trained on and are added to each batch against
-    forgetting, as a share of its rows; sft learns them again."""
+    rehearse: Annotated[float, Field(ge=0, le=4)] = 0.0
+    """Rows that were trained on and are added to each batch, as a share of its rows: with written answers (corrections,
+    demonstrations), which sft learns again, and with words, which hint does."""
     seed: Annotated[int, Field(ge=0, strict=True)] = 0
     """Seed of the order of minibatches."""
     breaker: BreakerConfig = BreakerConfig()
@@ -140,6 +140,11 @@ class TrainerConfig(Section):
     def learns_from(self) -> frozenset[str]:
         """The kinds of signals that an algorithm in use learns from."""
         return frozenset().union(*(self.settings_of(name).learned for name in self.parts))
+
+    @property
+    def learns_again(self) -> frozenset[str]:
+        """The kinds of signals that an algorithm in use learns from again in later batches."""
+        return frozenset().union(*(self.settings_of(name).learned_again for name in self.parts))
 
     def settings_of(self, algorithm: str) -> AlgorithmConfig:
         """The section of an algorithm."""
@@ -186,10 +191,10 @@ class TrainerConfig(Section):
             raise ValueError(f"trainer.algorithms={self.algorithms}: all weights are 0; give one a weight above 0")
         for name in self.parts:
             self.settings_of(name).check_in_use(f"trainer.{name}")
-        if self.rehearse and "sft" not in self.parts:
+        if self.rehearse and not self.learns_again:
             raise ValueError(
-                f"trainer.rehearse={self.rehearse}: only sft learns written answers again; name sft in "
-                "trainer.algorithms, or set rehearse to 0"
+                f"trainer.rehearse={self.rehearse:g}: sft and hint alone learn again, hint with a top_k above 0; name "
+                "one in trainer.algorithms, or set rehearse to 0"
             )
         if self.center_keys and "spo" in self.parts and self.spo.bounds is not None:
             raise ValueError("trainer.center_keys moves rewards out of trainer.spo.bounds; remove one of them")

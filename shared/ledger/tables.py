@@ -31,7 +31,7 @@ metadata = MetaData()
 Id = BigInteger().with_variant(Integer, "sqlite")  # SQLite's rowid is an INTEGER
 # conditions of indexes; a query repeats them word for word
 WAITS = f"teaches <> 0 AND state IN ('{State.RECORDED}', '{State.CONSUMED}')"  # a commit makes the row READY
-REHEARSABLE = "(taught & 20) <> 0"  # Lesson.CORRECTION, Lesson.DEMONSTRATION: trained on a written answer
+REHEARSABLE = "(taught & 22) <> 0"  # Lesson.COMMENT, CORRECTION, DEMONSTRATION: trained on words, or on an answer
 IS_QUARANTINED = "substr(reason, 1, 12) = 'quarantined:'"
 _EXPORTED = {"exported": True}  # of a column that `flywheel export` writes
 

@@ -188,3 +188,23 @@ def test_rows_of_a_ledger_from_before_lessons_keep_what_they_wait_for_and_what_t
         }  # fmt: skip
         assert transitions.commit(connection) == (1, 2)
     ledger.close()
+
+
+def test_rows_that_were_spoken_of_before_can_be_rehearsed(url):
+    """The index has them, and so has one that goes back a step."""
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        run_steps(connection, "0018")
+        old = _definition_of_rehearsable(connection)
+    engine.dispose()
+    ledger = Ledger.open(url)
+    with ledger.read() as connection:
+        assert old != _definition_of_rehearsable(connection) and "22" in _definition_of_rehearsable(connection)
+    ledger.close()
+
+
+def _definition_of_rehearsable(connection) -> str:
+    table = {"sqlite": "sqlite_master", "postgresql": "pg_indexes"}[connection.dialect.name]
+    name, definition = {"sqlite_master": ("name", "sql"), "pg_indexes": ("indexname", "indexdef")}[table]
+    query = f"SELECT {definition} FROM {table} WHERE {name} = 'ix_experiences_rehearsable'"
+    return str(connection.execute(text(query)).scalar_one())

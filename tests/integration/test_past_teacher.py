@@ -17,6 +17,7 @@ from services.trainer import build_update
 from shared.config import HintConfig
 from shared.experience import Experience
 from shared.ledger.connect import Ledger
+from shared.reward import Signal
 from shared.versions import version_path
 from tests.support.experiences import make_experiences, trainer_config
 from trainer_service.batch import make_batch
@@ -128,6 +129,18 @@ def test_a_state_of_a_live_teacher_begins_the_average_with_the_policy(tmp_path, 
     with learner_of(tmp_path, model, "full", "average") as learner:
         learner.load(saved)
         assert all(torch.equal(one.double(), policy[name]) for name, one in learner._update.past.weights.items())
+
+
+def test_a_rehearsed_row_is_learnt_as_a_new_one_is_to_the_same_bits(tmp_path, model, rows):
+    said = [replace(row, signals=(Signal("comment", text="shorter"),), run_id=None, task_id=None) for row in rows[:8]]
+    learnt, figures = [], []
+    for again in (False, True):
+        mixed = [*said[:5], *(replace(row, is_rehearsal=again) for row in said[5:])]
+        with learner_of(tmp_path / str(again), model, "full", "live", epochs=2, minibatches=2) as learner:
+            figures.append(learner.train(mixed, step=0, version=0))
+            learnt.append(own(learner))
+    assert all(torch.equal(one, learnt[1][name]) for name, one in learnt[0].items())
+    assert [(one["hints"], one["rows"], one.get("rehearsed")) for one in figures] == [(8, 8, None), (8, 5, 3)]
 
 
 def test_a_decay_without_an_average_is_refused():

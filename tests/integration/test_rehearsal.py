@@ -1,4 +1,4 @@
-"""Written answers that were trained on are added to later batches: drawn by the seed, marked, and only read."""
+"""Written answers and words that were trained on are added to later batches: drawn by the seed, marked, only read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from shared.experience import Experience
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import REHEARSABLE, experiences
-from shared.reward import Signal, learned_kinds
+from shared.reward import Kind, Signal, learned_kinds
 from shared.stop_request import StopRequest
 from tests.support.samples import sample
 from trainer_service.batch import make_batch
 from trainer_service.claim import Claimer
 
 MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 1.0, "sft": 0.2}, "batch_size": 4, "poll_interval_s": 0.02}
+WRITTEN: frozenset[Kind] = frozenset({"correction", "demonstration"})
 SHOWN, CORRECTED, UP = Signal("demonstration"), Signal("correction", text="yes"), Signal("rating", text="up")
 
 
@@ -85,7 +86,7 @@ def test_no_state_changes_and_what_there_is_bounds_the_draw(ledger):
     with ledger.read() as connection:
         before = connection.execute(query).all()
         fresh = [row for row in claimed(ledger) if not row.is_rehearsal]
-        drawn = queries.draw_rehearsal(connection, 1.0, fresh * 10, 0, None, None)
+        drawn = queries.draw_rehearsal(connection, 1.0, fresh * 10, 0, WRITTEN, None, None)
     assert sorted(row.msg_id for row in drawn) == ["corrected", *(f"shown-{number}" for number in range(10))]
     with ledger.write() as connection:
         assert transitions.give_back(connection, owner="trainer") == 4, "rehearsed rows are nobody's lease"
@@ -98,7 +99,8 @@ def test_only_written_answers_are_learnt_of_them_and_they_are_not_counted_as_new
     fresh = {row.id for row in rows if not row.is_rehearsal}
     assert {row_id for places in batch.members for p in places for row_id in batch.sequences[p].row_ids} == fresh
     again = [batch.sequences[place] for place in batch.written]
-    assert len(again) == batch.rehearsed == len([row for row in rows if row.is_rehearsal and row.msg_id != "corrected"])
+    drawn = [row for row in rows if row.is_rehearsal and row.msg_id != "corrected"]
+    assert len(again) == len(batch.rehearsed) == len(drawn)
     assert not fresh & {row_id for sequence in again for row_id in sequence.row_ids}
     assert batch.pairs == [] and not set(batch.rewarded) & set(batch.written)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -135,6 +136,16 @@ def test_of_rewards_that_acted_before_those_beside_words_are_seen():
         algorithm, seen = hint(), precomputed(said_of(batch, 0, 0, reward=reward), teacher=[array(-1.5)])
         _, figures = algorithm.constants(batch, algorithm.units(batch), seen, memory)
     assert memory["rewards"] == [0.0, 1.0, 0.0, 1.0] and figures["hints_contradicting"] == 1
+
+
+def test_a_reward_is_seen_once_however_often_its_row_is_rehearsed():
+    memory: Memory = {}
+    batch = said_of(batch_of(sequence([0.0]), sequence([1.0])), 0, 0, reward=0.0)
+    batch = replace(batch, rehearsed={batch.add(sequence([1.0])): None})
+    said_of(batch, 2, 0, reward=1.0)
+    algorithm, seen = hint(), precomputed(batch, teacher=[array(-1.5), array(-1.5)])
+    _, figures = algorithm.constants(batch, algorithm.units(batch), seen, memory)
+    assert memory["rewards"] == [0.0, 1.0] and (figures["hints"], figures["hints_contradicting"]) == (2, 1)
 
 
 def test_words_that_change_nothing_weigh_nothing():

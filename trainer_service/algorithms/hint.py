@@ -96,7 +96,7 @@ class Hint(Partial[HintConfig]):
         fixed = self.config.neutral_reward
         if not isinstance(fixed, str):
             return (-np.inf, np.inf) if fixed is None else (fixed, fixed)
-        known, of_words = set(batch.rewarded), [(unit.members[0], unit.words[0].reward) for unit in units]
+        known, of_words = {*batch.rewarded, *batch.rehearsed}, [(u.members[0], u.words[0].reward) for u in units]
         new = [*batch.rewards, *(reward for place, reward in of_words if reward is not None and place not in known)]
         memory["rewards"] = [*memory.get("rewards", []), *new][-WINDOW:]
         ordered, outer = sorted(memory["rewards"]) or [0.0], len(memory["rewards"]) // 100  # outliers

@@ -68,7 +68,8 @@ class Batch:
     ratings: dict[int, bool] = field(default_factory=dict)  # by place: thumbs up
     words: dict[int, list[Words]] = field(default_factory=dict)  # by place: for each turn that was spoken of
     taught: dict[int, Floats] = field(default_factory=dict)  # by place [A]: a remote teacher's log p; NaN: it gave none
-    rehearsed: int = 0  # of the written ones, at their end: trained on before, and not counted as new
+    # places of what was trained on before and is not counted as new, each with the key that spoke of it
+    rehearsed: dict[int, str | None] = field(default_factory=dict)
     unused: Figures = field(default_factory=dict)  # how much of what was said teaches nothing, by reason
 
     @classmethod
@@ -98,7 +99,7 @@ class Batch:
     @property
     def keys(self) -> Sequence[str | None]:
         """Of each sequence: the key that said how good it was; None: nobody, or without a key."""
-        found: list[str | None] = [None] * len(self.sequences)
+        found: list[str | None] = [self.rehearsed.get(place) for place in range(len(self.sequences))]
         for trajectory, places in zip(self.trajectories, self.members, strict=True):
             for place in places:
                 found[place] = trajectory.key

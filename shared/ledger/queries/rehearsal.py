@@ -1,8 +1,8 @@
-"""Written answers that were trained on, drawn to be trained on again, against forgetting. Their rows are only read."""
+"""Rows that were trained on, drawn to be trained on again for what people wrote or said of them. They are only read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +12,9 @@ from shared.experience import Experience
 from shared.ledger.conditions import in_parts
 from shared.ledger.queries.lease import load_rows
 from shared.ledger.tables import REHEARSABLE, experiences
-from shared.reward import Kind, Lesson
+from shared.reward import Kind, lessons_of
 
-_NEWEST = 100_000  # written answers, among which is drawn
-_KINDS: tuple[Kind, ...] = ("correction", "demonstration")
-_WRITTEN = Lesson.CORRECTION | Lesson.DEMONSTRATION
+_NEWEST = 100_000  # rows, among which is drawn
 
 
 def draw_rehearsal(
@@ -24,27 +22,32 @@ def draw_rehearsal(
     share: float,
     rows: Sequence[Experience],
     seed: int,
+    kinds: Collection[Kind],
     vocabulary: int | None,
     max_tokens: int | None,
 ) -> list[Experience]:
-    """Rows with written answers that were trained on: at most `share` of as many as `rows`, rounded up; none of `rows`.
+    """Rows that were trained on for signals of these kinds: at most `share` of as many as `rows`, rounded up; none of
+    `rows`.
 
     Drawn by the seed and by `rows`, so that the same batch is completed by the same rows after a crash. What is drawn
     and cannot be used is left out: a correction of a whole, which is about that whole's last reply.
     """
-    pool = select(experiences.c.id).where(literal_column(REHEARSABLE, Boolean)).order_by(experiences.c.id.desc())
+    lessons = int(lessons_of(kinds))
+    known_for = experiences.c.taught.bitwise_and(lessons) != 0
+    pool = select(experiences.c.id).where(literal_column(REHEARSABLE, Boolean), known_for)
     fresh = {row.id for row in rows}
-    known = sorted(set(connection.execute(pool.limit(_NEWEST)).scalars()) - fresh)
+    newest = connection.execute(pool.order_by(experiences.c.id.desc()).limit(_NEWEST))
+    known = sorted(set(newest.scalars()) - fresh)
     count = min(len(known), int(np.ceil(share * len(rows))))
     order = np.random.default_rng([seed, *sorted(fresh)]).permutation(len(known))
     ids = [known[place] for place in order[:count]]
     query = select(experiences).order_by(experiences.c.id)
     stored = [row for mine in in_parts(experiences.c.id, ids) for row in connection.execute(query.where(mine))]
-    acts = {row.id: row.taught & _WRITTEN for row in stored}
-    found, _ = load_rows(connection, stored, acts, vocabulary, _KINDS, max_tokens)
+    acts = {row.id: row.taught & lessons for row in stored}
+    found, _ = load_rows(connection, stored, acts, vocabulary, kinds, max_tokens)
     return [kept for kept in map(_as_rehearsal, found) if kept.signals]
 
 
 def _as_rehearsal(row: Experience) -> Experience:
-    written = (one for one in row.signals if one.kind == "demonstration" or one.scope == "message")
-    return replace(row, signals=tuple(written), is_rehearsal=True)
+    kept = (one for one in row.signals if one.kind != "correction" or one.scope == "message")
+    return replace(row, signals=tuple(kept), is_rehearsal=True)
