@@ -6,8 +6,8 @@ false, plain completions, erased rows) have no conversation to export and are co
 
 from __future__ import annotations
 
+import glob
 import gzip
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -22,6 +22,7 @@ from shared.experience import Sampling, Tokens, choice_name
 from shared.ledger.conditions import in_parts
 from shared.ledger.prefix import load_tokens
 from shared.ledger.tables import experiences, payloads, signals
+from shared.process import is_gone, process_name
 from shared.versions import fsync
 
 CHUNK = 1000  # rows
@@ -160,8 +161,9 @@ def replace_whole(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     writers = {".jsonl": write_jsonl, ".gz": write_jsonl, ".parquet": write_parquet}
     if file.suffix not in writers or (file.suffix == ".gz" and not file.stem.endswith(".jsonl")):
         raise StartupError(f"{str(file)!r}: the name must end in .jsonl, .jsonl.gz or .parquet")
-    temporary = file.with_name(f".part-{os.getpid()}-{file.name}")  # another export of this name may be at work
+    temporary = file.with_name(f".part-{process_name()}-{file.name}")  # another export of this name may be at work
     try:
+        _remove_left_behind(file)
         writers[file.suffix](rows, temporary)
         fsync(temporary)
         temporary.replace(file)
@@ -171,3 +173,11 @@ def replace_whole(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _remove_left_behind(file: Path) -> None:
+    """Delete temporary files of exports of this name that were killed."""
+    for left in file.parent.glob(f".part-*-{glob.escape(file.name)}"):
+        owner = left.name.removeprefix(".part-").removesuffix(f"-{file.name}")
+        if owner.count("-") == process_name().count("-") and is_gone(owner):
+            left.unlink(missing_ok=True)

@@ -73,6 +73,17 @@ def test_two_exports_to_one_file_do_not_mix(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_what_a_killed_export_left_goes_with_the_next_one_to_that_file(tmp_path: Path):
+    file, other = tmp_path / "rows.jsonl", tmp_path / ".part-of-somebody-else-rows.jsonl"
+    other.touch()
+    killed = "import os; from pathlib import Path; from shared.ledger.dataset import *;"
+    killed += f"replace_whole(Path({str(file)!r}), (os.kill(os.getpid(), 9) for _ in range(1)))"
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
+    assert len(list(tmp_path.iterdir())) == 2
+    replace_whole(file, [{"row": 1}])
+    assert sorted(tmp_path.iterdir()) == sorted([file, other])
+
+
 def test_what_cannot_be_written_is_said_and_leaves_nothing_behind(talked, tmp_path: Path):
     with pytest.raises(StartupError, match="must end in"):
         run_here(talked.config, "export", "--out", str(tmp_path / "out.csv"))
