@@ -6,7 +6,6 @@ the tokens, once, and the engine computes their logprobs.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable
 from itertools import groupby
@@ -89,21 +88,9 @@ class SampleReader:
 
         Raises ValidationError and ValueError.
         """
-        signals = signals_of(row) or ([_DEMONSTRATION] if row.get("prompt_ids") is None else [])
-        if not row.get("signals"):  # others were accepted when they were said
-            for signal in signals:
-                require_accepted(signal.value, self._config.reward)
+        signals = signals_of(row, self._config.reward) or ([_DEMONSTRATION] if row.get("prompt_ids") is None else [])
         by_key = groupby(signals, key=lambda signal: (signal.key_name, signal.scope))
         return [(key, list(signals)) for key, signals in by_key]
-
-
-def require_accepted(reward: float | None, rule: RewardConfig) -> None:
-    """Raise ValueError for a reward that callers may not send."""
-    if reward is None:
-        return
-    lowest, highest = rule.accept or (-sys.float_info.max, sys.float_info.max)
-    if not lowest <= reward <= highest:
-        raise ValueError(f"reward {reward:g} is outside of reward.accept={[lowest, highest]}")
 
 
 async def _tokens(

@@ -67,7 +67,7 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
     tokens, sampling = tokens_of(row)
     tokens.check(max_tokens=config.trainer.max_trajectory_tokens)
     sampling.check()
-    signals, learned = signals_of(row), learned_kinds(config.trainer)
+    signals, learned = signals_of(row, config.reward), learned_kinds(config.trainer)
     credit = credit_of(signals, config.reward, learned)
     check_rewards(credit.reward, credit.turn_reward, credit.outcome)
     names = names_of(row)

@@ -27,11 +27,11 @@ def run(args: Namespace) -> int:
     config = read_config(args)
     from rich.console import Console
 
-    from services.samples import SampleReader, require_accepted, store
+    from services.samples import SampleReader, store
     from shared.experience import MAY_SERVE
     from shared.ledger import transitions
     from shared.ledger.connect import Ledger
-    from shared.ledger.given import read_rows
+    from shared.ledger.given import read_rows, require_accepted
     from shared.ledger.queries import list_versions
     from shared.reward import learned_kinds
 

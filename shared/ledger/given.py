@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shared.config import RewardConfig
 from shared.errors import StartupError
 from shared.experience import CorruptTokens, Sampling, TokenArray, Tokens
 from shared.ledger.dataset import CHUNK, PACKED
@@ -165,15 +167,29 @@ class _ExportedSignal(msgspec.Struct):
     key_name: str | None = None
 
 
-def signals_of(row: dict[str, Any]) -> list[Signal]:
-    """The row's signals, oldest first; its reward where it has none. Raises ValidationError and ValueError."""
+def signals_of(row: dict[str, Any], rule: RewardConfig) -> list[Signal]:
+    """The row's signals, oldest first; its reward where it has none. Raises ValidationError and ValueError.
+
+    Signals were accepted when they were said; a reward without them is checked here.
+    """
     exported = msgspec.convert(row.get("signals") or [], list[_ExportedSignal])
     for one in exported:
         _check(one)
     reward = row.get("reward")
     if exported or reward is None:
         return [Signal(one.kind, one.value, one.name, one.text, one.scope, one.key_name) for one in exported]
-    return [Signal("reward", value=_finite(reward, "reward is no finite number"))]
+    value = _finite(reward, "reward is no finite number")
+    require_accepted(value, rule)
+    return [Signal("reward", value=value)]
+
+
+def require_accepted(reward: float | None, rule: RewardConfig) -> None:
+    """Raise ValueError for a reward that callers may not send."""
+    if reward is None:
+        return
+    lowest, highest = rule.accept or (-sys.float_info.max, sys.float_info.max)
+    if not lowest <= reward <= highest:
+        raise ValueError(f"reward {reward:g} is outside of reward.accept={[lowest, highest]}")
 
 
 def _check(signal: _ExportedSignal) -> None:

@@ -114,7 +114,7 @@ def config(tmp_path, model):
             r"unusable \(it has 41 tokens; at most 40 are trained on \(trainer\.max_trajectory_tokens, .*\)\)",
         ),
         ([{**ROW, "state": "DISCARDED"}], r"no row has tokens \(1 DISCARDED\)"),
-        ([{**ROW, "reward": 1e308}], r"1 unusable \(reward 1e\+308 is beyond ±1e\+06"),
+        ([{**ROW, "reward": 1e308}], r"1 unusable \(reward 1e\+308 is outside of reward\.accept="),
     ],
 )
 def test_an_export_that_cannot_be_trained_on_is_refused_by_name(exported, said, config, tmp_path, model):
