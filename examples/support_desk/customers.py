@@ -45,13 +45,16 @@ class Books:
 Voice = Callable[[Ticket, float], dict[str, Any]]
 
 
+_moods = random.Random(0)
+
+
 def say_reward(_ticket: Ticket, worth: float) -> dict[str, Any]:
     return {"reward": worth}
 
 
 def say_thumbs(_ticket: Ticket, worth: float) -> dict[str, Any]:
-    """Up for an answer that is right in every part."""
-    return {"rating": "up" if worth >= 1 else "down"}
+    """Up as often as the answer is good: by half of the customers for one that is half right."""
+    return {"rating": "up" if _moods.random() < worth else "down"}
 
 
 def say_correction(ticket: Ticket, _worth: float) -> dict[str, Any]:
