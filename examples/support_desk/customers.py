@@ -44,8 +44,7 @@ class Books:
 # what a customer says of an answer: ticket, the answer's worth in [0, 1] → the fields of a request to /feedback
 Voice = Callable[[Ticket, float], dict[str, Any]]
 
-
-_moods = random.Random(0)
+_moods = random.Random(0)  # of customers who give thumbs
 
 
 def say_reward(_ticket: Ticket, worth: float) -> dict[str, Any]:

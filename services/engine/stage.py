@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import socketserver
+import sys
 import tempfile
 import threading
 import time
@@ -152,7 +153,8 @@ class _Handler(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread alone
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         status, body = answer(self.server.stage, self.rfile.readline(REQUEST_BYTES))
         with contextlib.suppress(OSError):  # whoever asked has gone, and may ask again
             self.wfile.write(b"%d %s\n" % (status, msgspec.json.encode(body)))
