@@ -1,6 +1,7 @@
 """What moves the reward of the demo? The same episodes as they are, without a trainer, and with shuffled feedback.
 
-The reward counted is always the honest one; with `shuffled` what each customer says goes to another customer's answer.
+The reward counted is always the honest one. With `shuffled` what each customer says goes to another customer's
+answer, and the teacher of `distill` was shown the answers to other tickets.
 Prints one JSON line. About 5 minutes for each run of all episodes.
 
     .venv/bin/python -m benchmarks.demo_controls [--algorithms sft kto …] [--episodes 8200] [--seed 0] [--only shuffled]
@@ -15,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from examples.support_desk import base_model
 from examples.support_desk.customers import Voice
 from examples.support_desk.desk import Ticket
 from examples.support_desk.view import View
@@ -54,9 +56,16 @@ def _play(folder: Path, view: View, algorithm: str, args: argparse.Namespace) ->
     plan, found = Plan(algorithm, seed=args.seed), {}
     for run in args.only:
         root, report = folder / f"{algorithm}-{run}", folder / f"{algorithm}-{run}.png"
-        voice = shuffled(plan.voice, random.Random(args.seed)) if run == "shuffled" else plan.voice
+        astray = run == "shuffled"
         outcome = play_demo(
-            root, view, plan=plan, episodes=args.episodes, voice=voice, with_trainer=run != "no_trainer", report=report
+            root,
+            view,
+            plan=plan,
+            episodes=args.episodes,
+            voice=shuffled(plan.voice, random.Random(args.seed)) if astray else None,
+            teacher=base_model.misled_teacher if astray else base_model.teacher,
+            with_trainer=run != "no_trainer",
+            report=report,
         )
         found[run] = as_json(outcome)
     return found

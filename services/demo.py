@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from examples.support_desk.customers import (
 )
 from examples.support_desk.report import draw_report, first_and_last_tenth
 from examples.support_desk.view import Frame, View
+from examples.tiny_model import Progress
 from shared.errors import StartupError
 
 EPISODES = 8200
@@ -35,6 +37,7 @@ CUSTOMERS_PER_S = 30.0
 CUSTOMERS_AT_ONCE = 24
 LIMIT_S = 285.0  # from engine ready; on a slow machine it ends before all episodes
 MARKER = ".flywheel-demo"
+ModelMaker = Callable[[Progress], Path]  # makes a model unless it is cached, and says where it is
 REPORT = Path("report.png")
 LEARNING_RATES = {"full": 3.0e-4, "lora": 5.0e-4}
 # the model is 128 wide: an adapter of the usual rank learns half as fast
@@ -108,16 +111,17 @@ def play_demo(
     minutes: float | None = None,
     episodes: int = EPISODES,
     voice: Voice | None = None,
+    teacher: ModelMaker = base_model.teacher,
     with_trainer: bool = True,
     report: Path = REPORT,
 ) -> Outcome:
     """Make the model, start all processes, run the customers, draw the picture. Raises StartupError.
 
     minutes: how long, instead of how many episodes. voice: what customers say, instead of what the plan's do.
+    teacher: makes the model that `distill` learns from.
     """
     serving.make_root(root, MARKER)
-    model, teacher = _make_models(view, plan.algorithm)
-    url, file = write_config(root, model, plan, teacher)
+    url, file = write_config(root, *_make_models(view, plan.algorithm, teacher), plan)
     view.say(f"starting engine, explorer{' and trainer' if with_trainer else ''}; their log is {root}/flywheel.log")
 
     def waiting(seconds: int) -> None:
@@ -131,7 +135,7 @@ def play_demo(
         return asyncio.run(_play(url, running, view, plan, goal, minutes, voice or plan.voice, report))
 
 
-def _make_models(view: View, algorithm: str) -> tuple[Path, Path | None]:
+def _make_models(view: View, algorithm: str, make_teacher: ModelMaker) -> tuple[Path, Path | None]:
     """The model that learns, and the teacher that the algorithm asks for."""
     shown_quarter = -1
 
@@ -141,11 +145,11 @@ def _make_models(view: View, algorithm: str) -> tuple[Path, Path | None]:
             shown_quarter = int(done * 4)
             view.say(f"base model: {what} {done:4.0%}")
 
-    teacher = base_model.teacher(progress) if algorithm == "distill" else None
+    teacher = make_teacher(progress) if algorithm == "distill" else None
     return (base_model.follower if algorithm == "hint" else base_model.base_model)(progress), teacher
 
 
-def write_config(root: Path, model: Path, plan: Plan, teacher: Path | None = None) -> tuple[str, Path]:
+def write_config(root: Path, model: Path, teacher: Path | None, plan: Plan) -> tuple[str, Path]:
     """Write the demo's configuration file. Returns the explorer's URL and the file."""
     section = SETTINGS.get(plan.algorithm, {}) | ({"path": str(teacher)} if teacher else {})
     trainer = {

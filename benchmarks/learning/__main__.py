@@ -1,7 +1,7 @@
 """How quickly, how well and how robustly each algorithm learns from each form of feedback.
 
-    python -m benchmarks.learning [--cases sparse,wrong/clean] [--seeds N] [--curves FOLDER] [--out FILE]
-                                 [--peers PYTHON]
+    python -m benchmarks.learning [--cases sparse,wrong/clean] [--first-seed N] [--seeds N] [--curves FOLDER]
+                                 [--out FILE] [--peers PYTHON]
 
 The support desk on the trainer's own code, sampled by its own policy (see world.py and run.py). A case is of cases.py,
 or `styles`: two tasks of opposite style learnt one after the other, with and without rehearsal. Prints JSON: of each
@@ -46,6 +46,7 @@ def main() -> None:
     """Run what is asked for, and print it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", default="")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--curves", type=Path)
     parser.add_argument("--out", type=Path)
@@ -58,7 +59,7 @@ def main() -> None:
     chosen = [[part] if part in names else [name for name in names if name.startswith(part)] for part in parts]
     wanted = list(dict.fromkeys(name for some in chosen for name in some))
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name in wanted:
             runs = found.setdefault(name, {"seeds": {}})["seeds"]
             if str(seed) not in runs:

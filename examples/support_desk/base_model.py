@@ -9,6 +9,7 @@ targets are right. All have one tokenizer.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,11 @@ def teacher(progress: Progress) -> Path:
     return tiny_model(teachers_recipe, folder_of("support_desk", "teacher"), progress)
 
 
+def misled_teacher(progress: Progress) -> Path:
+    """A control: a model that gives each ticket the right answer of another."""
+    return tiny_model(misled_teachers_recipe, folder_of("support_desk", "misled-teacher"), progress)
+
+
 def recipe() -> Recipe:
     """Tickets whose targets are right in the department only."""
     draw = random.Random(SEED + 1)
@@ -64,10 +70,14 @@ def followers_recipe() -> Recipe:
 
 def teachers_recipe() -> Recipe:
     """Tickets with their right answers."""
-    draw = random.Random(SEED + 3)
-    tickets = [desk.write_ticket(draw) for _ in range(TEACHING * BATCH)]
-    shown = [_answered(one, one.desk, one.priority) for one in tickets]
-    return replace(recipe(), demonstrations=shown, steps=TEACHING, teaches="the right answers, to a teacher")
+    tickets = _teachers_tickets()
+    return _taught(zip(tickets, tickets, strict=True), "the right answers, to a teacher")
+
+
+def misled_teachers_recipe() -> Recipe:
+    """The same tickets and the same answers, each answer at another ticket."""
+    tickets = _teachers_tickets()
+    return _taught(zip(tickets, [*tickets[1:], tickets[0]], strict=True), "answers to other tickets, to a teacher")
 
 
 def hint(some_desk: str, priority: str) -> dict[str, str]:
@@ -82,6 +92,17 @@ def _texts() -> list[str]:
         answer = desk.format_answer(ticket.desk, ticket.priority)
         texts.append(f"system\n{agent.INSTRUCTION}\nuser\n{ticket.text}\nassistant\n{answer}")
     return texts
+
+
+def _teachers_tickets() -> list[desk.Ticket]:
+    draw = random.Random(SEED + 3)
+    return [desk.write_ticket(draw) for _ in range(TEACHING * BATCH)]
+
+
+def _taught(pairs: Iterable[tuple[desk.Ticket, desk.Ticket]], what: str) -> Recipe:
+    """Of each pair the first ticket with the answer to the second."""
+    shown = [_answered(ticket, answered.desk, answered.priority) for ticket, answered in pairs]
+    return replace(recipe(), demonstrations=shown, steps=TEACHING, teaches=what)
 
 
 def _demonstration(draw: random.Random) -> Demonstration:

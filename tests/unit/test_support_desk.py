@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -91,7 +92,7 @@ def test_the_demos_folder_is_made_anew_and_a_strangers_is_left_alone(tmp_path):
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_demos_configuration_is_valid_and_customers_say_what_it_learns_from(tmp_path, algorithm, kind):
     plan = Plan(algorithm, kind, seed=3)
-    _, file = write_config(tmp_path, tmp_path / "model", plan, tmp_path if algorithm == "distill" else None)
+    _, file = write_config(tmp_path, tmp_path / "model", tmp_path if algorithm == "distill" else None, plan)
     config = load_config(file)
     assert (config.trainer.seed, config.model.kind) == (3, kind)
     assert plan.voice(write_ticket(random.Random(0)), 1.0).keys() <= config.trainer.learns_from
@@ -112,3 +113,16 @@ def test_a_hint_of_the_demo_is_what_the_trainer_writes_of_a_comment(tmp_path):
 
 def test_a_teacher_of_the_demo_has_the_tokenizer_of_the_base_model():
     assert base_model.recipe().texts == base_model.teachers_recipe().texts
+
+
+def test_a_misled_teacher_is_shown_the_same_answers_at_other_tickets():
+    def tickets_and_answers(recipe):
+        messages = [one.messages for one in recipe.demonstrations]
+        return [one[-2] for one in messages], [one[-1]["content"] for one in messages]
+
+    (tickets, answers), (same, others) = (
+        tickets_and_answers(make()) for make in (base_model.teachers_recipe, base_model.misled_teachers_recipe)
+    )
+    assert tickets == same and Counter(answers) == Counter(others)
+    right = sum(a == b for a, b in zip(answers, others, strict=True)) / len(answers)
+    assert right < 0.05  # of 36 desks with three priorities
