@@ -161,7 +161,7 @@ class _Feedback:
         self._asked = asked
 
     async def wait_recorded(self) -> None:
-        """A stream names its id, and its run, before its row is stored: until those named here are. Raises LedgerError.
+        """A stream names its id, run and task before its row is stored: until those named here are. Raises LedgerError.
 
         Raises ApiError 503 when one of them streams for too long.
         """
@@ -169,8 +169,8 @@ class _Feedback:
         streams, names = self._deps.open_streams, self._msg_ids
         try:
             async with asyncio.timeout(limit_s):
-                if not names and self._task_id is not None and self._run_id is not None:
-                    names = await streams.of_run(self._task_id, self._run_id, self._group)
+                if not names and self._task_id is not None:
+                    names = await streams.of_task(self._task_id, self._run_id, self._group)
                 await streams.wait_recorded(names)
         except TimeoutError as exc:
             reason = f"a message is still being streamed after {limit_s:g} s; send this again when its stream has ended"

@@ -1,7 +1,8 @@
 """Stage 2, record: samples become rows, durable before the caller has its answer.
 
-A stream's caller learns the message id from the first event, before the row is stored; feedback for such an id, or for
-its run, waits here until it is. With several explorers on one ledger the others know of it by the table `open_streams`.
+A stream's caller learns the message id from the first event, before the row is stored; feedback for such an id, its
+run or its task waits here until it is. With several explorers on one ledger the others know of it by the table
+`open_streams`.
 """
 
 from __future__ import annotations
@@ -101,18 +102,20 @@ class OpenStreams:
             return
         self._unclosed.difference_update(closing)
 
-    async def of_run(self, task_id: str, run_id: str, key_group: str | None) -> list[str]:
-        """The streams of a run that are open now, here or at another explorer. Raises LedgerError.
+    async def of_task(self, task_id: str, run_id: str | None, key_group: str | None) -> list[str]:
+        """The streams of a task, or of one run of it, that are open here or elsewhere. Raises LedgerError.
 
         key_group: only those whose rows in_group() finds for it.
         """
         found = [
             name
             for name, (run, _) in self._open.items()
-            if (run.task_id, run.run_id) == (task_id, run_id) and key_group in (None, run.key_group or UNGROUPED)
+            if run.task_id == task_id
+            and run_id in (None, run.run_id)
+            and key_group in (None, run.key_group or UNGROUPED)
         ]
         if not self._membership.is_alone:
-            found += await self._reader.read(lambda c: queries.streams_of_run(c, task_id, run_id, key_group))
+            found += await self._reader.read(lambda c: queries.streams_of_task(c, task_id, run_id, key_group))
         return found
 
     async def wait_recorded(self, msg_ids: list[str]) -> None:

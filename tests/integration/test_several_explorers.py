@@ -114,6 +114,18 @@ def test_feedback_for_a_run_waits_for_its_streams_and_for_no_others(both, script
     assert receipts[1] == {"msg_id": ids[0], "state": "applied"}
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_feedback_for_a_task_waits_for_the_streams_of_its_runs_and_for_no_others(both, scripted_engine, asked):
+    both[0].http.post("/run/other/1/chat", json={"messages": []}).raise_for_status()
+    scripted_engine.script.gap_s = 0.4
+    streaming, ids = begin_stream(both[0], "/run/t/1/chat")
+    other = both[asked].http.post("/feedback", json={"task_id": "other", "reward": 1}).json()
+    assert streaming.is_alive()
+    receipts = both[asked].http.post("/feedback", json={"task_id": "t", "reward": 1}).json()["receipts"]
+    streaming.join()
+    assert (other["applied"], receipts) == (1, [{"msg_id": ids[0], "state": "applied"}])
+
+
 def test_a_stream_that_began_before_there_was_another_explorer_is_waited_for_too(scripted_engine, start_explorer):
     first = start_explorer([scripted_engine.url]).wait_ready()
     scripted_engine.script.gap_s = 2.5

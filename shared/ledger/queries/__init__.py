@@ -9,7 +9,7 @@ from shared.ledger.queries.explorers import (
     owned_engines,
     read_calibration,
     read_engine,
-    streams_of_run,
+    streams_of_task,
 )
 from shared.ledger.queries.lease import (
     any_lease_expired,
@@ -56,5 +56,5 @@ __all__ = [
     "list_decisions", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers", "load_lease",
     "load_signals", "newest_version", "oldest_done", "oldest_ready", "owned_engines", "pace", "pinned_versions",
     "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds", "remembered_answer",
-    "rewards_by_version", "served_adapters", "size_bytes", "streams_of_run", "tasks_repeat", "versions_on_disk",
+    "rewards_by_version", "served_adapters", "size_bytes", "streams_of_task", "tasks_repeat", "versions_on_disk",
 ]  # fmt: skip

@@ -63,12 +63,14 @@ def any_stream_open(connection: Connection, msg_ids: Collection[str]) -> bool:
     return any(connection.execute(query.where(part)).first() is not None for part in parts)
 
 
-def streams_of_run(connection: Connection, task_id: str, run_id: str, key_group: str | None) -> list[str]:
-    """The streams of a run that live explorers have open. key_group: as of in_group()."""
+def streams_of_task(connection: Connection, task_id: str, run_id: str | None, key_group: str | None) -> list[str]:
+    """The streams of a task, or of one run of it, that live explorers have open. key_group: as of in_group()."""
     living = select(explorers.c.id).where(_is_alive(connection))
     query = select(open_streams.c.msg_id).where(open_streams.c.explorer.in_(living), in_group(key_group, open_streams))
-    of_run = (open_streams.c.task_id == task_id, open_streams.c.run_id == run_id)
-    return list(connection.execute(query.where(*of_run)).scalars())
+    query = query.where(open_streams.c.task_id == task_id)
+    if run_id is not None:
+        query = query.where(open_streams.c.run_id == run_id)
+    return list(connection.execute(query).scalars())
 
 
 def _is_alive(connection: Connection) -> ColumnElement[bool]:
