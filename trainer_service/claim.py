@@ -125,7 +125,8 @@ class Claimer:
         elif self._is_overdue():
             return 1, size, whole
         elif ready < size:
-            self._log_once("waiting for a whole batch", ready=ready, batch_size=size)
+            if self._log_once("waiting for a whole batch", ready=ready, batch_size=size):
+                self._name_idle()
         else:
             return size, size, whole
         return None

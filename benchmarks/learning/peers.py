@@ -3,7 +3,7 @@
 TRL has no stream, so a peer is our case with another learner: the same customers, draws, delays, sampler, seeds and
 base model. Feedback is collected as it comes. Whenever an update's rows are ready, TRL's trainer learns from them in a
 process of the peers' Python (benchmarks/peers/trl_learner.py), and its weights are sampled from then on. Of more rows
-the oldest come first, one update a version.
+the oldest come first, one update a version. A peer may be handed rows of earlier updates again, as our `rehearse` does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ class Peer:
     trainer: str  # in trl_learner
     settings: dict[str, Any]  # of trl_learner
     rows: int | None = None  # in an update; None: as many as our case
+    again: int = 0  # times as many rows of earlier updates in each
 
     @property
     def plan(self) -> Plan:
@@ -64,6 +66,8 @@ PEERS: dict[str, Peer] = {
     "sparse/TRL GRPO": Peer("sparse/reinforce_pp", "grpo", {**_STEPS, "beta": 0.1}),
     "sparse/TRL KTO": Peer("sparse/kto", "kto", {**_STEPS, "epochs": 3, "minibatches": 2, **_IN_BALANCE}),
     "sparse/TRL SDPO": Peer("sparse/hint", "sdpo", _SDPO),
+    "sparse/TRL SDPO and rows again": Peer("sparse/hint", "sdpo", _SDPO, again=4),
+    "sparse/TRL SDPO and rows again faster": Peer("sparse/hint", "sdpo", {**_SDPO, "learning_rate": 1.5e-3}, again=4),
     "comments/TRL SDPO": Peer("comments/hint", "sdpo", _SDPO),
     "corrections/TRL SFT": Peer("corrections/sft", "sft", _FAST),
     "corrections/TRL DPO": Peer("corrections/dpo", "dpo", {**_STEPS, **_WITH_SFT}),
@@ -103,13 +107,16 @@ class TrlDesk:
     """What a trainer of TRL has in the place of our desk's parts."""
 
     def __init__(
-        self, policy: torch.nn.Module, writer: RowWriter, rows: int, process: subprocess.Popen[str], weights: Path
+        self, policy: torch.nn.Module, writer: RowWriter, peer: Peer, process: subprocess.Popen[str], weights: Path
     ) -> None:
-        """rows: in an update. process: answers each line of rows with one of figures, once the weights are written."""
+        """process: answers each line of rows with one of figures, once the weights are written."""
         self.policy = policy
-        self._writer, self._rows, self._process, self._weights = writer, rows, process, weights
+        self._writer, self._process, self._weights = writer, process, weights
+        self._rows, self._again = peer.plan.rows, peer.again
         self._replies: dict[str, Reply] = {}
         self._ready: list[dict[str, Any]] = []
+        self._learnt: list[dict[str, Any]] = []
+        self._draw = random.Random(0)
 
     def record(self, names: list[str], replies: list[Reply], version: int) -> None:
         self._replies |= dict(zip(names, replies, strict=True))
@@ -119,7 +126,9 @@ class TrlDesk:
         return len(self._ready) >= self._rows
 
     def update(self, version: int) -> dict[str, float]:
-        rows, self._ready = self._ready[: self._rows], self._ready[self._rows :]
+        new, self._ready = self._ready[: self._rows], self._ready[self._rows :]
+        rows = new + self._drawn(new)
+        self._learnt += new
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(rows) + "\n")
         self._process.stdin.flush()
@@ -130,21 +139,34 @@ class TrlDesk:
         figures: dict[str, float] = json.loads(answer)
         return figures
 
+    def _drawn(self, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of earlier updates. TRL takes the same number each time: the first few updates repeat some."""
+        wanted, drawn = (
+            self._again * len(new),
+            self._draw.sample(self._learnt, len(self._learnt))[: self._again * len(new)],
+        )
+        return drawn + self._draw.choices([*new, *self._learnt], k=wanted - len(drawn))
+
+
+def _environment() -> dict[str, str]:
+    """Ours without what a desk of our own says of its ranks: TRL would wait for them."""
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
 
 @contextlib.contextmanager
 def open_trl(base: Path, world: World, peer: Peer, seed: int, python: str) -> Iterator[TrlDesk]:
     """A trainer of TRL in a process of its own. python: that of a virtual environment with requirements/peers.txt."""
     policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        weights, rows = Path(folder) / "model.safetensors", peer.plan.rows
-        about = {"base": str(base), "trainer": peer.trainer, "settings": peer.settings}
+        weights, rows = Path(folder) / "model.safetensors", peer.plan.rows * (1 + peer.again)
+        about: dict[str, Any] = {"base": str(base), "trainer": peer.trainer, "settings": peer.settings}
         about |= {"rows": rows, "seed": seed, "weights": str(weights)}
         process = subprocess.Popen(
             [python, "-m", MODULE, json.dumps(about)], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+            text=True, env={**_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         )  # fmt: skip
         with process:
             try:
-                yield TrlDesk(policy, RowWriter(world.tokenizer), rows, process, weights)
+                yield TrlDesk(policy, RowWriter(world.tokenizer), peer, process, weights)
             finally:
                 process.kill()

@@ -99,7 +99,7 @@ class GroupConfig(SurrogateConfig):
     scale: Literal["group", "batch", "none"] = "group"
     """Advantages are divided by the standard deviation of their group, by that of all rewards, or by nothing."""
     group_size: Annotated[int, Field(ge=2, strict=True)] = 2
-    """Runs of a task that are waited for before any of them is claimed."""
+    """Rewarded runs of a task that are waited for before any of them is claimed."""
     group_timeout_s: Positive | None = 60.0
     """Seconds since something was said of a task's runs, after which they are claimed though they are fewer than
     `group_size`; null: never."""

@@ -263,31 +263,6 @@ def test_a_task_is_claimed_by_its_runs_once_updates_with_it_failed_twice(explore
     assert stored(explorer, "state") == ["DISCARDED", "READY", "DISCARDED"]
 
 
-def test_a_task_waits_for_its_runs_until_nothing_was_said_of_them_for_a_while(explorer):
-    for task, run in (("alone", 1), ("both", 1), ("both", 2), ("both", 2)):
-        explorer.chat(metadata={"task_id": task, "run_id": run})
-    explorer.chat()
-    for task in ("alone", "both"):
-        say(explorer, task_id=task, reward=1)
-    say(explorer, msg_ids=[stored(explorer, "msg_id")[-1]], reward=1)
-    commit(explorer)
-    whole = {"whole": "task", "runs_of_task": 2}
-    assert [row.task_id for row in lease(explorer, **whole).rows] == ["both"] * 3 + [None]
-    assert lease(explorer, **whole, wait_s=3600.0).rows == []
-    assert [row.task_id for row in lease(explorer, **whole, wait_s=0.0).rows] == ["alone"]
-
-
-def test_a_claimer_waits_as_long_as_the_most_patient_of_its_algorithms():
-    from trainer_service.claim import group_wait
-
-    said = {"grpo": {"group_size": 4, "group_timeout_s": 9}, "rloo": {"group_timeout_s": 5}}
-    used = TrainerConfig.model_validate({"algorithms": {"grpo": 1, "rloo": 1, "ppo": 1}, **said})
-    assert group_wait(used) == {"runs_of_task": 4, "wait_s": 9}
-    for_ever = TrainerConfig.model_validate({"algorithm": "rloo", "rloo": {"group_timeout_s": None}})
-    assert group_wait(for_ever) == {"runs_of_task": 2, "wait_s": None}
-    assert group_wait(TrainerConfig()) == {}
-
-
 def test_the_status_says_what_learns_and_from_how_many_rows(explorer):
     status = explorer.http.get("/status").json()
     assert [status[name] for name in ("algorithm", "batch_size", "max_staleness_versions")] == ["ppo", 64, None]

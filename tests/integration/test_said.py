@@ -225,13 +225,17 @@ def test_a_demonstration_is_a_written_answer_and_earns_what_it_is_given(ledger):
     assert batch.rewarded == [1]
 
 
-def test_an_algorithm_that_nobody_speaks_to_says_once_which_signals_there_are_and_waits(ledger, caplog):
+@pytest.mark.parametrize("ready", [False, True])
+def test_an_algorithm_that_nobody_speaks_to_says_once_which_signals_there_are_and_waits(ready, ledger, caplog):
+    """Also while rows that another algorithm learns from wait for a whole batch."""
     caplog.set_level("INFO", logger="flywheel")
     record(ledger, "a", [10])
     say(ledger, "a", rating="up", comment="why?")
-    config = TrainerConfig.model_validate(
-        {"algorithms": {"dpo": 1, "kto": 1}, "poll_interval_s": 0.01, "batch_size": 1}
-    )
+    if ready:
+        with ledger.write() as connection:
+            transitions.commit(connection)
+    asked = {"algorithms": {"dpo": 1, "kto": 1}, "poll_interval_s": 0.01, "batch_size": 2}
+    config = TrainerConfig.model_validate(asked)
     stop = StopRequest()
     claimer = Claimer(ledger, config, stop)
     waiting = threading.Thread(target=claimer.next)

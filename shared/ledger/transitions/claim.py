@@ -57,7 +57,8 @@ def claim(
     at_most: rows; a batch exceeds it by what its last trajectory needs to stay whole.
     group_rows: largest number of rows that are claimed together; a trajectory of more is claimed in parts.
     whole: what is claimed together: trajectories, or all runs of a task.
-    runs_of_task: a task with fewer ready runs is left until nothing was said of them for `wait_s`; None: for good.
+    runs_of_task: a run with a reward is left while its task has fewer ready ones, until nothing was said of them for
+    `wait_s`; None: for good.
     share_per_key: largest part of `at_most` whose rewards one key has set; this limit may split a trajectory.
     next_messages: whether the user's next message is learned from, where the row with it is in the batch.
     after_id: begin after this row; older rows of a trajectory are claimed with it.
@@ -125,20 +126,27 @@ def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) 
 
 
 def _has_runs(at_least: int, quiet_since: float | None) -> ColumnElement[bool]:
-    """Rows without a task, and those of a task with so many ready runs, or of which the last thing was said before."""
+    """Rows that no rewards of other runs are waited for with.
+
+    These are rows without a task, rows of a task with so many ready runs that have a reward, or of which the last thing
+    was said before `quiet_since`, and rows of a run without a reward: what else was said of it needs no other run.
+    """
     mates = experiences.alias("runs_of_task")
-    run = func.coalesce(mates.c.run_id, mates.c.conversation_id, mates.c.msg_id)
-    enough: list[ColumnElement[bool]] = [func.count(run.distinct()) >= at_least]
+    run, own_run = (func.coalesce(of.c.run_id, of.c.conversation_id, of.c.msg_id) for of in (mates, experiences))
+    rewarded = mates.c.teaches.bitwise_and(int(Lesson.REWARD)) != 0
+    enough: list[ColumnElement[bool]] = [func.count(case((rewarded, run)).distinct()) >= at_least]
     of_choice = and_(signals.c.msg_id == mates.c.msg_id, signals.c.choice == mates.c.choice)
     if quiet_since is not None:
         enough.append(func.coalesce(func.max(signals.c.created_at), 0.0) <= quiet_since)
-    same_task = (
+    ready_of_task = (
+        is_in(mates.c.state, State.READY),
         mates.c.task_id == experiences.c.task_id,
         mates.c.key_group.is_not_distinct_from(experiences.c.key_group),
     )
-    ready = select(mates.c.task_id).join_from(mates, signals, of_choice, isouter=True)
-    ready = ready.where(is_in(mates.c.state, State.READY), *same_task).group_by(mates.c.task_id).having(or_(*enough))
-    return or_(experiences.c.task_id.is_(None), ready.exists())
+    with_signals = select(mates.c.task_id).join_from(mates, signals, of_choice, isouter=True)
+    complete = with_signals.where(*ready_of_task).group_by(mates.c.task_id).having(or_(*enough))
+    own_reward = select(mates.c.id).where(*ready_of_task, rewarded, run == own_run)
+    return or_(experiences.c.task_id.is_(None), complete.exists(), not_(own_reward.exists()))
 
 
 def _oldest(eligible: list[ColumnElement[bool]], at_most: int, after_id: int) -> Select[Any]:

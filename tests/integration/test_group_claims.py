@@ -1,0 +1,59 @@
+"""Runs of a task are claimed together where rewards are compared, and nothing else waits for them."""
+
+from __future__ import annotations
+
+from shared.config import RewardConfig, TrainerConfig
+from shared.ledger import queries, transitions
+from shared.reward import SCORES, Signal
+from tests.integration.test_credit import commit, lease, say, stored
+from tests.support.samples import sample
+from trainer_service.claim import group_wait
+
+
+def test_a_task_waits_for_its_runs_until_nothing_was_said_of_them_for_a_while(explorer):
+    for task, run in (("alone", 1), ("both", 1), ("both", 2), ("both", 2)):
+        explorer.chat(metadata={"task_id": task, "run_id": run})
+    explorer.chat()
+    for task in ("alone", "both"):
+        say(explorer, task_id=task, reward=1)
+    say(explorer, msg_ids=[stored(explorer, "msg_id")[-1]], reward=1)
+    commit(explorer)
+    whole = {"whole": "task", "runs_of_task": 2}
+    assert [row.task_id for row in lease(explorer, **whole).rows] == ["both"] * 3 + [None]
+    assert lease(explorer, **whole, wait_s=3600.0).rows == []
+    assert [row.task_id for row in lease(explorer, **whole, wait_s=0.0).rows] == ["alone"]
+
+
+def test_a_run_of_which_no_reward_was_said_waits_for_no_others_of_its_task_and_is_none_of_their_group(explorer):
+    """Comments and corrections teach by themselves; rewards are compared with those of other runs."""
+    ledger = explorer.ledger
+    said = {"corrected": "correction", "rewarded": "reward", "compared": "reward"}
+    turns_of = {("a", "corrected"): 2, ("a", "rewarded"): 2}
+    turns_of |= {("b", "rewarded"): 1, ("b", "compared"): 1, ("b", "corrected"): 1}
+    with ledger.write() as connection:
+        for (task, run), turns in turns_of.items():
+            names = [f"{task}-{run}-{turn}" for turn in range(turns)]
+            transitions.record(connection, [sample(name, task_id=task, run_id=run) for name in names])
+            signal = Signal("correction", text="w3") if said[run] == "correction" else Signal("reward", value=1.0)
+            given = {"rule": RewardConfig(), "learned": SCORES | {"correction"}, "task_id": None, "run_id": None}
+            transitions.apply_feedback(connection, msg_ids=names[-1:], signals=[signal], **given)
+        transitions.commit(connection)
+
+    def claimed(runs_of_task: int) -> list[str]:
+        asked = {"whole": "task", "runs_of_task": runs_of_task, "wait_s": None}
+        with ledger.write() as connection:
+            batch = transitions.claim(connection, owner="t", at_least=1, at_most=64, lease_s=60, **asked)
+            return [] if batch is None else [row.msg_id for row in queries.load_lease(connection, batch).rows]
+
+    assert claimed(3) == ["a-corrected-0", "a-corrected-1", "b-corrected-0"]
+    assert claimed(2) == ["b-rewarded-0", "b-compared-0"]
+    assert claimed(1) == ["a-rewarded-0", "a-rewarded-1"]
+
+
+def test_a_claimer_waits_as_long_as_the_most_patient_of_its_algorithms():
+    said = {"grpo": {"group_size": 4, "group_timeout_s": 9}, "rloo": {"group_timeout_s": 5}}
+    used = TrainerConfig.model_validate({"algorithms": {"grpo": 1, "rloo": 1, "ppo": 1}, **said})
+    assert group_wait(used) == {"runs_of_task": 4, "wait_s": 9}
+    for_ever = TrainerConfig.model_validate({"algorithm": "rloo", "rloo": {"group_timeout_s": None}})
+    assert group_wait(for_ever) == {"runs_of_task": 2, "wait_s": None}
+    assert group_wait(TrainerConfig()) == {}
