@@ -25,7 +25,7 @@ def unpack_rows(data: bytes) -> list[Experience]:
 
 
 def pack_arrays(arrays: Sequence[AnyArray]) -> bytes:
-    """Arrays of one dimension."""
+    """Arrays of any shape."""
     return msgspec.msgpack.encode(list(arrays), enc_hook=_encode)
 
 
@@ -34,12 +34,12 @@ def unpack_arrays(data: bytes) -> list[AnyArray]:
     return [_decode(np.ndarray, packed) for packed in msgspec.msgpack.decode(data)]
 
 
-def _encode(array: Any) -> tuple[str, bytes]:
+def _encode(array: Any) -> tuple[str, tuple[int, ...], bytes]:
     if not isinstance(array, np.ndarray):
         raise NotImplementedError(f"a {type(array).__name__} is not sent to other ranks")
-    return array.dtype.str, array.tobytes()
+    return array.dtype.str, array.shape, array.tobytes()
 
 
 def _decode(_kind: type, packed: Any) -> AnyArray:
-    kind, data = packed
-    return np.frombuffer(data, np.dtype(kind)).copy()  # writable, as the ledger's are
+    kind, shape, data = packed
+    return np.frombuffer(data, np.dtype(kind)).reshape(shape).copy()  # writable, as the ledger's are

@@ -19,11 +19,15 @@ from shared.versions import version_path
 from tests.integration.test_ranks import ADAM, EVERYTHING_PARTITIONED
 from tests.support.experiences import make_experiences
 from tests.support.lives import Lives
+from tests.support.models import make_tiny_model
 from tests.support.processes import wait_for
 from tests.support.samples import sample
 from tests.support.trained_roots import BATCH, begin, newest, open_ledger, prepare
 
-MIX = {"algorithms": {"dpo": 1.0, "kto": 1.0, "sft": 0.5}}
+MIXES: dict[str, dict[str, Any]] = {
+    "preferences": {"algorithms": {"dpo": 1.0, "kto": 1.0, "sft": 0.5}},
+    "teachers": {"algorithms": {"raft": 1.0, "hint": 1.0, "distill": 1.0}, "raft": {"quantile": 0.5}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +38,23 @@ def rows(model: Path) -> list[Experience]:
     return [replace(row, tokens=replace(row.tokens, prompt_ids=ids)) for row, ids in zip(made, prompts, strict=True)]
 
 
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model with the same tokenizer."""
+    return make_tiny_model(tmp_path_factory.mktemp("teacher") / "model", seed=1)
+
+
 def train(
     lives: Lives, root: Path, model: Path, rows: list[Experience], **trainer: Any
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """One update. Returns the weights and the figures."""
-    prepare(root, model, **MIX, **trainer)
+    prepare(root, model, **trainer)
     config, ledger = load_config(root / "flywheel.yaml"), open_ledger(root)
     learned = learned_kinds(config.trainer)
     with ledger.write() as connection:
         transitions.record(connection, [sample(row.msg_id, tokens=row.tokens) for row in rows])
         for number, row in enumerate(rows):
-            said = [Signal("rating", text="up" if number % 3 else "down")]
+            said = [Signal("rating", text="up" if number % 3 else "down"), Signal("comment", text=f"w{number} w3")]
             if number % 2:
                 said.append(Signal("preferred_over", text=rows[number - 1].msg_id))
             if number % 4 == 0:
@@ -61,13 +71,24 @@ def train(
     return load_file(root / version_path(1) / "model.safetensors"), stats
 
 
-def test_two_ranks_learn_what_one_learns_from_all_that_was_said(tmp_path, lives, model, rows):
+@pytest.mark.parametrize(
+    ("mix", "stage", "expected"),
+    [
+        ("preferences", 3, {"dpo/preferences": 6, "kto/rated": 8, "sft/learnt_tokens": 8}),
+        ("teachers", 2, {"hint/hints": 8}),  # an average of weights is whole on each rank
+    ],
+)
+def test_two_ranks_learn_what_one_learns_from_all_that_was_said(
+    mix, stage, expected, tmp_path, lives, model, teacher, rows
+):
+    asked = MIXES[mix] | ({"distill": {"path": str(teacher)}} if mix == "teachers" else {})
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    one, figures = train(lives, tmp_path / "one", model, rows, deepspeed=ADAM)
-    deepspeed = {**ADAM, "zero_optimization": {"stage": 3, **EVERYTHING_PARTITIONED}}
-    two, same = train(lives, tmp_path / "two", model, rows, ranks=2, deepspeed=deepspeed, max_tokens_per_micro_batch=40)
+    one, figures = train(lives, tmp_path / "one", model, rows, **asked, deepspeed=ADAM)
+    deepspeed = {**ADAM, "zero_optimization": {"stage": stage, **EVERYTHING_PARTITIONED}}
+    two_of_them = {"ranks": 2, "deepspeed": deepspeed, "max_tokens_per_micro_batch": 40}
+    two, same = train(lives, tmp_path / "two", model, rows, **asked, **two_of_them)
     for name, tensor in one.items():
         assert torch.allclose(two[name], tensor, atol=2e-5), name
-    assert (figures["dpo/preferences"], figures["kto/rated"], figures["sft/learnt_tokens"]) == (6, 8, 8)
+    assert expected.items() <= figures.items()
     assert same == pytest.approx({**figures, "seconds": same["seconds"]}, rel=1e-3, abs=1e-4)

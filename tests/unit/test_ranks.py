@@ -37,9 +37,9 @@ def test_rows_arrive_as_they_were_sent():
 
 
 def test_arrays_arrive_bit_for_bit():
-    sent = [np.array([0.1, np.nan, np.inf, -0.0], np.float32), np.empty(0, np.float32), np.arange(3)]
+    sent = [np.array([0.1, np.nan, np.inf, -0.0], np.float32), np.empty(0, np.float32), np.arange(6).reshape(2, 3)]
     found = unpack_arrays(pack_arrays(sent))
-    assert [array.tobytes() for array in found] == [array.tobytes() for array in sent]
+    assert [(one.shape, one.tobytes()) for one in found] == [(one.shape, one.tobytes()) for one in sent]
 
 
 def test_an_object_is_not_sent():
