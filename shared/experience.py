@@ -243,6 +243,7 @@ class Other:
     name: str  # choice_name()
     tokens: Tokens
     sampling: Sampling
+    key: str | None = None  # that said so
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +265,16 @@ class Experience:
     turn_reward: float | None = None  # its own reward, where it has an outcome, too
     outcome: float | None = None  # the reward of the whole that it belongs to, which is counted once
     key_group: str | None = None
+    key_name: str | None = None  # the key that chatted
     version_end: int | None = None  # the version that sampled the last token
     finish_reason: str | None = None
     signals: tuple[Signal, ...] = ()  # of the kinds that are learned from and act in this batch, oldest first
     preferred_over: tuple[Other, ...] = ()  # replies to the same prompt
     correction: TokenArray | None = None  # the tokens of the answer that would have been right, with the end of turn
+    correction_key: str | None = None  # the key that wrote it
     teacher: LogprobArray | None = None  # log p of the reply's tokens by a teacher behind an endpoint
     hint: TokenArray | None = None  # what was said of it, as tokens to stand before its own
+    hint_key: str | None = None  # the key that said the last of it
     unused: tuple[str, ...] = ()  # why something that was said of it teaches nothing, a reason each
     acts: int = EVERY_LESSON  # Lesson: what it is trained on in this batch
     is_rehearsal: bool = False  # trained on before: its written answer is trained on again, and nothing else counts
