@@ -163,13 +163,9 @@ class Tokens:
         ids = np.concatenate((self.prompt_ids, self.reply_ids)).astype("<u4", copy=False)
         largest = int(ids.max(initial=0))
         width = 2 if largest < 1 << 16 else 3 if largest < 1 << 24 else 4
-        return b"".join(
-            (
-                self._HEADER.pack(self._MAGIC, self._LAYOUT, width, len(self.prompt_ids), len(self.reply_ids)),
-                ids.view(np.uint8).reshape(-1, 4)[:, :width].tobytes(),  # the low bytes come first
-                self.logprobs.astype("<f4", copy=False).tobytes(),
-            )
-        )
+        header = self._HEADER.pack(self._MAGIC, self._LAYOUT, width, len(self.prompt_ids), len(self.reply_ids))
+        packed = ids.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()  # the low bytes come first
+        return header + packed + self.logprobs.astype("<f4", copy=False).tobytes()
 
     @classmethod
     def decode(cls, data: bytes) -> Tokens:

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from shared.config import TrainerConfig
-from trainer_service.algorithms.seam import Batch, Floats, Memory, Needs, Precomputed, Unit, pick
+from trainer_service.algorithms.seam import Batch, Floats, Memory, Needs, Precomputed, Unit
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.drift import Drift
 from trainer_service.errors import UpdateError

@@ -50,6 +50,7 @@ def train(
             if number % 4 == 0:
                 said.append(Signal("correction", text="w1 w2 hello"))
             about: dict[str, Any] = {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": learned}
+            about["key_name"] = f"key{number % 4}"
             transitions.apply_feedback(connection, msg_ids=[row.msg_id], signals=said, **about)
         transitions.commit(connection)
     with begin(lives, root) as process:
@@ -61,13 +62,17 @@ def train(
     return load_file(root / version_path(1) / "model.safetensors"), stats
 
 
-def test_two_ranks_learn_what_one_learns_from_all_that_was_said(tmp_path, lives, model, rows):
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_two_ranks_learn_what_one_learns_from_all_that_was_said(share, tmp_path, lives, model, rows):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    one, figures = train(lives, tmp_path / "one", model, rows, deepspeed=ADAM)
+    about = {"max_share_per_key": share}
+    one, figures = train(lives, tmp_path / "one", model, rows, deepspeed=ADAM, **about)
+    about |= {"ranks": 2, "max_tokens_per_micro_batch": 40}
     deepspeed = {**ADAM, "zero_optimization": {"stage": 3, **EVERYTHING_PARTITIONED}}
-    two, same = train(lives, tmp_path / "two", model, rows, ranks=2, deepspeed=deepspeed, max_tokens_per_micro_batch=40)
+    two, same = train(lives, tmp_path / "two", model, rows, deepspeed=deepspeed, **about)
     for name, tensor in one.items():
         assert torch.allclose(two[name], tensor, atol=2e-5), name
     assert (figures["dpo/preferences"], figures["kto/rated"], figures["sft/learnt_tokens"]) == (6, 8, 8)
+    assert ("kto/largest_key_share" in figures) == (share < 1)
     assert same == pytest.approx({**figures, "seconds": same["seconds"]}, rel=1e-3, abs=1e-4)
