@@ -163,13 +163,9 @@ class Tokens:
         ids = np.concatenate((self.prompt_ids, self.reply_ids)).astype("<u4", copy=False)
         largest = int(ids.max(initial=0))
         width = 2 if largest < 1 << 16 else 3 if largest < 1 << 24 else 4
-        return b"".join(
-            (
-                self._HEADER.pack(self._MAGIC, self._LAYOUT, width, len(self.prompt_ids), len(self.reply_ids)),
-                ids.view(np.uint8).reshape(-1, 4)[:, :width].tobytes(),  # the low bytes come first
-                self.logprobs.astype("<f4", copy=False).tobytes(),
-            )
-        )
+        header = self._HEADER.pack(self._MAGIC, self._LAYOUT, width, len(self.prompt_ids), len(self.reply_ids))
+        packed = ids.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()  # the low bytes come first
+        return header + packed + self.logprobs.astype("<f4", copy=False).tobytes()
 
     @classmethod
     def decode(cls, data: bytes) -> Tokens:
@@ -243,6 +239,7 @@ class Other:
     name: str  # choice_name()
     tokens: Tokens
     sampling: Sampling
+    key: str | None = None  # that said so
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +261,16 @@ class Experience:
     turn_reward: float | None = None  # its own reward, where it has an outcome, too
     outcome: float | None = None  # the reward of the whole that it belongs to, which is counted once
     key_group: str | None = None
+    key_name: str | None = None  # the key that chatted
     version_end: int | None = None  # the version that sampled the last token
     finish_reason: str | None = None
     signals: tuple[Signal, ...] = ()  # of the kinds that are learned from and act in this batch, oldest first
     preferred_over: tuple[Other, ...] = ()  # replies to the same prompt
     correction: TokenArray | None = None  # the tokens of the answer that would have been right, with the end of turn
+    correction_key: str | None = None  # the key that wrote it
     teacher: LogprobArray | None = None  # log p of the reply's tokens by a teacher behind an endpoint
     hint: TokenArray | None = None  # what was said of it, as tokens to stand before its own
+    hint_key: str | None = None  # the key that said the last of it
     unused: tuple[str, ...] = ()  # why something that was said of it teaches nothing, a reason each
     acts: int = EVERY_LESSON  # Lesson: what it is trained on in this batch
     is_rehearsal: bool = False  # trained on before: its written answer is trained on again, and nothing else counts

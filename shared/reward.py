@@ -118,6 +118,16 @@ def credit_of(
     return Credit(last, own, outcome, teaches | lessons_of(one.kind for one in words if one.kind in learned))
 
 
+def reward_key(signals: Sequence[Signal]) -> str | None:
+    """The key that set the reward that signals make, oldest first: of several the one that said last what counts first,
+    an explicit reward before a rating and a rating before a metric. None: nobody, or without a key."""
+    for kind in ("reward", "rating", "metric"):
+        keys = [signal.key_name for signal in signals if signal.kind == kind]
+        if keys:
+            return keys[-1]
+    return None
+
+
 def reward_of(signals: Iterable[Signal], rule: RewardConfig) -> float | None:
     """The reward that the signals make, oldest first; None when none of them counts."""
     explicit: float | None = None

@@ -60,14 +60,14 @@ class AnswerTokenizer:
 
     def _correct(self, row: Experience, *, is_last: bool) -> Experience:
         corrections = [
-            signal.text or ""
-            for signal in row.signals
-            if signal.kind == "correction" and (is_last or signal.scope == "message")
+            signal for signal in row.signals if signal.kind == "correction" and (is_last or signal.scope == "message")
         ]
         if not corrections:
             return row
+        last = corrections[-1]
         try:
-            return replace(row, correction=self._answer(corrections[-1].strip(), row.tokens))
+            answer = self._answer((last.text or "").strip(), row.tokens)
+            return replace(row, correction=answer, correction_key=last.key_name)
         except _Unusable as reason:
             return replace(row, unused=(*row.unused, str(reason)))
 

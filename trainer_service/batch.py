@@ -13,7 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from shared.experience import Experience, Other, TokenArray, Tokens, TrajectoryKey, choice_name, trajectory_key
-from trainer_service.algorithms.seam import Batch
+from shared.reward import Kind, Signal
+from trainer_service.algorithms.seam import Batch, Said, Speakers
 from trainer_service.hints import add_words, add_words_of
 from trainer_service.trajectories import TokenSequence, sequence_of, trajectories_of
 
@@ -24,21 +25,29 @@ def make_batch(rows: Sequence[Experience]) -> Batch:
     rows = sorted((row for row in rows if not row.is_rehearsal), key=lambda row: row.id)
     batch = Batch.of(trajectories_of(rows))
     replies = _Replies(batch, rows)
-    written = [replies.place(row) for row in rows if any(one.kind == "demonstration" for one in row.signals)]
-    pairs = [(replies.place(row), replies.place_of(other, row)) for row in rows for other in row.preferred_over]
+    answers = {replies.place(row): _last_key(row, "demonstration") for row in rows if _is_demonstration(row)}
+    pairs = {
+        (replies.place(row), replies.place_of(other, row)): other.key for row in rows for other in row.preferred_over
+    }
     for row in rows:
         if row.correction is not None:
-            written.append(batch.add(_answer(row, row.correction)))
-            pairs.append((written[-1], replies.place(row)))
+            place = batch.add(_answer(row, row.correction))
+            answers[place] = pairs[place, replies.place(row)] = row.correction_key
     add_words(batch, rows)
     unused = Counter(reason for row in rows for reason in row.unused)
     rehearsed, written_before = _add_rehearsed(batch, again)
+    answers |= written_before
+    ratings = _ratings(batch, rows, replies)
+    said_by: Speakers = {(Said.ANSWER, (place,)): key for place, key in answers.items()}
+    said_by |= {(Said.PREFERENCE, pair): key for pair, key in pairs.items()}
+    said_by |= {(Said.RATING, (place,)): rating.key_name for place, rating in ratings.items()}
     return replace(
         batch,
-        written=[*written, *written_before],
+        written=list(answers),
         rehearsed=rehearsed,
-        pairs=pairs,
-        ratings=_ratings(batch, rows, replies),
+        pairs=list(pairs),
+        ratings={place: rating.text == "up" for place, rating in ratings.items()},
+        said_by=said_by,
         unused={reason: float(count) for reason, count in sorted(unused.items())},
     )
 
@@ -74,41 +83,50 @@ def _answer(row: Experience, reply_ids: TokenArray) -> TokenSequence:
     return sequence_of(replace(row, tokens=tokens, sampling=replace(row.sampling, masked=True)))
 
 
-def _add_rehearsed(batch: Batch, again: Sequence[Experience]) -> tuple[dict[int, str | None], list[int]]:
+def _add_rehearsed(batch: Batch, again: Sequence[Experience]) -> tuple[list[int], dict[int, str | None]]:
     """Add rows that were trained on before, for what was written and said of them.
 
-    Returns the places of their sequences, each with the key that spoke last; and which of them were written.
+    Returns the places of their sequences; and which of them were written, with the keys that did.
     """
-    keys: dict[int, str | None] = {}
-    written: list[int] = []
+    rehearsed: list[int] = []
+    written: dict[int, str | None] = {}
     for row in again:
-        answers = [batch.add(sequence) for sequence in _answers(row)]
-        written += answers
+        answers = {batch.add(sequence): key for sequence, key in _answers(row)}
+        written |= answers
         spoken = [] if row.hint is None else [batch.add(sequence_of(row))]
         for place in spoken:
             add_words_of(batch, place, row, np.arange(len(row.tokens.reply_ids)))
-        keys |= dict.fromkeys([*answers, *spoken], row.signals[-1].key_name)
-    return keys, written
+        rehearsed += [*answers, *spoken]
+    return rehearsed, written
 
 
-def _answers(row: Experience) -> Iterator[TokenSequence]:
-    """The answers that were written for a row."""
-    if any(one.kind == "demonstration" for one in row.signals):
-        yield _answer(row, row.tokens.reply_ids)
+def _answers(row: Experience) -> Iterator[tuple[TokenSequence, str | None]]:
+    """The answers that were written for a row, each with the key that wrote it."""
+    if _is_demonstration(row):
+        yield _answer(row, row.tokens.reply_ids), _last_key(row, "demonstration")
     if row.correction is not None:
-        yield _answer(row, row.correction)
+        yield _answer(row, row.correction), row.correction_key
 
 
-def _ratings(batch: Batch, rows: Sequence[Experience], replies: _Replies) -> dict[int, bool]:
+def _is_demonstration(row: Experience) -> bool:
+    return any(one.kind == "demonstration" for one in row.signals)
+
+
+def _last_key(row: Experience, kind: Kind) -> str | None:
+    """The key that was the last to say something of this kind."""
+    return [one.key_name for one in row.signals if one.kind == kind][-1]
+
+
+def _ratings(batch: Batch, rows: Sequence[Experience], replies: _Replies) -> dict[int, Signal]:
     """By place: the last rating of a message; or of a whole, which is about each of its sequences."""
-    of_message: dict[int, bool] = {}
-    of_whole: dict[TrajectoryKey, bool] = {}
+    of_message: dict[int, Signal] = {}
+    of_whole: dict[TrajectoryKey, Signal] = {}
     for row in rows:
         for rating in (one for one in row.signals if one.kind == "rating"):
             if rating.scope == "message":
-                of_message[replies.place(row)] = rating.text == "up"
+                of_message[replies.place(row)] = rating
             else:
-                of_whole[trajectory_key(row)] = rating.text == "up"
+                of_whole[trajectory_key(row)] = rating
     keys = {row.id: trajectory_key(row) for row in rows if row.is_rewarded}
     rated = {
         place: of_whole[keys[row_id]]

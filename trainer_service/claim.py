@@ -201,7 +201,7 @@ class Claimer:
             kinds = queries.recent_kinds(connection)
         for name in self._config.parts:
             learned = self._config.settings_of(name).learned
-            if kinds and name not in self._idle and not learned & kinds.keys():
+            if kinds and learned and name not in self._idle and not learned & kinds.keys():
                 self._idle.add(name)
                 counts = ", ".join(f"{kind}: {count}" for kind, count in kinds.items())
                 log.warning("nothing is said that it learns from", algorithm=name, learns=sorted(learned), kinds=counts)

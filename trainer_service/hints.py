@@ -55,7 +55,7 @@ def add_words(batch: Batch, rows: Iterable[Experience]) -> None:
 def add_words_of(batch: Batch, place: int, row: Experience, actions: Ints) -> None:
     """Add to one of a batch's sequences what was said of a row in words. actions: which of the sequence's are its."""
     if row.hint is not None:
-        words = Words(row.hint.astype(np.int64), actions, row.reward)
+        words = Words(row.hint.astype(np.int64), actions, row.reward, row.hint_key)
         batch.words.setdefault(place, []).append(words)
 
 
@@ -97,7 +97,7 @@ class HintWriter:
         length = len(block) + len(row.tokens.prompt_ids) + len(row.tokens.reply_ids)
         if self._window is not None and length > self._window:
             return replace(row, unused=(*row.unused, "words_fill_the_window"))
-        return replace(row, hint=block.astype(np.int32))
+        return replace(row, hint=block.astype(np.int32), hint_key=self._key(row, following))
 
     def _pieces(self, row: Experience, following: Experience | None) -> Iterator[tuple[str, Ints]]:
         """What was said of a row: how the teacher is told, and the tokens. Of each kind and key the last one counts."""
@@ -110,6 +110,13 @@ class HintWriter:
             message = self._message_in(row, following)
             if len(message):
                 yield self._config.next_message, message
+
+    def _key(self, row: Experience, following: Experience | None) -> str | None:
+        """Whose words a block is: the key of the last comment or correction; of a next message alone, the one that
+        chatted."""
+        wordings = {"correction": self._config.correction, "comment": self._config.comment}
+        said = [one for one in row.signals if wordings.get(one.kind) is not None and (one.text or "").strip()]
+        return said[-1].key_name if said else following.key_name if following is not None else None
 
     def _block(self, pieces: list[tuple[str, Ints]]) -> Ints:
         """One message of all that was said, with at most `max_hint_tokens` of it; empty if there is no text at all."""

@@ -28,7 +28,7 @@ def center_keys(batch: Batch, memory: Memory) -> Batch:
     """The batch with the returns of its rewarded sequences shifted by key. Changes `memory`, not the batch."""
     returns: dict[str, list[Floats]] = defaultdict(list)
     places: dict[str, list[int]] = defaultdict(list)
-    keys = batch.keys
+    keys = batch.scored_by
     for place in batch.rewarded:
         key = keys[place] or ""
         returns[key].append(batch.sequences[place].rewards.sum(keepdims=True))

@@ -31,6 +31,9 @@ LONGEST_PAUSE_S = 30.0
 _FIRST_PAUSE_S = 0.5
 _ASKED_AT_ONCE = 4096  # token ids, when tokenizers are compared
 _REFUSED = (400, 413, 422)  # said of this request: it would be refused again
+# At start these are said of wrong settings; later a server that begins anew may say them, too, and is waited for.
+_DENIED = (401, 403)
+_MISSING = 404
 
 
 class _Unavailable(Exception):
@@ -39,6 +42,10 @@ class _Unavailable(Exception):
 
 class _Refused(Exception):
     """The teacher will not answer this request, however often it is asked."""
+
+
+class _Denied(_Refused):
+    """It will not answer anybody with this key."""
 
 
 def load_tokenizer(folder: str | Path, key: str) -> Any:
@@ -75,13 +82,14 @@ class RemoteTeacher:
         self._model = config.model
         self._lock = threading.Lock()
         self._is_away = False
+        self._starts = False  # nothing was trained yet: what denies an answer now is a wrong setting
 
     def require_same_tokenizer(self, tokenizer: Any) -> None:
         """Wait for the teacher, and compare what its tokens are with the model's. Raises ConfigError and Stopped.
 
         Every token id is decoded by both, in long rows: that shows a difference in any of them.
         """
-        url, count = self._config.url, len(tokenizer)
+        url, count, self._starts = self._config.url, len(tokenizer), True
         try:
             if self._model is None:
                 self._model = str(self._ask("GET", "/v1/models")["data"][0]["id"])
@@ -91,6 +99,12 @@ class RemoteTeacher:
                 if text.split() != tokenizer.decode(ids).split():
                     raise _another_tokenizer("url", url, f"a token from {ids[0]} to {ids[-1]} is another text")
             self._logprobs([0, 1])
+            self._starts = False
+        except _Denied as exc:
+            raise ConfigError(
+                f"trainer.distill.url={url} cannot be a teacher ({exc}); name in trainer.distill.key_env the variable "
+                "with a key that it takes"
+            ) from exc
         except (_Refused, KeyError, IndexError, TypeError) as exc:
             raise ConfigError(
                 f"trainer.distill.url={url} cannot be a teacher ({exc}); name a vLLM server of the model's own family, "
@@ -148,7 +162,10 @@ class RemoteTeacher:
         except (httpx.HTTPError, ValueError) as exc:
             raise _Unavailable(f"{type(exc).__name__}: {exc}") from exc
         message = f"status {reply.status_code} for {path}"
-        raise _Refused(message) if reply.status_code in _REFUSED else _Unavailable(message)
+        if self._starts and reply.status_code in _DENIED:
+            raise _Denied(message)
+        refused = (*_REFUSED, _MISSING) if self._starts else _REFUSED
+        raise _Refused(message) if reply.status_code in refused else _Unavailable(message)
 
     def _say(self, *, away: bool, reason: str = "") -> None:
         """Log once that the teacher is away, and once that it is back."""

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.experience import Experience, Sampling, Tokens, TrajectoryKey, choice_name, trajectory_key
-from shared.reward import SCORES
+from shared.reward import SCORES, reward_key
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -78,7 +78,7 @@ class Trajectory:
     families: list[int] = field(default_factory=list)  # of each sequence; alternatives have the same one
     unmerged: Counter[str] = field(default_factory=Counter)  # why turns after the first began sequences: how many
     key_group: str | None = None  # two groups of keys may name their tasks alike
-    key: str | None = None  # that said last how good it was
+    key: str | None = None  # that set the reward of its newest turn with one
 
     @property
     def has_alternatives(self) -> bool:
@@ -196,8 +196,8 @@ class _Builder:
         trajectory.turns.append(number)
         trajectory.turn_rewards.append(row.own_reward)
         trajectory.outcome = trajectory.outcome if row.outcome is None else row.outcome
-        scores = [signal for signal in row.signals if signal.kind in SCORES] or row.signals
-        trajectory.key = scores[-1].key_name if scores else trajectory.key
+        if any(signal.kind in SCORES for signal in row.signals):
+            trajectory.key = reward_key(row.signals)
 
     def unknown(self) -> Iterator[int]:
         """Rows for which, and after which, nothing was earned, where something was earned for others."""

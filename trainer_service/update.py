@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from shared.config import TrainerConfig
-from trainer_service.algorithms.seam import Batch, Floats, Memory, Needs, Precomputed, Unit, pick
+from trainer_service.algorithms.seam import Batch, Floats, Memory, Needs, Precomputed, Unit
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.drift import Drift
 from trainer_service.errors import UpdateError
@@ -31,7 +31,7 @@ from trainer_service.packing import MicroBatch, Rows
 from trainer_service.parts import Part, Work, others_of
 from trainer_service.past_policy import PastPolicy
 from trainer_service.precompute import Precompute, Reference
-from trainer_service.shares import bound_shares
+from trainer_service.shares import bound_shares, keys_of
 
 Stats = dict[str, float]
 _KEYS = "keys"  # in the memory, beside the parts: what each key gives
@@ -124,7 +124,7 @@ class Updater:
         seen = Precomputed(**arrays)
         part = self._parts[name]
         constants, figures = part.algorithm.constants(batch, units, seen, self.memory.setdefault(name, {}))
-        constants, shown = bound_shares(constants, pick(batch.keys, units), self._config.max_share_per_key)
+        constants, shown = bound_shares(constants, keys_of(batch, units), self._config.max_share_per_key)
         return Work(part, units, constants, figures | shown)
 
     def _train(self, batch: Batch, works: list[Work], step: int) -> list[list[float]]:

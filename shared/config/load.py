@@ -21,6 +21,14 @@ ENV_PLAIN_TEXT = ("FLYWHEEL_DATABASE_URL", "FLYWHEEL_ENGINE__ADMIN_TOKEN")  # no
 _WORDS = re.compile(r"'(?!<)[^']{2,}'")  # what YAML's messages quote of the file, which may be a secret
 
 
+class _NamedTwice(yaml.MarkedYAMLError):
+    """A section names a key twice."""
+
+    def __init__(self, key: str, mark: yaml.Mark) -> None:
+        super().__init__(problem=f"{key} stands there twice", problem_mark=mark)
+        self.key = key
+
+
 class _Loader(yaml.SafeLoader):
     """YAML in which no section names a key twice: of two values one would be lost."""
 
@@ -28,7 +36,7 @@ class _Loader(yaml.SafeLoader):
         named: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
             if key.value in named:
-                raise yaml.MarkedYAMLError(problem=f"{key.value} stands there twice", problem_mark=key.start_mark)
+                raise _NamedTwice(key.value, key.start_mark)
             named.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -75,9 +83,13 @@ def load_config(file: str | Path, environ: Mapping[str, str] | None = None) -> C
 
 
 def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
+    named: dict[str, str] = {}  # the variables, by their settings
     for variable, text in sorted(environ.items()):
         if not variable.startswith(ENV_PREFIX) or variable in ENV_NOT_SETTINGS:
             continue
+        same = named.setdefault(variable.lower(), variable)
+        if same != variable:
+            raise ConfigError(f"environment variables {same} and {variable} are the same setting; unset one of them")
         *parents, leaf = variable.removeprefix(ENV_PREFIX).lower().split("__")
         if not parents and leaf not in Config.model_fields:
             raise ConfigError(f"environment variable {variable} names no setting; unset it, or see the README's list")
@@ -88,6 +100,10 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
                 raise ConfigError(f"environment variable {variable}: {part!r} is not a section; set it in the file")
         try:
             node[leaf] = (text or None) if variable in ENV_PLAIN_TEXT else yaml.load(text, _Loader)
+        except _NamedTwice as exc:
+            raise ConfigError(
+                f"the value of environment variable {variable} names {exc.key} twice; name it once"
+            ) from exc
         except (yaml.YAMLError, RecursionError) as exc:
             raise ConfigError(f"the value of environment variable {variable} is not YAML; quote it") from exc
 

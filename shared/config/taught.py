@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -56,11 +57,20 @@ class HintConfig(TaughtConfig):
     below it likelier; auto: by the mean and the range of the rewards seen; null: never."""
 
     @property
+    def learned(self) -> frozenset[str]:
+        return frozenset(kind for kind in self.learns_from if getattr(self, kind) is not None)
+
+    @property
     def learned_again(self) -> frozenset[str]:
-        return self.learns_from if self.top_k else frozenset()
+        return self.learned if self.top_k else frozenset()
 
     def check_in_use(self, key: str) -> None:
         super().check_in_use(key)
+        if self.comment is None and self.correction is None and self.next_message is None:
+            raise ValueError(
+                f"{key}: comment, correction and next_message are all null, so that nothing is learnt; give one of "
+                "them a wording with {text}"
+            )
         if "teacher_decay" in self.model_fields_set and self.teacher != "average":
             raise ValueError(f"{key}.teacher_decay is set, and {key}.teacher={self.teacher}; remove it, or set average")
 
@@ -89,3 +99,14 @@ class DistillConfig(TaughtConfig):
             raise ValueError(
                 f"{key}: path={self.path!r} and url={self.url!r}; set one of them, to where the teacher is"
             )
+        if self.url is not None and not _is_address(self.url):
+            raise ValueError(f"{key}.url={self.url!r} is no address; write http://HOST:PORT, without /v1")
+
+
+def _is_address(url: str) -> bool:
+    """Whether it says how to speak to which server."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

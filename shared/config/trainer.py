@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.config.algorithms import (
     ALGORITHMS,
@@ -24,9 +24,15 @@ from shared.config.algorithms import (
 )
 from shared.config.base import Count, Devices, Flag, Name, NonNegative, Positive, Section
 from shared.config.deepspeed import check_deepspeed
-from shared.config.surrogate import AlgorithmConfig
-from shared.config.taught import DistillConfig, HintConfig
+from shared.config.surrogate import AlgorithmConfig, SurrogateConfig
+from shared.config.taught import DistillConfig, HintConfig, TaughtConfig
 from shared.config.watch import BreakerConfig, WatchConfig
+
+_WITH_ADVANTAGES = [
+    name
+    for name, kind in ALGORITHMS.items()
+    if issubclass(kind, SurrogateConfig) and not issubclass(kind, TaughtConfig)
+]  # of rewards
 
 
 class TrainerConfig(Section):
@@ -43,8 +49,8 @@ class TrainerConfig(Section):
     batch_timeout_s: Positive | None = None
     """Claim a smaller batch when READY rows have waited this long; null: always wait for a whole one."""
     max_share_per_key: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Largest share of a batch, of its rows and of its gradient, that comes of rewards which one key has set, so that
-    no single key steers the model; 1: all. Of the gradient each of n keys in a batch may have 1/n."""
+    """Largest share of a batch, of its rows and of each algorithm's gradient, that comes of what one key has said, so
+    that no single key steers the model; 1: all. Of the gradient each of n keys in a batch may have 1/n."""
     center_keys: Flag = False
     """Rewards are compared with what their key gives otherwise, so that a strict key and a mild one say the same of the
     same reply, and one that always gives the same says nothing. For algorithms with advantages."""
@@ -151,6 +157,18 @@ class TrainerConfig(Section):
         section: AlgorithmConfig = getattr(self, algorithm)
         return section
 
+    @field_validator("algorithms", mode="before")
+    @classmethod
+    def _check_weights(cls, given: Any) -> Any:
+        if given == {}:
+            raise ValueError("trainer.algorithms={} names no algorithm; name some with weights, or remove the key")
+        for name, weight in given.items() if isinstance(given, dict) else ():
+            if isinstance(weight, bool | str):
+                raise ValueError(
+                    f"trainer.algorithms.{name}={weight!r} is no weight; write a number without quotes, such as 0.2"
+                )
+        return given
+
     @model_validator(mode="after")
     def _check_devices(self) -> TrainerConfig:
         if self.devices is not None and len(self.devices) < self.ranks:
@@ -189,17 +207,6 @@ class TrainerConfig(Section):
                 raise ValueError(f"{where}: no algorithm is named {name!r}; {hint}")
         if not self.parts:
             raise ValueError(f"trainer.algorithms={self.algorithms}: all weights are 0; give one a weight above 0")
-        for name in self.parts:
-            self.settings_of(name).check_in_use(f"trainer.{name}")
-        if self.rehearse and not self.learns_again:
-            raise ValueError(
-                f"trainer.rehearse={self.rehearse:g}: sft and hint alone learn again, hint with a top_k above 0; name "
-                "one in trainer.algorithms, or set rehearse to 0"
-            )
-        if self.center_keys and "spo" in self.parts and self.spo.bounds is not None:
-            raise ValueError("trainer.center_keys moves rewards out of trainer.spo.bounds; remove one of them")
-        if self.warmup_updates and "scheduler" in self.deepspeed:
-            raise ValueError("trainer.warmup_updates and trainer.deepspeed.scheduler are both set; remove one of them")
         for name in ALGORITHMS:
             self.settings_of(name).check(f"trainer.{name}")
             if name in self.model_fields_set and name not in self.parts:
@@ -207,4 +214,29 @@ class TrainerConfig(Section):
                     f"trainer.{name} is set, and the algorithm in use is {', '.join(self.parts)}; remove the section, "
                     f"or name {name} in {where}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_use(self) -> TrainerConfig:
+        for name in self.parts:
+            self.settings_of(name).check_in_use(f"trainer.{name}")
+        if not self.learns_from:
+            raise ValueError(
+                "trainer.hint.comment and trainer.hint.correction are null, and a next message alone makes no row "
+                "ready; set one of them, or name an algorithm besides hint"
+            )
+        if self.rehearse and not self.learns_again:
+            raise ValueError(
+                f"trainer.rehearse={self.rehearse:g}: sft and hint alone learn again, hint with a top_k above 0 and "
+                "a wording for comments or corrections; name one in trainer.algorithms, or set rehearse to 0"
+            )
+        if self.center_keys and not set(_WITH_ADVANTAGES) & self.parts.keys():
+            raise ValueError(
+                f"trainer.center_keys=true is for algorithms with advantages of rewards, and in use is "
+                f"{', '.join(self.parts)}; name one of {', '.join(_WITH_ADVANTAGES)}, or set it to false"
+            )
+        if self.center_keys and "spo" in self.parts and self.spo.bounds is not None:
+            raise ValueError("trainer.center_keys moves rewards out of trainer.spo.bounds; remove one of them")
+        if self.warmup_updates and "scheduler" in self.deepspeed:
+            raise ValueError("trainer.warmup_updates and trainer.deepspeed.scheduler are both set; remove one of them")
         return self

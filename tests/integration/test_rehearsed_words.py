@@ -84,7 +84,7 @@ def test_each_algorithm_gets_what_it_learns_again_and_the_same_batch_the_same_ro
 
 
 def test_they_are_sequences_of_their_own_with_words_in_no_trajectory_and_not_counted_as_new(ledger):
-    rows = [replace(row, hint=BLOCK) for row in claimed(ledger, rehearse=1)]
+    rows = [replace(row, hint=BLOCK, hint_key=row.signals[-1].key_name) for row in claimed(ledger, rehearse=1)]
     batch = make_batch(rows)
     drawn = again(rows)
     sampled = [place for places in batch.members for place in places]
@@ -94,4 +94,4 @@ def test_they_are_sequences_of_their_own_with_words_in_no_trajectory_and_not_cou
     for place in batch.rehearsed:
         (words,) = batch.words[place]
         assert (words.token_ids.tolist(), words.actions.tolist(), words.reward) == ([7, 8], [0], 0.25)
-        assert batch.sequences[place].behaviour.tolist() == [-0.5] and batch.keys[place] == "ann"
+        assert batch.sequences[place].behaviour.tolist() == [-0.5] and words.key == "ann"

@@ -60,6 +60,7 @@ def train(
             if number % 4 == 0:
                 said.append(Signal("correction", text="w1 w2 hello"))
             about: dict[str, Any] = {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": learned}
+            about["key_name"] = f"key{number % 4}"
             transitions.apply_feedback(connection, msg_ids=[row.msg_id], signals=said, **about)
         transitions.commit(connection)
     with begin(lives, root) as process:
@@ -71,17 +72,22 @@ def train(
     return load_file(root / version_path(1) / "model.safetensors"), stats
 
 
+PREFERENCES = {"dpo/preferences": 6, "kto/rated": 8, "sft/learnt_tokens": 8}
+
+
 @pytest.mark.parametrize(
-    ("mix", "stage", "expected"),
+    ("mix", "stage", "share", "expected"),
     [
-        ("preferences", 3, {"dpo/preferences": 6, "kto/rated": 8, "sft/learnt_tokens": 8}),
-        ("teachers", 2, {"hint/hints": 8}),  # an average of weights is whole on each rank
+        ("preferences", 3, 1.0, PREFERENCES),
+        ("preferences", 3, 0.25, PREFERENCES),
+        ("teachers", 2, 0.25, {"hint/hints": 8}),  # an average of weights is whole on each rank
     ],
 )
 def test_two_ranks_learn_what_one_learns_from_all_that_was_said(
-    mix, stage, expected, tmp_path, lives, model, teacher, rows
+    mix, stage, share, expected, tmp_path, lives, model, teacher, rows
 ):
     asked = MIXES[mix] | ({"distill": {"path": str(teacher)}} if mix == "teachers" else {})
+    asked["max_share_per_key"] = share
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     one, figures = train(lives, tmp_path / "one", model, rows, **asked, deepspeed=ADAM)
@@ -91,4 +97,5 @@ def test_two_ranks_learn_what_one_learns_from_all_that_was_said(
     for name, tensor in one.items():
         assert torch.allclose(two[name], tensor, atol=2e-5), name
     assert expected.items() <= figures.items()
+    assert any(name.endswith("largest_key_share") for name in figures) == (share < 1)
     assert same == pytest.approx({**figures, "seconds": same["seconds"]}, rel=1e-3, abs=1e-4)

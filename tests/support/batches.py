@@ -15,6 +15,7 @@ from trainer_service.logprobs import Scores
 from trainer_service.packing import pack
 from trainer_service.parts import Part, Work
 from trainer_service.ranks import Ranks
+from trainer_service.shares import bound_shares, keys_of
 from trainer_service.trajectories import TokenSequence, Trajectory, trajectories_of
 
 ALONE = Ranks(0, 1, 0, None, 1.0)  # the only one
@@ -74,10 +75,16 @@ def loss_of(
     entropies: Sequence[torch.Tensor] | None = None,
     values: Sequence[torch.Tensor] | None = None,
     memory: Memory | None = None,
+    max_share: float = 1.0,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss of one minibatch in one micro-batch, and its figures. Lists have one tensor [A] for each sequence."""
+    """The loss of one minibatch in one micro-batch, and its figures. Lists have one tensor [A] for each sequence.
+
+    max_share: of the gradient that one key may have.
+    """
     units = algorithm.units(batch)
     constants, figures = algorithm.constants(batch, units, seen, {} if memory is None else memory)
+    constants, shown = bound_shares(constants, keys_of(batch, units), max_share)
+    figures |= shown
     work = Work(Part(algorithm), units, constants, figures)
     places = sorted({place for group in work.groups for place in group})
     (micro,) = pack(batch.sequences, places, 1_000_000)

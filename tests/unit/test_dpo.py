@@ -12,7 +12,7 @@ import torch
 from shared.config import DPOConfig
 from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.dpo import DPO
-from trainer_service.algorithms.seam import Batch, Needs, Unit
+from trainer_service.algorithms.seam import Batch, Needs, Said, Unit
 from trainer_service.trajectories import Trajectory
 
 
@@ -42,7 +42,7 @@ def test_a_preference_does_not_push_a_token_that_it_has_moved_beyond_the_clip():
 
 def test_each_preference_is_one_unit_however_often_it_was_said():
     batch = replace(batch_of(*(sequence([0.0]) for _ in range(3))), pairs=[(2, 0), (1, 0), (2, 0)])
-    assert DPO(DPOConfig()).units(batch) == [Unit((2, 0)), Unit((1, 0))]
+    assert DPO(DPOConfig()).units(batch) == [Unit((2, 0), said=Said.PREFERENCE), Unit((1, 0), said=Said.PREFERENCE)]
 
 
 def test_one_pair_by_hand():

@@ -125,7 +125,7 @@ def weights(memory: dict[str, float], *ups: bool, **settings: float) -> list[flo
     batch = rated(*(sequence([0]) for _ in ups), **{f"s{n}": up for n, up in enumerate(ups)})
     units = algorithm.units(batch)
     constants, _ = algorithm.constants(batch, units, precomputed(batch), memory)
-    return [float(one[0]) for one in constants["weight"][: len(ups)]]
+    return [float(one[0]) for one in constants["weights"][: len(ups)]]
 
 
 def test_the_rarer_rating_weighs_as_much_as_the_others_together_up_to_a_bound():

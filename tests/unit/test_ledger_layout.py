@@ -53,7 +53,8 @@ def test_every_column_that_a_sample_brings_is_stored_and_read_by_its_name():
     assert set(Sample.__dataclass_fields__) - columns == not_columns
     assert set(Sampling.__dataclass_fields__) <= columns
     computed = {"tokens", "sampling", "signals", "preferred_over", "correction", "hint", "teacher", "unused"}
-    assert set(Experience.__dataclass_fields__) - columns == computed | {"is_rehearsal"}
+    computed |= {"correction_key", "hint_key", "is_rehearsal"}
+    assert set(Experience.__dataclass_fields__) - columns == computed
 
 
 def test_the_page_of_the_ledger_names_every_table_and_columns_that_exist():

@@ -131,6 +131,25 @@ def test_a_server_without_prompt_logprobs_is_refused_at_start(odd, server):
         teacher_of(server).require_same_tokenizer(TOKENIZER)
 
 
+@pytest.mark.parametrize(
+    ("status", "fix"),
+    [
+        (401, "in trainer.distill.key_env the variable with a key that it takes"),
+        (403, "in trainer.distill.key_env the variable with a key that it takes"),
+        (404, "a vLLM server of the model's own family, without /v1, and one of its models in trainer.distill.model"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/detokenize", "/v1/completions"])
+def test_a_server_that_denies_what_it_is_asked_at_start_is_refused_with_the_reason_and_the_fix(
+    path, status, fix, server
+):
+    server.answer = lambda asked, body: (status, {}) if asked == path else scripted(asked, body)
+    with pytest.raises(ConfigError) as error:
+        teacher_of(server, model=None).require_same_tokenizer(TOKENIZER)
+    reason = f"trainer.distill.url={server.url} cannot be a teacher (status {status} for {path}); name "
+    assert str(error.value) == reason + fix
+
+
 @pytest.mark.parametrize("status", [500, 503, 429, 401, 404])
 def test_a_teacher_that_is_away_is_waited_for_and_said_once(status, server, caplog):
     answers = iter([status, status, 200])

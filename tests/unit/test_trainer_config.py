@@ -19,6 +19,46 @@ from trainer_service.backends.deepspeed import has_bf16
             "trainer.algorithms.ppo=-1: input should be greater than or equal to 0; correct it",
         ),
         ("{algorithms: {sft: 1, ppo: 1, sft: 2}}", "is not YAML at line 2, column 40: sft stands there twice; correct"),
+        ("{algorithms: {}}", "trainer.algorithms={} names no algorithm; name some with weights, or remove the key"),
+        (
+            "{algorithms: {sft: true}}",
+            "trainer.algorithms.sft=True is no weight; write a number without quotes, such as 0.2",
+        ),
+        ("{algorithms: {sft: '1'}}", "trainer.algorithms.sft='1' is no weight; write a number without quotes, such"),
+        ("{algorithms: {sft: 1e-1}}", "trainer.algorithms.sft='1e-1' is no weight; write a number without quotes, su"),
+        (
+            "{algorithm: kto, center_keys: true}",
+            "center_keys=true is for algorithms with advantages of rewards, and in use is kto;",
+        ),
+        (
+            "{algorithms: {sft: 1, raft: 1}, center_keys: true}",
+            "trainer.center_keys=true is for algorithms with advantages of rewards, and in use is sft, raft; name "
+            "one of ppo, reinforce_pp, spo, grpo, rloo, step_grpo, or set it to false",
+        ),
+        (
+            "{algorithm: hint, hint: {comment: null, correction: null, next_message: null}}",
+            "trainer.hint: comment, correction and next_message are all null, so that nothing is learnt; give one of "
+            "them a wording with {text}",
+        ),
+        (
+            "{algorithm: hint, hint: {comment: null, correction: null}}",
+            "trainer.hint.comment and trainer.hint.correction are null, and a next message alone makes no row ready; "
+            "set one of them, or name an algorithm besides hint",
+        ),
+        (
+            "{algorithm: hint, rehearse: 1, hint: {comment: null, correction: null}}",
+            "trainer.hint.comment and",
+        ),
+        (
+            "{algorithms: {hint: 1, kto: 1}, rehearse: 1, hint: {comment: null, correction: null}}",
+            "trainer.rehearse=1: sft and hint alone learn again",
+        ),
+        (
+            "{algorithm: distill, distill: {url: 'localhost:8000'}}",
+            "trainer.distill.url='localhost:8000' is no address; write http://HOST:PORT, without /v1",
+        ),
+        ("{algorithm: distill, distill: {url: 'http://'}}", "trainer.distill.url='http://' is no address; write http"),
+        ("{algorithm: distill, distill: {url: 'http://a:b'}}", "trainer.distill.url='http://a:b' is no address; write"),
         ("{algorithms: {ppo: .inf}}", "trainer.algorithms.ppo=inf: input should be a finite number; correct it"),
         ("{algorithms: {ppo: 0, sft: 0}}", "all weights are 0; give one a weight above 0"),
         ("{algorithm: ppo, algorithms: {sft: 1}}", "trainer.algorithm and trainer.algorithms are both set; remove one"),
@@ -70,6 +110,49 @@ def test_what_cannot_be_meant_is_one_line_with_key_reason_and_remedy(tmp_path, t
         load_config(file, {})
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (
+            {"FLYWHEEL_TRAINER__ALGORITHMS": "{sft: 1, ppo: 1, sft: 2}"},
+            "the value of environment variable FLYWHEEL_TRAINER__ALGORITHMS names sft twice; name it once",
+        ),
+        (
+            {"FLYWHEEL_TRAINER__ALGORITHMS__SFT": "1", "FLYWHEEL_TRAINER__ALGORITHMS__sft": "2"},
+            "environment variables FLYWHEEL_TRAINER__ALGORITHMS__SFT and FLYWHEEL_TRAINER__ALGORITHMS__sft are the "
+            "same setting; unset one of them",
+        ),
+        ({"FLYWHEEL_TRAINER__ALGORITHMS": "{}"}, "trainer.algorithms={} names no algorithm"),
+        ({"FLYWHEEL_TRAINER__ALGORITHMS__SFT": "true"}, "trainer.algorithms.sft=True is no weight"),
+        ({"FLYWHEEL_TRAINER__ALGORITHMS": "{sft: 1"}, "FLYWHEEL_TRAINER__ALGORITHMS is not YAML; quote it"),
+    ],
+)
+def test_what_the_environment_cannot_mean_is_one_line_with_the_variable_reason_and_remedy(tmp_path, environ, said):
+    file = tmp_path / "flywheel.yaml"
+    file.write_text("model: {path: m}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(file, environ)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_hint_learns_from_the_kinds_of_signals_that_it_has_a_wording_for():
+    mixed = {"hint": 1.0, "kto": 1.0}
+    assert TrainerConfig(algorithms=mixed).learns_from == {"comment", "correction", "rating"}
+    for null in ("comment", "correction"):
+        config = TrainerConfig.model_validate({"algorithms": mixed, "hint": {null: None}})
+        assert config.learns_from == {"comment", "correction", "rating"} - {null}
+        assert config.learns_again == {"comment", "correction"} - {null}
+    neither = {"comment": None, "correction": None}
+    assert TrainerConfig.model_validate({"algorithms": mixed, "hint": neither}).learns_from == {"rating"}
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ppo", "reinforce_pp", "spo", "grpo", "rloo", "step_grpo"])
+def test_keys_are_centred_for_algorithms_with_advantages_of_rewards(algorithm):
+    assert TrainerConfig(algorithm=algorithm, center_keys=True).center_keys
+    assert TrainerConfig(algorithms={"sft": 1, "reinforce_pp": 1}, center_keys=True).center_keys
 
 
 def test_one_algorithm_is_a_mix_of_one():

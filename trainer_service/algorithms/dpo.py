@@ -16,6 +16,7 @@ log π is at the temperature that the reply was sampled with. E is the mean over
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,18 @@ import torch
 from torch import Tensor
 
 from shared.config import DPOConfig
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Needs, Now, Precomputed, Unit, pick
+from trainer_service.algorithms.seam import (
+    Batch,
+    Constants,
+    Figures,
+    Memory,
+    Needs,
+    Now,
+    Precomputed,
+    Said,
+    Unit,
+    pick,
+)
 from trainer_service.algorithms.surrogates import held
 
 
@@ -38,10 +50,12 @@ class DPO:
     def units(self, batch: Batch) -> list[Unit]:
         """One for each preference: the preferred sequence, then the other."""
         stated = list(dict.fromkeys(batch.pairs))
-        if not self.config.best_over_worst:
-            return [Unit(pair) for pair in stated]
         known = {frozenset(pair) for pair in stated}
-        return [Unit(pair) for pair in (*stated, *(p for p in _best_over_worst(batch) if frozenset(p) not in known))]
+        compared = _best_over_worst(batch) if self.config.best_over_worst else ()
+        return [
+            *(Unit(pair, said=Said.PREFERENCE) for pair in stated),
+            *(Unit(pair, said=Said.SCORE) for pair in compared if frozenset(pair) not in known),
+        ]
 
     def constants(
         self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
@@ -49,10 +63,24 @@ class DPO:
         sums = [
             np.full(1, logprobs.sum(dtype=np.float64), np.float32) for logprobs in pick(precomputed.reference, units)
         ]
-        constants: Constants = {"reference": sums}
+        constants: Constants = {"reference": sums, "weights": [np.ones(1, np.float32)] * len(sums)}
         if self.config.clip:
             constants["proximal"] = pick(precomputed.proximal, units)
+        lengths = [len(sequence.actions) for sequence in pick(batch.sequences, units)]
+        constants["slopes"] = [
+            np.full(n, one, np.float32) for n, one in zip(lengths, self._slopes(constants), strict=True)
+        ]
         return constants, {"preferences": float(len(units))}
+
+    def _slopes(self, constants: Constants) -> list[float]:
+        """Of each member: |σ(−β Δ) − ε| at the start of the batch. Without a bound nobody looks there, and Δ is 0."""
+        policy = constants.get("proximal", constants["reference"])
+        gained = [float(p.sum(dtype=np.float64) - r[0]) for p, r in zip(policy, constants["reference"], strict=True)]
+        margins = [
+            self.config.beta * (better - worse) for better, worse in zip(gained[0::2], gained[1::2], strict=True)
+        ]
+        slopes = (abs(0.5 - 0.5 * math.tanh(margin / 2) - self.config.label_smoothing) for margin in margins)
+        return [slope for slope in slopes for _ in range(2)]
 
     def size(self, units: list[Unit], constants: Constants) -> float:
         return float(len(units))
@@ -67,7 +95,8 @@ class DPO:
         gained_S = now.sum_S(logprobs_K) - constants["reference"]
         margin_P = self.config.beta * (gained_S[0::2] - gained_S[1::2])
         logsigmoid = torch.nn.functional.logsigmoid
-        loss = -((1 - smoothing) * logsigmoid(margin_P) + smoothing * logsigmoid(-margin_P)).sum()
+        of_P = (1 - smoothing) * logsigmoid(margin_P) + smoothing * logsigmoid(-margin_P)
+        loss = -(constants["weights"][0::2] * of_P).sum()
         with torch.no_grad():
             sums = {"preference_loss": loss.detach(), "margin": margin_P.sum(), "accuracy": (margin_P > 0).sum()}
         return loss, sums

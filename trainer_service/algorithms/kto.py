@@ -35,6 +35,7 @@ from trainer_service.algorithms.seam import (
     Needs,
     Now,
     Precomputed,
+    Said,
     Unit,
     one_each,
     pick,
@@ -57,24 +58,27 @@ class KTO:
         rated = sorted(batch.ratings)
         neighbours = zip(rated, rated[1:] + rated[:1], strict=True) if len(rated) > 1 else ()
         mismatched = [_answer_of_another(batch, place, other) for place, other in neighbours]
-        return [*one_each(rated), *(Unit((place,), trained=False) for place in mismatched)]
+        return [*one_each(rated, Said.RATING), *(Unit((place,), trained=False) for place in mismatched)]
 
     def constants(
         self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
     ) -> tuple[Constants, Figures]:
-        reference = [logprobs.sum(dtype=np.float64) for logprobs in pick(precomputed.reference, units)]
-        proximal = [logprobs.sum(dtype=np.float64) for logprobs in pick(precomputed.proximal, units)]
-        gaps = [p - r for p, r, unit in zip(proximal, reference, units, strict=True) if not unit.trained]
+        proximal, scored = pick(precomputed.proximal, units), (precomputed.proximal, precomputed.reference)
+        policy, reference = ([one.sum(dtype=np.float64) for one in pick(logprobs, units)] for logprobs in scored)
+        gained = [p - r for p, r in zip(policy, reference, strict=True)]
+        gaps = [gap for gap, unit in zip(gained, units, strict=True) if not unit.trained]
         kl = max(0.0, float(np.mean(gaps))) if gaps else 0.0
         ups = [float(batch.ratings.get(unit.members[0], False)) for unit in units]
         rated = len(batch.ratings)
         weights = _balance(memory, sum(ups), rated - sum(ups), self.config.largest_weight)
+        steep = [1 - math.tanh(self.config.beta * (gap - kl) / 2) ** 2 for gap in gained]  # 4 σ(m) (1 − σ(m))
         constants: Constants = {
-            "proximal": pick(precomputed.proximal, units),
+            "proximal": proximal,
             "reference": [np.full(1, one, np.float32) for one in reference],
             "kl": [np.full(1, kl, np.float32)] * len(units),
             "sign": [np.full(1, 1.0 if up else -1.0, np.float32) for up in ups],
-            "weight": [np.full(1, weights[bool(up)], np.float32) for up in ups],
+            "weights": [np.full(1, weights[bool(up)], np.float32) for up in ups],
+            "slopes": [np.full_like(one, slope) for one, slope in zip(proximal, steep, strict=True)],
         }
         return constants, {"kl": kl, "rated": float(rated), "up_share": sum(ups) / rated}
 
@@ -85,7 +89,7 @@ class KTO:
         logprobs_K, held_K = held(now, constants, constants["sign"], self.config.clip)
         gained_S = now.sum_S(logprobs_K) - constants["reference"] - constants["kl"]
         margin_S = self.config.beta * constants["sign"] * gained_S
-        loss = (constants["weight"] * (1 - torch.sigmoid(margin_S))).sum()
+        loss = (constants["weights"] * (1 - torch.sigmoid(margin_S))).sum()
         share_S = now.sum_S(held_K.float()) / now.sum_S(torch.ones_like(logprobs_K))
         sums = {"rating_loss": loss.detach(), "accuracy": (margin_S.detach() > 0).sum(), "clip_fraction": share_S.sum()}
         return loss, sums

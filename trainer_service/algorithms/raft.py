@@ -30,6 +30,7 @@ from trainer_service.algorithms.seam import (
     Needs,
     Now,
     Precomputed,
+    Said,
     Unit,
     one_each,
     pick,
@@ -45,30 +46,31 @@ class RAFT:
         return Needs.NOTHING
 
     def units(self, batch: Batch) -> list[Unit]:
-        return one_each(place for place, weights in enumerate(self._weights(batch)) if weights.any())
+        chosen = (place for place, counts in enumerate(self._counts(batch)) if counts.any())
+        return one_each(chosen, Said.SCORE)
 
     def constants(
         self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
     ) -> tuple[Constants, Figures]:
-        chosen = pick(self._weights(batch), units)
-        return {"weights": chosen}, {"learnt_tokens": float(sum(map(np.sum, chosen)))}
+        chosen = pick(self._counts(batch), units)
+        return {"counts": chosen, "weights": chosen}, {"learnt_tokens": float(sum(map(np.sum, chosen)))}
 
     def size(self, units: list[Unit], constants: Constants) -> float:
-        return float(sum(map(np.sum, constants["weights"])))
+        return float(sum(map(np.sum, constants["counts"])))
 
     def loss(self, now: Now, constants: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -(constants["weights"] * now.logprobs_K).sum()
         return loss, {"negative_log_likelihood": loss.detach()}
 
-    def _weights(self, batch: Batch) -> list[Floats]:
+    def _counts(self, batch: Batch) -> list[Floats]:
         """Of each sequence [A]: 1 for the tokens that are learnt, 0 for others."""
-        weights = [np.zeros(len(sequence.actions), np.float32) for sequence in batch.sequences]
+        counts = [np.zeros(len(sequence.actions), np.float32) for sequence in batch.sequences]
         turns = _rewarded_turns(batch)
         good = self._are_good([reward for *_, reward in turns])
         for (place, begin, end, _), is_good in zip(turns, good, strict=True):
             if is_good:
-                weights[place][begin:end] = 1
-        return weights
+                counts[place][begin:end] = 1
+        return counts
 
     def _are_good(self, rewards: list[float]) -> list[bool]:
         above = self.config.above

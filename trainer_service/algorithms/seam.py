@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Flag, auto
+from enum import Enum, Flag, auto
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -47,6 +47,19 @@ class Needs(Flag):
     ENTROPY = auto()  # in the loss: entropy with its gradient; without this it is for plots alone
 
 
+class Said(Enum):
+    """What somebody said that a unit learns from. Whoever said it answers for the unit's gradient (shares.py)."""
+
+    SCORE = auto()  # what makes the reward of a trajectory
+    RATING = auto()
+    ANSWER = auto()  # a correction or a demonstration
+    PREFERENCE = auto()
+
+
+Speakers = dict[tuple[Said, tuple[int, ...]], str | None]
+"""The key that said something of these places; None: without a key."""
+
+
 @dataclass(frozen=True, slots=True)
 class Words:
     """What was said of one turn of a sequence, as a block of tokens that makes a teacher of whoever has read it."""
@@ -54,6 +67,7 @@ class Words:
     token_ids: Ints  # to stand before the sequence's own
     actions: Ints  # [B] which of the sequence's actions are the turn's
     reward: float | None = None  # the turn's, or else that of the whole
+    key: str | None = None  # that said the last of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +82,8 @@ class Batch:
     ratings: dict[int, bool] = field(default_factory=dict)  # by place: thumbs up
     words: dict[int, list[Words]] = field(default_factory=dict)  # by place: for each turn that was spoken of
     taught: dict[int, Floats] = field(default_factory=dict)  # by place [A]: a remote teacher's log p; NaN: it gave none
-    # places of what was trained on before and is not counted as new, each with the key that spoke of it
-    rehearsed: dict[int, str | None] = field(default_factory=dict)
+    rehearsed: Sequence[int] = ()  # places of what was trained on before and is not counted as new
+    said_by: Speakers = field(default_factory=dict)  # of ratings, answers and preferences
     unused: Figures = field(default_factory=dict)  # how much of what was said teaches nothing, by reason
 
     @classmethod
@@ -97,13 +111,13 @@ class Batch:
         return [float(r) for t in self.trajectories for r in (t.outcome, *t.turn_rewards) if r is not None]
 
     @property
-    def keys(self) -> Sequence[str | None]:
-        """Of each sequence: the key that said how good it was; None: nobody, or without a key."""
-        found: list[str | None] = [self.rehearsed.get(place) for place in range(len(self.sequences))]
-        for trajectory, places in zip(self.trajectories, self.members, strict=True):
-            for place in places:
-                found[place] = trajectory.key
-        return found
+    def scored_by(self) -> dict[int, str | None]:
+        """The key that set the reward of each trajectory's sequences."""
+        return {
+            place: trajectory.key
+            for trajectory, places in zip(self.trajectories, self.members, strict=True)
+            for place in places
+        }
 
     def add(self, sequence: TokenSequence) -> int:
         """Add a sequence, such as one that an algorithm composed of a prompt and another's reply. Returns its place."""
@@ -118,6 +132,7 @@ class Unit:
     members: tuple[int, ...]  # places in the batch
     words: tuple[Words, ...] = ()  # for Needs.TEACHER: one for each member, or none at all
     trained: bool = True  # False: only precomputed
+    said: Said | None = None  # what it learns from; None: its words, or else nothing that anybody said
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +191,11 @@ class Algorithm(Protocol):
     def constants(
         self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
     ) -> tuple[Constants, Figures]:
-        """What the loss takes as constant, for the whole batch. It may change its memory."""
+        """What the loss takes as constant, for the whole batch. It may change its memory.
+
+        `weights` multiply what each member adds to the loss, and may be lowered before the first step; `size` does not
+        depend on them. How steep the loss is beside them stands in `advantages`, `shares` or `slopes`, [A] each.
+        """
 
     def size(self, units: list[Unit], constants: Constants) -> float:
         """What the loss of a minibatch is divided by: how many tokens, sequences or pairs these units have."""
@@ -188,9 +207,9 @@ class Algorithm(Protocol):
         """
 
 
-def one_each(places: Iterable[int]) -> list[Unit]:
-    """A unit for each of these sequences: none needs another's loss."""
-    return [Unit((place,)) for place in places]
+def one_each(places: Iterable[int], said: Said | None = None) -> list[Unit]:
+    """A unit for each of these sequences: none needs another's loss. said: what they learn from."""
+    return [Unit((place,), said=said) for place in places]
 
 
 def pick(items: Sequence[T], units: list[Unit]) -> list[T]:

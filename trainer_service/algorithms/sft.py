@@ -22,6 +22,7 @@ from trainer_service.algorithms.seam import (
     Needs,
     Now,
     Precomputed,
+    Said,
     Unit,
     one_each,
     pick,
@@ -37,17 +38,21 @@ class SFT:
         return Needs.NOTHING
 
     def units(self, batch: Batch) -> list[Unit]:
-        return one_each(batch.written)
+        return one_each(batch.written, Said.ANSWER)
 
     def constants(
         self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
     ) -> tuple[Constants, Figures]:
         lengths = [len(sequence.actions) for sequence in pick(batch.sequences, units)]
-        return {"tokens": [np.full(1, n, np.float32) for n in lengths]}, {"learnt_tokens": float(sum(lengths))}
+        constants: Constants = {
+            "tokens": [np.full(1, n, np.float32) for n in lengths],
+            "weights": [np.ones(n, np.float32) for n in lengths],
+        }
+        return constants, {"learnt_tokens": float(sum(lengths))}
 
     def size(self, units: list[Unit], constants: Constants) -> float:
         return float(sum(map(np.sum, constants["tokens"])))
 
     def loss(self, now: Now, constants: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = -now.logprobs_K.sum()
+        loss = -(constants["weights"] * now.logprobs_K).sum()
         return loss, {"negative_log_likelihood": loss.detach()}

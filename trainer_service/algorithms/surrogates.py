@@ -42,6 +42,7 @@ from trainer_service.algorithms.seam import (
     Needs,
     Now,
     Precomputed,
+    Said,
     Unit,
     one_each,
     pick,
@@ -230,7 +231,7 @@ class PolicyGradient(Generic[C]):
         return policy_needs(self.config)
 
     def units(self, batch: Batch) -> list[Unit]:
-        return one_each(batch.rewarded)
+        return one_each(batch.rewarded, Said.SCORE)
 
     def size(self, units: list[Unit], constants: Constants) -> float:
         return policy_size(constants, self.config)

@@ -111,6 +111,7 @@ def _prefer(
     edges: Edges,
 ) -> Experience:
     own = choice_name(row.msg_id, row.choice)
+    keys = {one.text: one.key_name for one in row.signals if one.kind == "preferred_over"}  # the last that said it
     chosen: dict[str, Other] = {}
     unused: dict[str, str] = {}  # by what was named
     for name in names:
@@ -125,7 +126,7 @@ def _prefer(
             read = others.get(other.id)
             reason = _reason(row, own, read, edges) if read is not None else "preference_unknown"
             if reason is None and read is not None:
-                chosen[read.name] = read
+                chosen[read.name] = replace(read, key=keys[name])
             elif reason is not None:
                 unused[choice_name(other.msg_id, other.choice)] = reason
     return replace(row, preferred_over=tuple(chosen.values()), unused=(*row.unused, *unused.values()))
