@@ -33,6 +33,8 @@ from trainer_service.algorithms.registry import PAGES
 
 DOCS = Path(__file__).parents[2] / "docs/algorithms"
 BLOCKS = {page.stem: re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL) for page in DOCS.glob("*.md")}
+# what the replies are worth: attempts at a task differ, whichever way the replies are parted into tasks
+WORTH = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
 PEOPLE = ["anna", "ben"]  # and their keys
 RUNS = 4  # of a task
 REWARDS = {"ppo", "reinforce_pp", "spo", "grpo", "rloo", "step_grpo", "raft"}
@@ -47,7 +49,7 @@ def test_every_algorithm_has_a_page_and_every_page_a_configuration():
 @pytest.fixture(scope="module")
 def rows(model: Path) -> list[Experience]:
     """Two replies of the model to each prompt."""
-    made = make_experiences(model, 2 * RUNS)
+    made = make_experiences(model, len(WORTH))
     prompts = [row.tokens.prompt_ids for row in made[::2] for _ in range(2)]
     return [replace(row, tokens=replace(row.tokens, prompt_ids=ids)) for row, ids in zip(made, prompts, strict=True)]
 
@@ -74,13 +76,13 @@ def run_of(number: int, parts: set[str]) -> str:
     return f"/run/t{number // (RUNS * turn_of)}/{number // turn_of}"
 
 
-def said_of(number: int, row: Experience, names: list[str], parts: set[str]) -> dict[str, Any]:
+def said_of(number: int, names: list[str], parts: set[str]) -> dict[str, Any]:
     """What the algorithms learn from, as a body of feedback."""
     body: dict[str, Any] = {}
     if parts & REWARDS:
-        body["reward"] = row.reward
+        body["reward"] = WORTH[number]
     if "kto" in parts:
-        body["rating"] = "up" if row.reward is not None and row.reward > 0.5 else "down"
+        body["rating"] = "up" if WORTH[number] else "down"
     if "sft" in parts:
         body["correction"] = f"w22 w{30 + number}"
     if "dpo" in parts and number % 2:
@@ -103,7 +105,7 @@ def use(engine: ScriptedEngine, rows: list[Experience], config: Config) -> list[
         script.logprobs = tokens.logprobs.tolist()
         chat = {"messages": [{"role": "user", "content": f"hello {number}"}]}
         names.append(post(f"{run_of(number, parts)}/v1/chat/completions", chat, PEOPLE[0])["id"])
-    said = [said_of(number, row, names, parts) for number, row in enumerate(rows)]
+    said = [said_of(number, names, parts) for number in range(len(rows))]
     spoken_of = {name: body for name, body in zip(names, said, strict=True) if body}
     for number, (name, body) in enumerate(spoken_of.items()):
         post("/feedback", {"msg_ids": [name], **body}, PEOPLE[number % 2])
