@@ -30,7 +30,7 @@ from benchmarks.learning.peers import PEERS, open_trl
 from benchmarks.learning.run import Contestant, Curve, Plan, learn, open_desk
 from benchmarks.learning.world import DEPARTMENTS, STEPS, World, make_base, worth
 from examples.support_desk import desk
-from examples.support_desk.base_model import base_model
+from examples.support_desk.base_model import base_model, teacher
 
 REACHABLE = 1.0  # a ticket says both, its desk and its priority
 ENOUGH = 0.9
@@ -55,6 +55,7 @@ def main() -> None:
     torch.set_num_threads(1)
     source = base_model(lambda *_: None)
     base = make_base(source, source.parent / f"{source.name}-follows-hints-{STEPS}")
+    teacher(lambda *_: None)
     parts, names = args.cases.split(","), [*CASES, *STYLES, *(PEERS if args.peers else ())]
     chosen = [[part] if part in names else [name for name in names if name.startswith(part)] for part in parts]
     wanted = list(dict.fromkeys(name for some in chosen for name in some))

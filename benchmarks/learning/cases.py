@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.learning.run import Plan, Say
-from benchmarks.learning.world import Reply, worth
+from benchmarks.learning.world import TEACHER, Reply, worth
 from examples.support_desk.desk import format_answer
 from shared.reward import Signal
 
@@ -98,6 +98,7 @@ AGAIN: dict[str, Any] = {"rehearse": 4.0, "warmup_updates": 5, "learning_rate": 
 STEPS: dict[str, Any] = {"epochs": 4, "minibatches": 2}  # of policy gradients: half of the rows each
 REINFORCE: dict[str, Any] = {**_alone("reinforce_pp", **STEADY), **STEPS}
 _SPARSE: dict[str, Any] = {"rows": 64, "versions": 80}
+_TASKS: dict[str, Any] = {"say": each(reward), "runs": 4, **_SPARSE}
 _OLD: dict[str, Any] = {"late": (OLD, OLD), "versions": 200 + OLD, "share": 0.5, "say": each(reward), "rows": 32}
 _FIXED: dict[str, Any] = {"share": 0.05, "versions": 80}
 _AT_ONCE: dict[str, Any] = {"late": (0, 0), "versions": 60}
@@ -120,6 +121,13 @@ CASES: dict[str, Plan] = {
     "sparse/hint": Plan({**HINT, **AGAIN}, each(comment), versions=80),
     "sparse/hint without rehearsal": Plan(HINT, each(comment), versions=80),
     "sparse/mix": Plan({**MIX, **AGAIN}, each(everything), versions=80),
+    # rewards of a tenth of the tasks, each attempted four times; those of step_grpo are of two tickets
+    "tasks/grpo": Plan({**_alone("grpo", **STEADY), **STEPS}, **_TASKS),
+    "tasks/rloo": Plan({**_alone("rloo", **STEADY), **STEPS}, **_TASKS),
+    "tasks/step_grpo": Plan({**_alone("step_grpo", **STEADY), **STEPS}, **_TASKS, turns=2),
+    # rewards of a tenth, of which the best are learnt, or none: a teacher's opinion is
+    "sparse/raft": Plan({**_alone("raft", above=0.9), **STEPS}, each(reward), **_SPARSE),
+    "sparse/distill": Plan({**_alone("distill", path=str(TEACHER), kl_coef=0.0), **STEPS}, each(reward), **_SPARSE),
     # comments alone, and the same ones of other rows
     "comments/hint": Plan(HINT, each(comment), **_AT_ONCE),
     "comments/hint with a live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,6 +54,19 @@ class Plan:
     versions: int = 120
     rows: int = 16  # in an update
     departments: tuple[str, ...] | None = None  # None: the world's
+    runs: int = 1  # of each task; what is said of them comes together. 1: chats that name no task
+    turns: int = 1  # of a run: tickets of one customer, each in a chat of its own
+
+    @property
+    def attempts(self) -> int:
+        """Replies at one task."""
+        return self.runs * self.turns
+
+    def names(self, version: int, place: int) -> dict[str, str]:
+        """The task and the run of one of a version's replies, as a sample has them; none without tasks."""
+        if self.attempts == 1:
+            return {}
+        return {"task_id": f"t{version}-{place // self.attempts}", "run_id": f"r{place // self.turns}"}
 
 
 @dataclass(slots=True)
@@ -89,6 +102,7 @@ class Desk:
     """A trainer's parts in this process."""
 
     config: Config
+    plan: Plan
     ledger: Ledger
     learner: Learner
     claimer: Claimer
@@ -98,8 +112,12 @@ class Desk:
         return self.learner.policy
 
     def record(self, names: list[str], replies: list[Reply], version: int) -> None:
+        samples = [
+            replace(_sample(*one, version), **self.plan.names(version, place))
+            for place, one in enumerate(zip(names, replies, strict=True))
+        ]
         with self.ledger.write() as connection:
-            transitions.record(connection, [_sample(*one, version) for one in zip(names, replies, strict=True)])
+            transitions.record(connection, samples)
 
     def hear(self, said: list[Said]) -> bool:
         """Feedback and a commit."""
@@ -142,8 +160,10 @@ def open_desk(base: Path, plan: Plan, seed: int) -> Iterator[Desk]:
             learner = Learner(partial(build_update, config, start, ranks), ranks, None, preparations(config, stop))
             known = {"vocabulary": learner.vocabulary, "context": learner.context}
             answers = answer_tokenizer(config.trainer, start, **known)
-            claimer = Claimer(ledger, config.trainer, stop, learner.vocabulary, "run", answers)
-            yield Desk(config, ledger, learner, claimer)
+            tasks = any(config.trainer.settings_of(name).together == "task" for name in config.trainer.parts)
+            whole: transitions.Whole = "task" if tasks else "run"
+            claimer = Claimer(ledger, config.trainer, stop, learner.vocabulary, whole, answers)
+            yield Desk(config, plan, ledger, learner, claimer)
             learner.close()
 
 
@@ -154,13 +174,15 @@ def learn(contestant: Contestant, world: World, plan: Plan, seed: int, first: in
     sampled = min(curve.per_version, max(plan.rows, MEASURED))  # of the others nobody says anything
     waiting: dict[int, list[Said]] = defaultdict(list)
     for version in range(first, first + plan.versions):
-        replies = world.sample(contestant.policy, draw, sampled)
+        replies = world.sample(contestant.policy, draw, sampled, plan.runs, plan.turns)
         curve.rewards.append(sum(map(worth, replies)) / len(replies))
         chosen = replies[: plan.rows]
         names = [f"m{version}-{number}" for number in range(len(chosen))]
         contestant.record(names, chosen, version)
-        for name, (signals, key) in zip(names, plan.say(chosen, draw), strict=True):
-            waiting[version + draw.randint(*plan.late)].append((name, signals, key))
+        for place, (name, (signals, key)) in enumerate(zip(names, plan.say(chosen, draw), strict=True)):
+            if place % plan.attempts == 0:
+                heard = version + draw.randint(*plan.late)
+            waiting[heard].append((name, signals, key))
         if contestant.hear(waiting.pop(version, [])):
             curve.last = contestant.update(version)
     curve.seconds = time.perf_counter() - started

@@ -8,7 +8,7 @@ these, and without one it answers as before. Replies are sampled as engines samp
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.support_desk import agent, desk
+from examples.tiny_model import folder_of
 from shared.config import HintConfig
 from shared.experience import Experience, Sampling, Tokens
 from shared.reward import Signal
 from trainer_service.hints import HintWriter
 
+TEACHER = folder_of("support_desk", "teacher")  # a model that answers rightly, with the base's tokenizer
 DEPARTMENTS = ("billing", "shipping", "account")
 MAX_TOKENS = 12
 WORDING = "right : {text}"  # what the teacher reads of a comment or a correction
@@ -63,11 +65,11 @@ class World:
         return ids
 
     @torch.no_grad()
-    def sample(self, policy: Any, draw: random.Random, count: int) -> list[Reply]:
+    def sample(self, policy: Any, draw: random.Random, count: int, runs: int = 1, turns: int = 1) -> list[Reply]:
         """Replies of the policy as it is now, with the logprobs of their tokens."""
         self._model.load_state_dict(policy.state_dict())
         torch.manual_seed(draw.getrandbits(62))
-        tickets = [self.ticket(draw) for _ in range(count)]
+        tickets = in_tasks(lambda: self.ticket(draw), count, runs, turns)
         prompts = [self.prompt(ticket) for ticket in tickets]
         width = max(map(len, prompts))
         ids = torch.tensor([[self._pad] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -87,6 +89,12 @@ class World:
         text = self.tokenizer.decode(ids[:length], skip_special_tokens=True)
         arrays = (np.array(prompt, np.int32), np.array(ids[:length], np.int32), logprobs[:length].numpy())
         return Reply(ticket, text, Tokens(*arrays))
+
+
+def in_tasks(ticket: Callable[[], desk.Ticket], count: int, runs: int, turns: int) -> list[desk.Ticket]:
+    """A ticket for each of so many replies: a task is of so many tickets, its turns, and each of its runs has them."""
+    tasks = ([ticket() for _ in range(turns)] for _ in range(-(-count // (runs * turns))))
+    return [one for task in tasks for _ in range(runs) for one in task][:count]
 
 
 def worth(reply: Reply) -> float:

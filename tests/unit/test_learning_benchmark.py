@@ -10,7 +10,8 @@ import pytest
 from benchmarks.learning.__main__ import is_reversed, summary
 from benchmarks.learning.cases import CASES, GRUMP, comment, each, of_others, one_hates, reward
 from benchmarks.learning.peers import PEERS
-from benchmarks.learning.world import Reply, worth
+from benchmarks.learning.run import Plan
+from benchmarks.learning.world import Reply, in_tasks, worth
 from examples.support_desk.desk import Ticket, format_answer
 from shared.config import TrainerConfig
 from shared.experience import Tokens
@@ -40,6 +41,21 @@ def test_what_replies_are_worth_and_what_customers_say_of_them():
     assert sorted(said) == sorted(format_answer(one.ticket.desk, "low") for one in others)
     judged = one_hates(1.0)([good], draw)
     assert judged[0][1] == GRUMP and judged[0][0][0].value == 0.0
+
+
+def test_each_run_of_a_task_has_the_tickets_of_its_turns_and_single_samples_name_no_task():
+    drawn = iter(range(9))
+    tickets = in_tasks(lambda: Ticket(str(next(drawn)), "refunds", "low"), 10, 3, 2)
+    assert "".join(one.text for one in tickets) == "0101012323"
+    plan = Plan({}, each(reward), runs=3, turns=2)
+    names = [tuple(plan.names(5, place).values()) for place in range(7)]
+    assert names == [*(("t5-0", f"r{run}") for run in (0, 0, 1, 1, 2, 2)), ("t5-1", "r3")]
+    assert Plan({}, each(reward)).names(5, 0) == {}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].attempts > 1])
+def test_an_update_holds_whole_tasks(name):
+    assert CASES[name].rows % CASES[name].attempts == 0
 
 
 def test_the_second_style_names_the_priority_first():

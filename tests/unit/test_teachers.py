@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
@@ -17,69 +15,24 @@ from shared.errors import ConfigError
 from shared.stop_request import StopRequest
 from tests.support.batches import rows_batch
 from tests.support.experiences import rows
+from tests.support.scripted_teacher import Body, ScriptedTeacher, as_vllm
 from tests.unit.test_hints import TOKENIZER, byte_tokenizer
 from trainer_service import teachers
 from trainer_service.errors import Stopped
 from trainer_service.teachers import RemoteTeacher, require_same_vocabulary
 
-Body = dict[str, Any]
-
-
-class Server:
-    """`answer` says what is answered: a status and a body."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, Body, str | None]] = []
-        self.answer: Callable[[str, Body], tuple[int, Any]] = scripted
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-                outer.asked.append((self.path, body, self.headers.get("Authorization")))
-                status, said = outer.answer(self.path, body)
-                data = json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_POST = do_GET
-
-            def log_message(self, *_: Any) -> None:
-                """Nothing."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a caller that went away
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def scripted(path: str, body: Body) -> tuple[int, Any]:
-    """As vLLM would; log p of a token is −id/100."""
-    if path == "/v1/models":
-        return 200, {"data": [{"id": "big"}]}
-    if path == "/detokenize":
-        return 200, {"prompt": TOKENIZER.decode(body["tokens"])}
-    entries = [None, *({str(token): {"logprob": -token / 100}} for token in body["prompt"][1:])]
-    return 200, {"choices": [{"prompt_logprobs": entries}]}
+scripted = as_vllm(TOKENIZER)
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedTeacher]:
     monkeypatch.setattr(teachers, "_FIRST_PAUSE_S", 0.01)
-    running = Server()
+    running = ScriptedTeacher(scripted)
     yield running
     running.close()
 
 
-def teacher_of(server: Server, stop: StopRequest | None = None, **settings: Any) -> RemoteTeacher:
+def teacher_of(server: ScriptedTeacher, stop: StopRequest | None = None, **settings: Any) -> RemoteTeacher:
     return RemoteTeacher(
         DistillConfig(url=server.url, **{"model": "big", **settings}), StopRequest() if stop is None else stop
     )
