@@ -99,8 +99,10 @@ class Claimer:
                 next_messages="hint" in config.parts and config.hint.next_message is not None,
                 **(self._group if whole == "task" else {}),
             )
-            # None: without the stale rows there are too few, or another trainer claimed them first
-            return None if batch_id is None else self._load(connection, batch_id)
+            if batch_id is not None:
+                return self._load(connection, batch_id)
+        self._say_who_waits(at_least)
+        return None
 
     def _rows_required(self) -> tuple[int, int, transitions.Whole] | None:
         """How many rows the next batch has at least and at most, and what of them is claimed together.
@@ -130,6 +132,18 @@ class Claimer:
         else:
             return size, size, whole
         return None
+
+    def _say_who_waits(self, at_least: int) -> None:
+        """Of a claim that found too few rows: others are stale, another trainer's, or wait for others."""
+        share, timeout_s = self._config.max_share_per_key, self._config.batch_timeout_s
+        if share < 1 or self._group:
+            self._log_once(
+                "a batch is not whole without rows that wait for other keys, or for other runs of their tasks",
+                batch_size=at_least,
+                max_share_per_key=share,
+                group_size=self._group.get("runs_of_task", 1),
+                batch_timeout_s="null" if timeout_s is None else timeout_s,
+            )
 
     def _batch_size(self, failures: int) -> int:
         """Rows in a batch, with the oldest of which so many updates failed: half of them after the second failure."""

@@ -114,6 +114,10 @@ def _resolve_paths(config: Config, base: Path) -> Config:
     if config.engine.staging_dir is not None:
         staging_dir = str(base / Path(config.engine.staging_dir).expanduser())
         update["engine"] = config.engine.model_copy(update={"staging_dir": staging_dir})
+    teacher = config.trainer.distill
+    if teacher.path is not None:
+        distill = teacher.model_copy(update={"path": str(base / Path(teacher.path).expanduser())})
+        update["trainer"] = config.trainer.model_copy(update={"distill": distill})
     url = config.database_url
     if url is not None and url.startswith("sqlite:///") and not url.startswith("sqlite:////"):
         update["database_url"] = f"{sqlite_url(base)}/{url.removeprefix('sqlite:///')}"

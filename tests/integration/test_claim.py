@@ -187,6 +187,16 @@ def test_one_key_fills_only_its_share_of_a_batch(ledger):
     assert taken == [*(f"angry{n}" for n in range(4)), *(f"calm{n}" for n in range(4))]
 
 
+def test_a_batch_that_waits_for_other_keys_says_so_once(ledger, caplog):
+    caplog.set_level("INFO", logger="flywheel")
+    record_ready(ledger, rows(8), key_name="the only one")
+    config, stop = TrainerConfig(batch_size=8, poll_interval_s=0.02, max_share_per_key=0.5), StopRequest()
+    threading.Timer(0.3, stop.set).start()
+    assert Claimer(ledger, config, stop).next() is None
+    (line,) = [one.getMessage() for one in caplog.records if "not whole without rows that wait" in one.getMessage()]
+    assert "max_share_per_key=0.5" in line and "batch_timeout_s=null" in line
+
+
 def claim_names(ledger: Ledger, *, at_least: int, share: float) -> list[str] | None:
     with ledger.write() as connection:
         batch = transitions.claim(connection, owner="t", at_least=at_least, at_most=8, lease_s=60, share_per_key=share)

@@ -25,6 +25,10 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_a_minimal_file_gives_the_documented_defaults(tmp_path):
     config = load_config(write(tmp_path, "model: {path: ./base}\nengine: {staging_dir: own}"), {})
     assert config.engine.staging_dir == str(tmp_path / "own")
+    config = load_config(
+        write(tmp_path, "model: {path: b}\ntrainer: {algorithm: distill, distill: {path: teacher}}"), {}
+    )
+    assert config.trainer.distill.path == str(tmp_path / "teacher")
     config = load_config(write(tmp_path, "model: {path: ./base}"), {})
     assert config.root == tmp_path / "flywheel-data"
     assert config.model.path == str(tmp_path / "base")
