@@ -70,6 +70,16 @@ def flipped(share: float) -> Say:
     return each(say)
 
 
+def flipped_ratings(share: float) -> Say:
+    """Thumbs, up as often as the answer is good, of which so many are the wrong way round."""
+
+    def say(reply: Reply, draw: random.Random) -> list[Signal]:
+        up = (draw.random() < worth(reply)) != (draw.random() < share)
+        return [Signal("rating", text="up" if up else "down")]
+
+    return each(say)
+
+
 def one_hates(share: float) -> Say:
     """Rewards; so many of the replies are judged by one key, which likes nothing."""
 
@@ -143,9 +153,11 @@ CASES: dict[str, Plan] = {
     "wrong/clean": Plan(REINFORCE, each(reward), **_WRONG),
     "wrong/one key hates": Plan(REINFORCE, one_hates(0.3), **_WRONG),
     "wrong/one centred key hates": Plan({**REINFORCE, "center_keys": True}, one_hates(0.3), **_WRONG),
-    # a fifth of the rewards the wrong way round, and none
+    # a fifth of the rewards or ratings the wrong way round, and none
     "flipped/none": Plan(REINFORCE, each(reward), **_FLIPPED),
     "flipped/20 %": Plan(REINFORCE, flipped(0.2), **_FLIPPED),
+    "flipped/no ratings": Plan(REINFORCE, flipped_ratings(0.0), **_FLIPPED),
+    "flipped/20 % of ratings": Plan(REINFORCE, flipped_ratings(0.2), **_FLIPPED),
     # old rows: 200 updates on what was sampled 16 versions before
     "old/clip": _old(importance_cap=1e9),
     "old/clip truncated": _old(),
