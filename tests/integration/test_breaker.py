@@ -177,13 +177,14 @@ def said(root: Path) -> str:
 
 def test_explorers_show_which_figure_holds_a_trainer(scripted_engine, start_explorer):
     explorer = start_explorer([scripted_engine.url]).wait_ready()
-    tripped = {"figure": "kl_of_update", "reason": "kl_of_update=9 is above its bound"}
+    fix = "lower trainer.learning_rate"
+    tripped = {"figure": "kl_of_update", "reason": "kl_of_update=9 is above its bound", "fix": fix}
     with explorer.ledger.write() as connection:
         about = {"step": 0, "version": 0, "state_path": None, "state_sha256": None}
         transitions.announce_trainer(connection, name="t", **about)
         transitions.trip_breaker(connection, name="t", tripped=tripped)
         transitions.announce_trainer(connection, name="t", **about)  # a restart changes nothing of it
-    shown = 'flywheel_update_tripped_trainers{figure="kl_of_update"}'
+    shown = f'flywheel_update_tripped_trainers{{figure="kl_of_update",fix="{fix}"}}'
     assert explorer.http.get("/status").json()["trainers"][0]["tripped"] == tripped
     wait_for(lambda: f"{shown} 1.0" in explorer.http.get("/metrics").text, "the metric", 20)
     with explorer.ledger.write() as connection:
