@@ -4,8 +4,8 @@ What is precomputed before a batch says nothing of the weights that come out, an
 sample of at most SAMPLE_TOKENS tokens is scored once more. With d the difference of two policies' logprobs of a
 token, ½ d² averaged over tokens estimates their KL divergence (k2 of Schulman's note "Approximating KL Divergence"). It
 is never negative, and it grows when a policy falls apart, whichever of the two the tokens are from. A single token
-that a sure policy did not expect may rule it. 1 − exp(−|d|), one less the smaller of a token's two probabilities over the
-larger, lies between 0 and 1, so that no token counts for more than any other.
+that a sure policy did not expect may rule it. The change 1 − e^(−2|d|), one less the square of the smaller of a token's
+two probabilities over the larger, lies between 0 and 1: no token outweighs the others.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _half_square(d: Doubles) -> Doubles:
 
 
 def _change(d: Doubles) -> Doubles:
-    return 1 - np.exp(-np.abs(d))
+    return 1 - np.exp(-2 * np.abs(d))
 
 
 def _mean(

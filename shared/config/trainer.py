@@ -211,13 +211,13 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _check_base(self) -> TrainerConfig:
-        bound = self.breaker.kl_to_base
-        if "kl_to_base" in self.breaker.model_fields_set and bound is not None:
-            settings = {name: self.settings_of(name) for name in self.parts}
-            if not any(one.loads_base for one in settings.values()):
-                fixes = [f"set trainer.{name}.kl_coef above 0" for name, one in settings.items() if hasattr(one, "kl_coef")]
-                raise ValueError(
-                    f"trainer.breaker.kl_to_base={bound:g} would not be watched: {', '.join(settings)} as configured does "
-                    f"not load the base model, which the distance is to; {' or '.join([*fixes, 'remove the key'])}"
-                )
+        bound, parts = self.breaker.kl_to_base, {name: self.settings_of(name) for name in self.parts}
+        asked = bound is not None and "kl_to_base" in self.breaker.model_fields_set
+        if asked and not any(settings.loads_base for settings in parts.values()):
+            fixes = [f"set trainer.{name}.kl_coef above 0" for name, one in parts.items() if hasattr(one, "kl_coef")]
+            fixes = fixes or ["name an algorithm in trainer.algorithms that does"]
+            raise ValueError(
+                f"trainer.breaker.kl_to_base={bound:g} would not be watched: {', '.join(parts)} as configured does not "
+                f"load the base model, which the distance is to; {', '.join(fixes)} or remove the key"
+            )
         return self

@@ -14,8 +14,9 @@ Share = Annotated[float, Field(gt=0, lt=1)]
 class BreakerConfig(Section):
     """Bounds on what an update measures. Beyond one, nothing is published until `flywheel trainer --resume`."""
 
-    change_of_update: Share | None = 0.45
-    """By what share one update may change the probability of a token, as a mean; null: no bound, here and below."""
+    change_of_update: Share | None = 0.52
+    """How much one update may change a token's probability: 1 − (the smaller / the larger)², as a mean over tokens; null:
+    no bound, here and below."""
     kl_of_update: Positive | None = 20.0
     """How far one update may move the policy, nats for each token."""
     kl_to_base: Positive | None = 50.0

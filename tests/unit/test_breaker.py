@@ -17,7 +17,7 @@ HEALTHY = {
     "logprob_gap_mean": 0.01,
 }  # fmt: skip
 SPOILED = [
-    ("change_of_update", "change_of_update", 0.5),
+    ("change_of_update", "change_of_update", 0.55),
     ("kl_of_update", "kl_of_update", 25.0),
     ("kl_to_base", "kl_to_base", 51.0),
     ("min_entropy", "entropy_after", 0.0),
