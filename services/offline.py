@@ -43,7 +43,10 @@ def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int
         status = run_trainer(alone, partial(_work, rows=rows, epochs=epochs, lasts=False))
         folder = Path(root) / version_path(1)
         (folder / MANIFEST).unlink()
-        for watched in (*(private := Path(root) / "trainer" / trainer.name).glob("figures*.jsonl"), private / "tensorboard"):
+        for watched in (
+            *(private := Path(root) / "trainer" / trainer.name).glob("figures*.jsonl"),
+            private / "tensorboard",
+        ):
             if watched.exists():
                 watched.rename(folder / watched.name)
         folder.rename(out)

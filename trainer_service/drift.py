@@ -72,7 +72,7 @@ def _half_square(d: Doubles) -> Doubles:
 
 
 def _change(d: Doubles) -> Doubles:
-    return 1 - np.exp(-2 * np.abs(d))
+    return -np.expm1(-2 * np.abs(d))
 
 
 def _mean(

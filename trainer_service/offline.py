@@ -6,7 +6,7 @@ Nothing is published before all epochs are done: what a crash or a stop leaves i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 from shared.errors import StartupError
 from shared.experience import Experience
@@ -14,7 +14,7 @@ from shared.log import StageLogger
 from shared.stop_request import StopRequest
 from trainer_service.answers import answer_tokenizer
 from trainer_service.errors import Stopped, UpdateError
-from trainer_service.export import batches_of
+from trainer_service.export import batches_of, counted, learns_from
 from trainer_service.loop import Trainer
 from trainer_service.watch.record import Record, count_signals
 
@@ -33,7 +33,7 @@ class OfflineTrainer(Trainer):
         lasts: whether the trainer of this name shall go on from it.
 
         Raises StartupError, with nothing published, when it is asked to stop before, an update fails or crosses a bound
-        of the breaker, which may have tripped before; when no update changes a weight, or a token id is not the model's.
+        of the breaker, the breaker has tripped before, no update changes a weight, or a token id is not the model's.
         """
         try:
             self._breaker.require_free()
@@ -74,7 +74,7 @@ class OfflineTrainer(Trainer):
             if trip is not None:
                 raise StartupError(f"epoch {epoch}, batch {number}: {trip.found}; nothing was published")
             changed |= figures["grad_norm"] > 0
-            left_out.update({name: int(count) for name, count in figures.items() if _is_reason(name) and count})
+            left_out.update({_short(name): int(n) for name, n in figures.items() if n and _is_reason(name)})
         if not changed:
             raise StartupError(self._taught_nothing(rows, left_out))
 
@@ -86,12 +86,10 @@ class OfflineTrainer(Trainer):
         return self._measured(batch)
 
     def _taught_nothing(self, rows: list[Experience], left_out: Counter[str]) -> str:
-        settings = self._config.trainer
-        kinds = "; ".join(f"{name} learns from {_listed(settings.settings_of(name).learned)}" for name in settings.parts)
-        reasons = f" ({_counted(left_out)})" if left_out else ""
+        reasons = f" ({counted(left_out)})" if left_out else ""
         return (
-            f"no update changed a weight: nothing was published; the rows have {_counted(count_signals(rows))}, and "
-            f"{kinds}{reasons}; choose another trainer.algorithm, or other rows"
+            f"no update changed a weight: nothing was published; the rows have {counted(count_signals(rows))}, and "
+            f"{learns_from(self._config.trainer)}{reasons}; choose another trainer.algorithm, or other rows"
         )
 
     def _plan(self, rows: list[Experience], epochs: int) -> Iterator[tuple[int, int, int, list[Experience]]]:
@@ -104,15 +102,11 @@ class OfflineTrainer(Trainer):
 
 def _is_reason(figure: str) -> bool:
     """Whether a figure counts what an algorithm left out, and why."""
-    return "unused/" in figure or figure.rpartition("/")[2] in _LEFT_OUT
+    return "unused/" in figure or _short(figure) in _LEFT_OUT
 
 
-def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name.rpartition('/')[2]}: {count}" for name, count in counts.items()) or "no signals"
-
-
-def _listed(kinds: Iterable[str]) -> str:
-    return ", ".join(sorted(kinds))
+def _short(figure: str) -> str:
+    return figure.rpartition("/")[2]
 
 
 def _require_known_ids(rows: list[Experience], vocabulary: int) -> None:

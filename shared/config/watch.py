@@ -15,8 +15,8 @@ class BreakerConfig(Section):
     """Bounds on what an update measures. Beyond one, nothing is published until `flywheel trainer --resume`."""
 
     change_of_update: Share | None = 0.52
-    """How much one update may change a token's probability: 1 − (the smaller / the larger)², as a mean over tokens; null:
-    no bound, here and below."""
+    """How much one update may change a token's probability: one less the square of the smaller over the larger, before
+    and after, as a mean over tokens; null: no bound, here and below."""
     kl_of_update: Positive | None = 20.0
     """How far one update may move the policy, nats for each token."""
     kl_to_base: Positive | None = 50.0

@@ -1,5 +1,5 @@
-"""The breaker's bounds, by algorithm: at 100 times its rate none publishes a version that is worse than its parent by 0.1,
-and at its rate each publishes them all.
+"""The breaker's bounds, by algorithm: at 100 times its rate none publishes a version worse than its parent by 0.1, and at
+its rate each publishes them all.
 
 `distill` is not among them: what its teacher knows decides where it goes.
 """
@@ -7,6 +7,7 @@ and at its rate each publishes them all.
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_a_hundred_times_the_rate_publishes_nothing_worse_and_the_rate_itself_ev
     algorithm, seed, tmp_path, taught
 ):
     spoiled, trip = run(tmp_path / "spoiled", taught, algorithm, 100 * RATE, seed)
-    assert all(after > before - 0.1 for before, after in zip(spoiled, spoiled[1:], strict=False)), spoiled
+    assert all(after > before - 0.1 for before, after in pairwise(spoiled)), spoiled
     assert trip is not None, "it moved as far in several updates"
     healthy, trip = run(tmp_path / "healthy", taught, algorithm, RATE, seed)
     assert trip is None and len(healthy) == UPDATES + 1

@@ -150,10 +150,11 @@ def test_a_file_that_teaches_nothing_publishes_nothing_and_says_what_it_has(tmp_
 
 
 def test_what_the_breaker_would_hold_online_is_not_published(tmp_path, model, lives):
-    prepare(tmp_path, model, learning_rate=0.5)
+    prepare(tmp_path, model, learning_rate=0.5, breaker={})
     file = rows_of(tmp_path / "rows.jsonl", *({**ROW, "msg_id": f"m{n}", "reward": float(n % 2)} for n in range(BATCH)))
     said = train(lives, tmp_path, "--from", str(file), "--epochs", "3", status=1)
-    assert "is above trainer.breaker." in said and "lower trainer.learning_rate; nothing was published" in said
+    assert "epoch 1, batch 1: change_of_update=" in said and "is above trainer.breaker.change_of_update=0.52" in said
+    assert "lower trainer.learning_rate, or trainer.epochs, or raise trainer.batch_size; nothing was published" in said
     assert "epoch=2/3" not in said
     assert not (tmp_path / "versions/v000001").exists()
     assert len(figures(tmp_path / "trainer/trainer")) == 1
@@ -170,7 +171,9 @@ def test_a_trainer_that_its_breaker_holds_is_not_trained_past_it(tmp_path, model
     with ledger.write() as connection:
         about = {"step": 0, "version": 0, "state_path": None, "state_sha256": None}
         transitions.announce_trainer(connection, name="trainer", **about)
-        transitions.trip_breaker(connection, name="trainer", tripped={"figure": "f", "reason": "f=9 is above its bound"})
+        transitions.trip_breaker(
+            connection, name="trainer", tripped={"figure": "f", "reason": "f=9 is above its bound"}
+        )
     file = rows_of(tmp_path / "rows.jsonl", *({**ROW, "msg_id": f"m{n}", "reward": n % 2} for n in range(BATCH)))
     said = train(lives, tmp_path, "--from", str(file), status=1)
     assert "the breaker of trainer 'trainer' has tripped (f=9 is above its bound); look" in said
@@ -214,7 +217,11 @@ def config(tmp_path, model):
             [ROW, {**ROW, "tokenizer": "ab12"}],
             "row 2: its tokens are of the tokenizer ab12, and .* has [0-9a-f]{16}; set",
         ),
-        ([{**ROW, "reward": None}], "nothing was said of its rows that ppo learns from; choose another"),
+        (
+            [{**ROW, "reward": None, "signals": [{"kind": "comment", "text": "w1"}]}],
+            r"nothing was said of its rows that ppo learns from; choose another trainer.algorithm \(its rows have "
+            r"comment: 1; ppo learns from metric, rating, reward\)",
+        ),
         ([{**ROW, "logprobs": []}], r"no row has tokens \(1 unusable \(1 reply tokens but 0 logprobs\)\)"),
         (
             [{**ROW, "reply_ids": [2**40]}],

@@ -128,10 +128,8 @@ def test_a_bound_on_the_distance_to_the_base_is_taken_where_the_base_is_loaded(t
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_configuration_knows_which_algorithms_load_the_base_model(name):
-    for section in ({}, {"kl_coef": 0.0}, {"kl_coef": 0.1}):
-        settings = ALGORITHMS[name]
-        if section and "kl_coef" not in settings.model_fields:
-            continue
-        section |= {"path": "teacher"} if name == "distill" else {}
+    teacher = {"path": "teacher"} if name == "distill" else {}
+    has_penalty = "kl_coef" in ALGORITHMS[name].model_fields
+    for section in [teacher, *([{**teacher, "kl_coef": coef} for coef in (0.0, 0.1)] if has_penalty else [])]:
         config = TrainerConfig.model_validate({"algorithm": name, name: section})
         assert config.settings_of(name).loads_base == (Needs.REFERENCE in algorithm(name, config).needs)
