@@ -72,7 +72,8 @@ def _half_square(d: Doubles) -> Doubles:
 
 
 def _change(d: Doubles) -> Doubles:
-    return -np.expm1(-2 * np.abs(d))
+    change: Doubles = -np.expm1(-2 * np.abs(d))
+    return change
 
 
 def _mean(

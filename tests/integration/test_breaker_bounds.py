@@ -1,5 +1,5 @@
-"""The breaker's bounds, by algorithm: at 100 times its rate none publishes a version worse than its parent by 0.1, and at
-its rate each publishes them all.
+"""The breaker's bounds, by algorithm: at 100 times its rate none publishes a version worse than its parent by 0.1, and
+at its rate each publishes them all.
 
 `distill` is not among them: what its teacher knows decides where it goes.
 """
