@@ -17,7 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from explorer_service.ledger_reader import LedgerReader
 from shared.errors import LedgerError
-from shared.ledger.queries import progress
+from shared.ledger.queries import Tripped, progress
 
 _KEEP_S = 1.0  # how old the text may be, and how long it waits for the ledger
 
@@ -50,7 +50,7 @@ class ExplorerMetrics:
         self.claim_ready = self._gauge("claim_ready_rows", "Rows that wait for a trainer")
         self.update_step = self._gauge("update_step_number", "Updates in the trainer's saved state")
         self.update_tripped = self._gauge(
-            "update_tripped_trainers", "Trainers whose breaker holds", "livemostrecent", "figure"
+            "update_tripped_trainers", "Trainers whose breaker holds", "livemostrecent", "figure", "fix"
         )
         self.publish_version = self._gauge("publish_version_number", "Newest version published")
         self.reload_lag = self._gauge("reload_lag_versions", "Newest version less the one in service")
@@ -100,7 +100,7 @@ class MetricsText:
         self._metrics = metrics
         self._text = b""
         self._made_at = -math.inf  # time.monotonic()
-        self._tripped: set[str] = set()  # figures that have tripped a breaker
+        self._tripped: set[Tripped] = set()  # what has tripped a breaker
         self._asking: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
@@ -120,7 +120,7 @@ class MetricsText:
         self._metrics.claim_ready.set(now.ready)
         self._metrics.update_step.set(now.step)
         self._tripped |= set(now.tripped)
-        for figure in self._tripped:
-            self._metrics.update_tripped.labels(figure).set(now.tripped.count(figure))
+        for one in self._tripped:
+            self._metrics.update_tripped.labels(*one).set(now.tripped.count(one))
         self._metrics.publish_version.set(now.newest)
         self._metrics.reload_lag.set(now.lag)

@@ -7,12 +7,12 @@ looked (`flywheel trainer --resume`). That stands in the trainer's row of the le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from shared.config import BreakerConfig, TrainerConfig
-from shared.errors import LedgerError
+from shared.errors import LedgerError, StartupError
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import Rewards, TrainerRow
@@ -26,6 +26,7 @@ log = StageLogger("update")
 
 _RATE = "lower trainer.learning_rate"
 _BOUNDS = {  # setting: the figure, and the fix
+    "change_of_update": ("change_of_update", f"{_RATE}, or trainer.epochs, or raise trainer.batch_size"),
     "kl_of_update": ("kl_of_update", _RATE),
     "kl_to_base": ("kl_to_base", f"raise the algorithm's kl_coef, or {_RATE}"),
     "min_entropy": ("entropy_after", f"{_RATE}, or raise the algorithm's entropy_coef"),
@@ -56,13 +57,17 @@ class Trip:
     version: int  # the last one that was published
 
     @property
-    def reason(self) -> str:
-        """One line: the figure, its bound and the fix."""
+    def found(self) -> str:
+        """The figure, its bound and the fix."""
         side = "below" if self.value < self.bound else "above"
         return (
             f"{self.figure}={self.value:.4g} is {side} {self.setting}={self.bound:g} in update {self.step}; {self.fix}"
-            ", then go on with `flywheel trainer --resume`"
         )
+
+    @property
+    def reason(self) -> str:
+        """One line: what was found, and how a trainer that is held goes on."""
+        return f"{self.found}, then go on with `flywheel trainer --resume`"
 
 
 class Breaker:
@@ -82,10 +87,10 @@ class Breaker:
         self._show = show
         self._since: int | None = None  # the newest version when somebody last looked
 
-    def check(self, record: Record) -> Trip | None:
+    def check(self, record: Record, without: Collection[str] = ()) -> Trip | None:
         """The first bound that an update's figures cross; None: what came out may be published.
 
-        Adds the figure reward_drop to the record.
+        without: settings whose bounds do not count. Adds the figure reward_drop to the record.
         """
         figures, since = record.figures, self._since
         drop = reward_drop([r for r in record.rewards if since is None or r.version > since], self._bounds)
@@ -93,7 +98,7 @@ class Breaker:
             figures["reward_drop"] = drop
         for setting, (figure, fix) in _BOUNDS.items():
             bound, value = getattr(self._bounds, setting), figures.get(figure)
-            if bound is None or value is None:
+            if bound is None or value is None or setting in without:
                 continue
             if (value < bound) if setting.startswith("min_") else (value > bound):
                 return Trip(figure, value, f"trainer.breaker.{setting}", bound, fix, record.step, record.version)
@@ -104,6 +109,16 @@ class Breaker:
         tripped = asdict(trip) | {"reason": trip.reason}
         self._patient.write(lambda c: transitions.trip_breaker(c, name=self._name, tripped=tripped))
         self.wait()
+
+    def require_free(self) -> None:
+        """Raise StartupError where the ledger says that the breaker has tripped."""
+        row = self._patient.write(lambda connection: queries.find_trainer(connection, self._name))
+        if row is not None and row.tripped is not None:
+            raise StartupError(
+                f"the breaker of trainer {self._name!r} has tripped ({row.tripped['reason']}); look at what did it, go "
+                "on with `flywheel trainer --resume`, then train again"
+            )
+        self._since = None if row is None else row.resumed_version
 
     def wait(self) -> None:
         """Wait while the ledger says that the breaker has tripped. Raises Stopped."""

@@ -3,19 +3,23 @@
 What is precomputed before a batch says nothing of the weights that come out, and those are what is published. So a
 sample of at most SAMPLE_TOKENS tokens is scored once more. With d the difference of two policies' logprobs of a
 token, ½ d² averaged over tokens estimates their KL divergence (k2 of Schulman's note "Approximating KL Divergence"). It
-is never negative, and it grows when a policy falls apart, whichever of the two the tokens are from.
+is never negative, and it grows when a policy falls apart, whichever of the two the tokens are from. A single token
+that a sure policy did not expect may rule it. The change 1 − e^(−2|d|), one less the square of the smaller of a token's
+two probabilities over the larger, lies between 0 and 1: no token outweighs the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer_service.algorithms.seam import Batch, Figures, Floats
 from trainer_service.precompute import Precompute
 from trainer_service.ranks import Ranks
 
+Doubles = npt.NDArray[np.float64]
 SAMPLE_TOKENS = 4096  # of all ranks together; a longer sequence goes alone
 
 
@@ -33,15 +37,16 @@ class Drift:
             self._before, _ = precompute.score(self._sequences, self._places)
 
     def measure(self) -> Figures:
-        """kl_of_update, entropy_after, and kl_to_base where the base was scored: nats for each token.
+        """change_of_update; kl_of_update, entropy_after, and kl_to_base where the base was scored: nats for each token.
 
         The same on every rank; empty for an empty batch.
         """
         now, entropies = self._precompute.score(self._sequences, self._places)
         own = [place for place in self._places if len(now[place])]
         sums = {
-            "kl_of_update": _half_squares(now, self._before, own),
-            "kl_to_base": _half_squares(now, self._reference, own),
+            "change_of_update": _mean(_change, now, self._before, own),
+            "kl_of_update": _mean(_half_square, now, self._before, own),
+            "kl_to_base": _mean(_half_square, now, self._reference, own),
             "entropy_after": (sum(float(entropies[p].sum()) for p in own), sum(len(now[p]) for p in own)),
         }
         of_ranks = self._ranks.gather_json(sums)
@@ -62,8 +67,19 @@ def choose(batch: Batch) -> list[int]:
     return chosen
 
 
-def _half_squares(now: Sequence[Floats], then: Sequence[Floats], places: Sequence[int]) -> tuple[float, int]:
-    """Σ ½ d² over the actions of these sequences, and their number. Sequences without logprobs then do not count."""
+def _half_square(d: Doubles) -> Doubles:
+    return 0.5 * d**2
+
+
+def _change(d: Doubles) -> Doubles:
+    change: Doubles = -np.expm1(-2 * np.abs(d))
+    return change
+
+
+def _mean(
+    of: Callable[[Doubles], Doubles], now: Sequence[Floats], then: Sequence[Floats], places: Sequence[int]
+) -> tuple[float, int]:
+    """Σ of what is made of d over the actions of these sequences, and their number; without logprobs then, not."""
     known = [place for place in places if len(then[place])]
-    total = sum(float(0.5 * np.square(now[place] - then[place], dtype=np.float64).sum()) for place in known)
+    total = sum(float(of(np.subtract(now[place], then[place], dtype=np.float64)).sum()) for place in known)
     return total, sum(len(now[place]) for place in known)

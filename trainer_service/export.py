@@ -6,13 +6,13 @@ All rows are held in memory. Knows no models and no ledger.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shared.config import Config
+from shared.config import Config, TrainerConfig
 from shared.errors import StartupError
 from shared.experience import Experience, Other, State, TrajectoryKey, choice_name, trajectory_key
 from shared.ledger.given import UNUSABLE, names_of, number_of, read_rows, signals_of, time_of, tokens_of
@@ -31,7 +31,7 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
     Raises StartupError, naming what is wrong: no row has tokens, or some are of another tokenizer.
     """
     ours = tokenizer_digest(model)
-    rows, left_out = [], Counter[str]()
+    rows, left_out, said = [], Counter[str](), Counter[str]()
     for number, row in enumerate(read_rows(file), start=1):
         theirs = row.get("tokenizer")
         if theirs is not None and theirs != ours:
@@ -46,6 +46,7 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
         else:
             try:
                 rows.append(_experience(number, row, config))
+                said.update({signal.kind for signal in signals_of(row, config.reward)})
             except UNUSABLE as exc:
                 left_out[f"unusable ({exc})"] += 1
     if not rows:
@@ -57,7 +58,7 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
     if not chosen:
         raise StartupError(
             f"{file}: nothing was said of its rows that {', '.join(config.trainer.parts)} learns from; choose another "
-            "trainer.algorithm"
+            f"trainer.algorithm (its rows have {counted(said)}; {learns_from(config.trainer)})"
         )
     return chosen
 
@@ -104,6 +105,18 @@ def _with_preferences(rows: list[Experience]) -> list[Experience]:
 
 def _shown(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "none"
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """Rows by what was said of them, in words."""
+    return ", ".join(f"{name}: {count}" for name, count in counts.items()) or "no signals"
+
+
+def learns_from(config: TrainerConfig) -> str:
+    """What each algorithm in use learns from, in words."""
+    return "; ".join(
+        f"{name} learns from {', '.join(sorted(config.settings_of(name).learned))}" for name in config.parts
+    )
 
 
 def batches_of(rows: Iterable[Experience], config: Config, epoch: int) -> list[list[Experience]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 
 from shared.config import Config
 from shared.errors import DiskFull, LeaseLost, LedgerError, StartupError
-from shared.experience import Lease
+from shared.experience import Experience, Lease
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import TrainerRow
@@ -149,9 +149,13 @@ class Trainer:
         self._mark_updating(lease, False)
         progress.step += 1
         log.info("updated", step=progress.step, **shown(progress.stats))
-        rewards = self._write(queries.rewards_by_version)
-        costs = self._learner.costs
-        return Record.of(lease, progress.stats, costs, rewards, step=progress.step, version=progress.version)
+        return self._measured(lease.rows, corrupt=len(lease.corrupt))
+
+    def _measured(self, rows: Sequence[Experience], corrupt: int = 0) -> Record:
+        """What is known of the last update, which these rows were for. corrupt: rows that it left out."""
+        progress, rewards = self._progress, self._write(queries.rewards_by_version)
+        about = {"corrupt": corrupt, "step": progress.step, "version": progress.version}
+        return Record.of(rows, progress.stats, self._learner.costs, rewards, **about)
 
     def _mark_updating(self, lease: Lease, updating: bool) -> None:
         self._write(lambda connection: transitions.mark_updating(connection, lease.batch_id, updating=updating))

@@ -5,6 +5,7 @@ Nothing is published before all epochs are done: what a crash or a stop leaves i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from shared.errors import StartupError
@@ -12,11 +13,15 @@ from shared.experience import Experience
 from shared.log import StageLogger
 from shared.stop_request import StopRequest
 from trainer_service.answers import answer_tokenizer
-from trainer_service.errors import UpdateError
-from trainer_service.export import batches_of
+from trainer_service.errors import Stopped, UpdateError
+from trainer_service.export import batches_of, counted, learns_from
 from trainer_service.loop import Trainer
+from trainer_service.watch.record import Record, count_signals
 
 log = StageLogger("train")
+STOPPED = "asked to stop before all epochs were done; nothing was published"
+_UNKNOWN = ("logprob_gap",)  # bounds: a file's version numbers may be those of another root folder
+_LEFT_OUT = ("hints_contradicting", "hints_without_effect")  # figures of the algorithms
 
 
 class OfflineTrainer(Trainer):
@@ -27,30 +32,65 @@ class OfflineTrainer(Trainer):
 
         lasts: whether the trainer of this name shall go on from it.
 
-        Raises StartupError, with nothing published, when it is asked to stop before, an update fails or a token id
-        is not the model's.
+        Raises StartupError, with nothing published, when it is asked to stop before, an update fails or crosses a bound
+        of the breaker, the breaker has tripped before, no update changes a weight, or a token id is not the model's.
         """
-        vocabulary, context = self._learner.vocabulary, self._learner.context
+        try:
+            self._breaker.require_free()
+            self._update_all(self._require_known(rows), epochs, stop)
+            self._publish()
+            if lasts:
+                self._save_rest()
+        except Stopped as exc:
+            raise StartupError(STOPPED) from exc
+        finally:
+            self._give_back_leases()
+        return self._progress.version
+
+    def _require_known(self, rows: list[Experience]) -> list[Experience]:
+        """The rows with their corrections as tokens. Raises StartupError for a token id that is not the model's."""
+        settings, vocabulary, context = self._config.trainer, self._learner.vocabulary, self._learner.context
         _require_known_ids(rows, vocabulary)
-        answers = answer_tokenizer(self._config.trainer, self._base_folder, vocabulary=vocabulary, context=context)
-        rows = rows if answers is None else answers.with_corrections(rows)
-        progress, done = self._progress, 0
-        for epoch, of_epoch, number, batch in self._plan(rows, epochs):
+        if settings.rehearse:
+            about = {"key": "trainer.rehearse", "value": settings.rehearse}
+            log.warning("has no effect", **about, reason="a file is read as often as --epochs says")
+        answers = answer_tokenizer(settings, self._base_folder, vocabulary=vocabulary, context=context)
+        return rows if answers is None else answers.with_corrections(rows)
+
+    def _update_all(self, rows: list[Experience], epochs: int, stop: StopRequest) -> None:
+        """All updates of all epochs. Raises StartupError and Stopped."""
+        changed, left_out = False, Counter[str]()
+        for done, (epoch, of_epoch, number, batch) in enumerate(self._plan(rows, epochs)):
             if stop:
-                self._give_back_leases()
-                raise StartupError("asked to stop before all epochs were done; nothing was published")
+                raise Stopped
             try:
-                stats = self._learner.train(batch, step=progress.step, version=progress.version, ahead=done)
+                record = self._update(batch, ahead=done)
             except UpdateError as exc:
                 raise StartupError(f"epoch {epoch}, batch {number}: {exc}; nothing was published") from exc
-            progress.step, progress.stats, done = progress.step + 1, stats, done + 1
-            shown = {name: float(f"{stats[name]:.4g}") for name in ("rows", "reward_mean", "grad_norm", "seconds")}
+            figures, trip = record.figures, self._breaker.check(record, without=_UNKNOWN)
+            shown = {name: float(f"{figures[name]:.4g}") for name in ("rows", "reward_mean", "grad_norm")}
             log.info("trained", epoch=f"{epoch}/{epochs}", batch=f"{number}/{of_epoch}", **shown)
-        self._publish()
-        if lasts:
-            self._save_rest()
-        self._give_back_leases()
-        return self._progress.version
+            self._watch.write(record)
+            if trip is not None:
+                raise StartupError(f"epoch {epoch}, batch {number}: {trip.found}; nothing was published")
+            changed |= figures["grad_norm"] > 0
+            left_out.update({_short(name): int(n) for name, n in figures.items() if n and _is_reason(name)})
+        if not changed:
+            raise StartupError(self._taught_nothing(rows, left_out))
+
+    def _update(self, batch: list[Experience], ahead: int) -> Record:
+        """One update, as the loop does it. Raises UpdateError and Stopped."""
+        progress, batch = self._progress, self._learner.prepare(batch)
+        progress.stats = self._learner.train(batch, step=progress.step, version=progress.version, ahead=ahead)
+        progress.step += 1
+        return self._measured(batch)
+
+    def _taught_nothing(self, rows: list[Experience], left_out: Counter[str]) -> str:
+        reasons = f" ({counted(left_out)})" if left_out else ""
+        return (
+            f"no update changed a weight: nothing was published; the rows have {counted(count_signals(rows))}, and "
+            f"{learns_from(self._config.trainer)}{reasons}; choose another trainer.algorithm, or other rows"
+        )
 
     def _plan(self, rows: list[Experience], epochs: int) -> Iterator[tuple[int, int, int, list[Experience]]]:
         """Each batch with its epoch, how many that has, and its number there."""
@@ -58,6 +98,15 @@ class OfflineTrainer(Trainer):
             batches = batches_of(rows, self._config, epoch)
             for number, batch in enumerate(batches, start=1):
                 yield epoch, len(batches), number, batch
+
+
+def _is_reason(figure: str) -> bool:
+    """Whether a figure counts what an algorithm left out, and why."""
+    return "unused/" in figure or _short(figure) in _LEFT_OUT
+
+
+def _short(figure: str) -> str:
+    return figure.rpartition("/")[2]
 
 
 def _require_known_ids(rows: list[Experience], vocabulary: int) -> None:

@@ -156,6 +156,10 @@ class DPOConfig(AlgorithmConfig):
     """Prefer the best run of a task to its worst, too. Rewards are then learned from, and tasks are claimed whole."""
 
     @property
+    def loads_base(self) -> bool:
+        return True
+
+    @property
     def learned(self) -> frozenset[str]:
         return self.learns_from | RewardSignals if self.best_over_worst else self.learns_from
 
@@ -177,6 +181,10 @@ class KTOConfig(AlgorithmConfig):
     largest_weight: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     """The rarer rating weighs more, so that ups and downs weigh alike; at most so many times as much as in equal parts;
     1: all weigh the same."""
+
+    @property
+    def loads_base(self) -> bool:
+        return True
 
 
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {

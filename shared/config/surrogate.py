@@ -21,6 +21,11 @@ class AlgorithmConfig(Section):
     whole: ClassVar[Literal["trajectory", "task"]] = "trajectory"
     """What a batch must not part."""
 
+    @property
+    def loads_base(self) -> bool:
+        """Whether logprobs of the base model are computed for it."""
+        return False
+
     def check(self, key: str) -> None:
         """Raise ValueError for settings that contradict one another. key: of this section."""
 
@@ -84,6 +89,10 @@ class SurrogateConfig(AlgorithmConfig):
     """What happens to weights outside of their bounds: they are brought within, or their tokens are left out."""
     geometric_mask: Bounds | None = None
     """Leave out sequences whose geometric mean of token weights is outside of these two numbers; null: none."""
+
+    @property
+    def loads_base(self) -> bool:
+        return self.kl_coef > 0
 
     def check(self, key: str) -> None:
         if self.kl_coef and (self.kl, self.kl_in) == ("k1", "loss"):

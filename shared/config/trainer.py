@@ -240,3 +240,16 @@ class TrainerConfig(Section):
         if self.warmup_updates and "scheduler" in self.deepspeed:
             raise ValueError("trainer.warmup_updates and trainer.deepspeed.scheduler are both set; remove one of them")
         return self
+
+    @model_validator(mode="after")
+    def _check_base(self) -> TrainerConfig:
+        bound, parts = self.breaker.kl_to_base, {name: self.settings_of(name) for name in self.parts}
+        asked = bound is not None and "kl_to_base" in self.breaker.model_fields_set
+        if asked and not any(settings.loads_base for settings in parts.values()):
+            fixes = [f"set trainer.{name}.kl_coef above 0" for name, one in parts.items() if hasattr(one, "kl_coef")]
+            fixes = fixes or ["name an algorithm in trainer.algorithms that does"]
+            raise ValueError(
+                f"trainer.breaker.kl_to_base={bound:g} would not be watched: {', '.join(parts)} as configured does not "
+                f"load the base model, which the distance is to; {', '.join(fixes)} or remove the key"
+            )
+        return self

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from typing import Annotated
+
+from pydantic import Field, model_validator
 
 from shared.config.base import Count, Flag, NonNegative, Port, Positive, Section
+
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class BreakerConfig(Section):
     """Bounds on what an update measures. Beyond one, nothing is published until `flywheel trainer --resume`."""
 
-    kl_of_update: Positive | None = 3.5
-    """How far one update may move the policy, nats for each token; null: no bound, here and below."""
+    change_of_update: Share | None = 0.52
+    """How much one update may change a token's probability: one less the square of the smaller over the larger, before
+    and after, as a mean over tokens; null: no bound, here and below."""
+    kl_of_update: Positive | None = 20.0
+    """How far one update may move the policy, nats for each token."""
     kl_to_base: Positive | None = 50.0
-    """How far the policy may be from the base model, nats for each token; measured where a KL penalty loads it."""
+    """How far the policy may be from the base model, nats for each token. It is measured where an algorithm loads the
+    base model: dpo, kto, and others with a kl_coef above 0. Elsewhere it is not watched."""
     min_entropy: Positive | None = 1e-6
     """Mean entropy of the policy's next token below which it has collapsed, nats."""
     max_entropy: Positive | None = 8.0

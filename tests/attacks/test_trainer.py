@@ -193,7 +193,7 @@ def test_one_bad_row_of_64_is_quarantined_and_all_others_are_trained(kind, ranks
     rows = make_experiences(model, 64)
     bad = 37
     rows[bad] = poisoned(kind, rows[bad])
-    small: dict[str, object] = {"breaker": {"kl_of_update": None}}  # an update on a few rows moves this model far
+    small: dict[str, object] = {"breaker": {"kl_of_update": None, "change_of_update": None}}  # few rows move it far
     if kind == "memory":
         small["max_trajectory_tokens"] = 10_000  # or the row would not get that far
     prepare(tmp_path, model, rows, ranks=ranks, **small)

@@ -81,6 +81,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 "algorithms": {"ppo": 1.0, "sft": 0.2},
                 "batch_size": 8,
                 "learning_rate": 1e-3,
+                "breaker": {"change_of_update": None},
                 "poll_interval_s": 0.1,
                 "cpu_threads": 1,
             },

@@ -217,6 +217,7 @@ def take_up(service: Service, is_good: bool) -> None:
 
 def test_a_full_disk_while_publishing_leaves_the_engine_serving(service, tmp_path):
     trainer = {"name": "other", "batch_size": 8, "batch_timeout_s": 1.0, "learning_rate": 1e-3, "cpu_threads": 1}
+    trainer["breaker"] = {"change_of_update": None}
     settings = service.config.model_dump(mode="json", exclude_unset=True) | {"trainer": trainer}
     file = write_config(Config.model_validate(settings), tmp_path / "flywheel.yaml")
     good = serving(service)

@@ -1,7 +1,4 @@
-"""The breaker on a real trainer: a run spoiled on purpose publishes nothing worse, and goes on when it is told to.
-
-Behind an even prompt token an even reply token is worth 1, behind an odd one an odd token. The base model knows that.
-"""
+"""The breaker on a real trainer: a run spoiled on purpose publishes nothing worse, and goes on when it is told to."""
 
 from __future__ import annotations
 
@@ -12,56 +9,21 @@ import numpy as np
 import pytest
 
 from shared.config import load_config
-from shared.experience import Experience, Sampling, Tokens
+from shared.experience import Experience
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state, find_trainer, ledger_status, list_versions
+from tests.support.even_odd import make_taught_model, reward_of_folder, sampled
 from tests.support.experiences import record_ready, trainer_config
 from tests.support.lives import Life, Lives
-from tests.support.models import make_tiny_model
 from tests.support.processes import wait_for, write_config
 
 BATCH, HEALTHY_RATE = 16, 1e-4
 
 
-def logprobs(model, prompts: np.ndarray):
-    """log π of every token behind each prompt: [prompts, vocabulary]."""
-    import torch
-
-    return model(input_ids=torch.from_numpy(prompts)).logits[:, -1].log_softmax(-1)
-
-
-def expected_reward(folder: Path) -> float:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompts = np.random.default_rng(1).integers(4, 200, (128, 3))
-    with torch.no_grad():
-        even = logprobs(model, prompts).exp()[:, 0::2].sum(-1).numpy()
-    return float(np.where(prompts[:, -1] % 2 == 0, even, 1 - even).mean())
-
-
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory) -> Path:
-    """A small model that has learnt the task."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder = make_tiny_model(tmp_path_factory.mktemp("taught") / "base")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer, draw = torch.optim.Adam(model.parameters(), lr=3e-3), np.random.default_rng(0)
-    reward = 0.0
-    while reward < 0.85:
-        prompts = draw.integers(4, 200, (128, 3))
-        right = torch.from_numpy((np.arange(208) % 2 == prompts[:, -1:] % 2).astype(np.float32))
-        rewards = (logprobs(model, prompts).exp()[:, :208] * right).sum(-1)
-        loss, reward = -rewards.log().mean(), rewards.mean().item()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    return folder
+    return make_taught_model(tmp_path_factory.mktemp("taught") / "base")
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +31,8 @@ def rows(taught) -> list[Experience]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    draw = np.random.default_rng(2)
-    prompts = draw.integers(4, 200, (3 * BATCH, 3))
-    with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(taught, dtype=torch.float32).eval()
-        said = logprobs(model, prompts).double().numpy()
-    made = []
-    for number, (prompt, scores) in enumerate(zip(prompts, said, strict=True)):
-        probabilities = np.exp(scores) / np.exp(scores).sum()
-        reply = int(draw.choice(len(scores), p=probabilities))
-        tokens = Tokens(prompt.astype(np.int32), np.array([reply], np.int32), scores[[reply]].astype(np.float32))
-        name, reward = f"chatcmpl-{number}", float(reply % 2 == prompt[-1] % 2)
-        made.append(Experience(number + 1, name, 0, None, None, None, name, 0, reward, 0.0, tokens, Sampling()))
-    return made
+    model = AutoModelForCausalLM.from_pretrained(taught, dtype=torch.float32).eval()
+    return sampled(model, np.random.default_rng(2), 3 * BATCH)
 
 
 class Run:
@@ -92,7 +43,7 @@ class Run:
         self.configure(learning_rate=100 * HEALTHY_RATE)
 
     def configure(self, **trainer: object) -> None:
-        config = trainer_config(self.root, self._model, **{"batch_size": BATCH, **trainer})
+        config = trainer_config(self.root, self._model, **{"batch_size": BATCH, "breaker": {}, **trainer})
         write_config(config, self.root / "flywheel.yaml")
         self.ledger = Ledger.open(load_config(self.root / "flywheel.yaml", {}).ledger_url)
 
@@ -115,7 +66,7 @@ class Run:
         return None if row is None else row.tripped
 
     def reward(self, version: int) -> float:
-        return expected_reward(self.root / f"versions/v{version:06d}")
+        return reward_of_folder(self.root / f"versions/v{version:06d}")
 
 
 @pytest.fixture
@@ -147,11 +98,14 @@ def test_a_spoiled_run_trips_before_a_worse_version_serves_and_goes_on_when_told
     assert run.reward(3) > run.reward(0) - 0.1
     shown = [json.loads(line) for line in (run.root / "trainer/trainer/figures.jsonl").read_text().splitlines()]
     assert [(line["step"], line["version"]) for line in shown] == [(1, 0), (1, 0), (2, 1), (3, 2)]
-    assert shown[0]["kl_of_update"] > 3.5 > max(line["kl_of_update"] for line in shown[1:])
+    assert shown[0]["change_of_update"] > 0.52 > max(line["change_of_update"] for line in shown[1:])
 
 
 def test_without_its_breaker_the_same_run_serves_a_worse_version(run, rows):
-    bounds = ("kl_of_update", "kl_to_base", "min_entropy", "max_entropy", "policy_grad_norm", "critic_grad_norm")
+    bounds = (
+        "change_of_update", "kl_of_update", "kl_to_base", "min_entropy", "max_entropy", "policy_grad_norm",
+        "critic_grad_norm",
+    )  # fmt: skip
     run.configure(learning_rate=100 * HEALTHY_RATE, breaker=dict.fromkeys(bounds))
     record_ready(run.ledger, rows)
     with run.begin() as trainer:
@@ -177,13 +131,14 @@ def said(root: Path) -> str:
 
 def test_explorers_show_which_figure_holds_a_trainer(scripted_engine, start_explorer):
     explorer = start_explorer([scripted_engine.url]).wait_ready()
-    tripped = {"figure": "kl_of_update", "reason": "kl_of_update=9 is above its bound"}
+    fix = "lower trainer.learning_rate"
+    tripped = {"figure": "kl_of_update", "reason": "kl_of_update=9 is above its bound", "fix": fix}
     with explorer.ledger.write() as connection:
         about = {"step": 0, "version": 0, "state_path": None, "state_sha256": None}
         transitions.announce_trainer(connection, name="t", **about)
         transitions.trip_breaker(connection, name="t", tripped=tripped)
         transitions.announce_trainer(connection, name="t", **about)  # a restart changes nothing of it
-    shown = 'flywheel_update_tripped_trainers{figure="kl_of_update"}'
+    shown = f'flywheel_update_tripped_trainers{{figure="kl_of_update",fix="{fix}"}}'
     assert explorer.http.get("/status").json()["trainers"][0]["tripped"] == tripped
     wait_for(lambda: f"{shown} 1.0" in explorer.http.get("/metrics").text, "the metric", 20)
     with explorer.ledger.write() as connection:

@@ -37,6 +37,8 @@ def test_the_figures_after_an_update_are_those_of_plain_forward_passes(algorithm
     after = log_policy(policy, batch)
     moved = of_actions(after, batch) - of_actions(before, batch)
     entropies = torch.cat([-(rows.exp() * rows).sum(-1) for rows in after])
+    larger, smaller = np.exp(np.maximum(moved, 0)), np.exp(np.minimum(moved, 0))  # over the probability before
+    assert stats["change_of_update"] == pytest.approx(float((1 - (smaller / larger) ** 2).mean()), rel=1e-3)
     assert stats["kl_of_update"] == pytest.approx(float((moved**2 / 2).mean()), rel=1e-3)
     assert stats["entropy_after"] == pytest.approx(float(entropies.mean()), rel=1e-4)
     if algorithm == "ppo":  # the first update began with the base

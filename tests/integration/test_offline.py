@@ -33,11 +33,11 @@ def trained(tmp_path_factory, model, lives) -> Path:
     return root
 
 
-def train(lives: Any, root: Path, *arguments: str) -> str:
+def train(lives: Any, root: Path, *arguments: str, status: int = 0) -> str:
     """Run `flywheel train` to its end, and return what it logged."""
     log = root / "offline.log"
     with lives.begin(["train", "-c", str(root / "flywheel.yaml"), *arguments], log) as life:
-        assert life.wait(60) == 0, log.read_text()
+        assert life.wait(60) == status, log.read_text()
     return log.read_text()
 
 
@@ -103,7 +103,11 @@ def config(tmp_path, model):
             [ROW, {**ROW, "tokenizer": "ab12"}],
             "row 2: its tokens are of the tokenizer ab12, and .* has [0-9a-f]{16}; set",
         ),
-        ([{**ROW, "reward": None}], "nothing was said of its rows that ppo learns from; choose another"),
+        (
+            [{**ROW, "reward": None, "signals": [{"kind": "comment", "text": "w1"}]}],
+            r"nothing was said of its rows that ppo learns from; choose another trainer.algorithm \(its rows have "
+            r"comment: 1; ppo learns from metric, rating, reward\)",
+        ),
         ([{**ROW, "logprobs": []}], r"no row has tokens \(1 unusable \(1 reply tokens but 0 logprobs\)\)"),
         (
             [{**ROW, "reply_ids": [2**40]}],

@@ -91,7 +91,10 @@ def record_ready(ledger: Ledger, rows: list[Experience], key_name: str | None = 
 
 
 def trainer_config(root: Path, model_folder: Path, lora: dict[str, object] | None = None, **trainer: object) -> Config:
-    """lora: the settings of `model.lora`; None: all weights are trained."""
+    """lora: the settings of `model.lora`; None: all weights are trained.
+
+    How much an update changes has no bound: of a model of random weights a few rows change everything.
+    """
     kind = {"kind": "full"} if lora is None else {"kind": "lora", "lora": lora}
     return Config.model_validate(
         {
@@ -102,6 +105,7 @@ def trainer_config(root: Path, model_folder: Path, lora: dict[str, object] | Non
                 "learning_rate": 1e-3,
                 "poll_interval_s": 0.05,
                 "cpu_threads": 1,
+                "breaker": {"change_of_update": None},
                 **trainer,
             },
         }

@@ -192,7 +192,8 @@ def check_weights(folder: Path, whole: Whole, model: Path, versions: list[list[E
     """The same batches, trained on by a trainer that nobody disturbs, give the same bits."""
     root = folder / "undisturbed"
     root.mkdir()
-    config = trainer_config(root, model, batch_size=BATCH, batch_timeout_s=0.5, breaker={"logprob_gap": None})
+    bounds = {"logprob_gap": None, "change_of_update": None}
+    config = trainer_config(root, model, batch_size=BATCH, batch_timeout_s=0.5, breaker=bounds)
     config = config.model_copy(update={"versions": VersionsConfig(max_versions=10_000)})
     file = write_config(config, root / "flywheel.yaml")
     ledger = Ledger.open(config.ledger_url)

@@ -140,7 +140,8 @@ def _config(root: Path, model: Path, engine_url: str, database_url: str | None, 
                 "learning_rate": 1e-3,
                 "poll_interval_s": 0.02,
                 "cpu_threads": 1,
-                "breaker": {"logprob_gap": None},  # what the scripted engine says is of no model
+                # what the scripted engine says is of no model, and few rows change all of one of random weights
+                "breaker": {"logprob_gap": None, "change_of_update": None},
             },
             "versions": {"max_versions": max_versions},
         }

@@ -13,11 +13,12 @@ from trainer_service.breaker import Breaker, reward_drop
 from trainer_service.patience import PatientLedger
 
 HEALTHY = {
-    "kl_of_update": 0.02, "kl_to_base": 1.5, "entropy_after": 0.4, "grad_norm_policy": 3.0, "grad_norm_critic": 40.0,
-    "logprob_gap_mean": 0.01,
+    "change_of_update": 0.1, "kl_of_update": 0.02, "kl_to_base": 1.5, "entropy_after": 0.4, "grad_norm_policy": 3.0,
+    "grad_norm_critic": 40.0, "logprob_gap_mean": 0.01,
 }  # fmt: skip
 SPOILED = [
-    ("kl_of_update", "kl_of_update", 5.0),
+    ("change_of_update", "change_of_update", 0.55),
+    ("kl_of_update", "kl_of_update", 25.0),
     ("kl_to_base", "kl_to_base", 51.0),
     ("min_entropy", "entropy_after", 0.0),
     ("max_entropy", "entropy_after", 9.0),

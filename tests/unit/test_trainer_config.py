@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shared.config import TrainerConfig, load_config
+from shared.config import ALGORITHMS, TrainerConfig, load_config
 from shared.errors import ConfigError
+from trainer_service.algorithms.registry import algorithm
+from trainer_service.algorithms.seam import Needs
 from trainer_service.backends.deepspeed import has_bf16
 
 
@@ -74,6 +76,20 @@ from trainer_service.backends.deepspeed import has_bf16
         (
             "{algorithm: raft, raft: {above: 1, quantile: 0.9}}",
             "trainer.raft.quantile and trainer.raft.above are both set; remove one of them",
+        ),
+        (
+            "{algorithm: hint, breaker: {kl_to_base: 9}}",
+            "trainer.breaker.kl_to_base=9 would not be watched: hint as configured does not load the base model, which "
+            "the distance is to; set trainer.hint.kl_coef above 0 or remove the key",
+        ),
+        (
+            "{algorithms: {sft: 1, ppo: 1}, ppo: {kl_coef: 0}, breaker: {kl_to_base: 9}}",
+            "would not be watched: sft, ppo as configured does not load the base model, which the distance is to; set "
+            "trainer.ppo.kl_coef above 0 or remove the key",
+        ),
+        (
+            "{algorithm: sft, breaker: {kl_to_base: 9}}",
+            "which the distance is to; name an algorithm in trainer.algorithms that does or remove the key",
         ),
         ("{algorithm: dpo, dpo: {label_smoothing: 0.5}}", "input should be less than 0.5; correct it"),
         (
@@ -178,3 +194,25 @@ def test_a_gpu_that_only_emulates_bfloat16_has_none(emulated, monkeypatch):
         "torch.cuda.is_bf16_supported", lambda including_emulation=True: including_emulation or not emulated
     )
     assert has_bf16() is not emulated
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"algorithm": "ppo"}, {"algorithm": "hint", "hint": {"kl_coef": 0.01}}, {"algorithms": {"sft": 1, "dpo": 1}},
+        {"algorithm": "kto"}, {"algorithm": "auto"},
+    ],
+)  # fmt: skip
+def test_a_bound_on_the_distance_to_the_base_is_taken_where_the_base_is_loaded(trainer):
+    config = TrainerConfig.model_validate({**trainer, "breaker": {"kl_to_base": 9}})
+    assert config.breaker.kl_to_base == 9
+    assert TrainerConfig.model_validate({"algorithm": "sft", "breaker": {"kl_to_base": None}})
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_configuration_knows_which_algorithms_load_the_base_model(name):
+    teacher = {"path": "teacher"} if name == "distill" else {}
+    has_penalty = "kl_coef" in ALGORITHMS[name].model_fields
+    for section in [teacher, *([{**teacher, "kl_coef": coef} for coef in (0.0, 0.1)] if has_penalty else [])]:
+        config = TrainerConfig.model_validate({"algorithm": name, name: section})
+        assert config.settings_of(name).loads_base == (Needs.REFERENCE in algorithm(name, config).needs)

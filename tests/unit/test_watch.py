@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ import pytest
 from shared.config import TrainerConfig, WatchConfig
 from shared.errors import ConfigError, StartupError
 from shared.ledger.queries import Rewards
+from shared.reward import Signal
+from tests.support.experiences import rows
 from tests.support.processes import wait_for
 from tests.support.records import record
 from tests.support.servers import free_port
 from trainer_service.watch.jsonl import JsonLines
+from trainer_service.watch.record import Record
 from trainer_service.watch.writer import QUEUED, Outside, Watch
 
 
@@ -44,6 +48,16 @@ def test_each_update_is_a_line_with_the_seconds_of_its_stages(tmp_path):
     assert (second["step"], second["seconds"].keys()) == (8, {"train"})
 
 
+def test_what_was_said_of_rehearsed_rows_is_not_counted_again():
+    said = {"comment": 1, "correction": 0}
+    new, old = rows(2)
+    new = replace(new, signals=(Signal("comment", text="w1"), Signal("comment", text="w2")))
+    old = replace(old, signals=(Signal("correction", text="w1"),), is_rehearsal=True)
+    costs = {"tokens_in": 0.0, "tokens_computed": 0.0, "precompute_seconds": 0.0, "train_seconds": 0.0}
+    made = Record.of([new, old], {}, costs, [], step=1, version=0)
+    assert {kind: made.signals.get(kind, 0) for kind in said} == said
+
+
 def test_the_file_is_renamed_when_it_is_full_so_that_two_of_them_are_all(tmp_path):
     sink = JsonLines(tmp_path, max_bytes=500)
     for step in range(30):
@@ -66,11 +80,13 @@ def test_prometheus_shows_figures_rewards_by_version_and_what_tripped_the_breake
     one = record(rows=8.0, rows_unused=2.0, entropy_after=0.5)
     one.rewards = [Rewards(version, 1, version / 100, 0.0) for version in range(40)]
     writer.write(one)
-    writer.show_trip({"figure": "kl_of_update", "setting": "trainer.breaker.kl_of_update"})
+    fix = "lower trainer.learning_rate"
+    writer.show_trip({"figure": "kl_of_update", "setting": "trainer.breaker.kl_of_update", "fix": fix})
     shown = scrape(port)
     assert 'flywheel_update_figure_number{figure="entropy_after"} 0.5' in shown
     assert 'flywheel_update_rows_total{use="trained"} 6.0' in shown
-    assert 'flywheel_update_tripped_number{bound="trainer.breaker.kl_of_update",figure="kl_of_update"} 1.0' in shown
+    labels = f'bound="trainer.breaker.kl_of_update",figure="kl_of_update",fix="{fix}"'
+    assert f"flywheel_update_tripped_number{{{labels}}} 1.0" in shown
     assert next(line for line in shown if line.startswith("flywheel_update_reward_mean{")).endswith('"24"} 0.24')
     writer.show_trip(None)
     assert not any(line.startswith("flywheel_update_tripped_number{") for line in scrape(port))

@@ -35,7 +35,7 @@ class TrainerMetrics:
             "flywheel_update_stage_seconds", "Time of an update by stage", ["stage"], buckets=_STAGE_S, **about
         )
         self._tripped = Gauge(
-            "flywheel_update_tripped_number", "1 while the breaker holds", ["figure", "bound"], **about
+            "flywheel_update_tripped_number", "1 while the breaker holds", ["figure", "bound", "fix"], **about
         )
 
     def write(self, record: Record) -> None:
@@ -54,10 +54,10 @@ class TrainerMetrics:
             self._reward.labels(str(rewards.version)).set(rewards.mean)
 
     def show_trip(self, tripped: Mapping[str, Any] | None) -> None:
-        """The figure that tripped the breaker and the setting of its bound; None: it holds no longer."""
+        """The figure that tripped the breaker, the setting of its bound, and the fix; None: it holds no longer."""
         self._tripped.clear()
         if tripped is not None:
-            self._tripped.labels(tripped["figure"], tripped["setting"]).set(1)
+            self._tripped.labels(*(str(tripped.get(name, "")) for name in ("figure", "setting", "fix"))).set(1)
 
     def close(self) -> None:
         pass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared.experience import Lease
+from shared.experience import Experience
 from shared.ledger.queries import Rewards
 
 _SHOWN = ("rows", "reward_mean", "kl_to_reference", "clip_fraction", "grad_norm", "logprob_gap_max", "seconds")
@@ -23,17 +23,27 @@ class Record:
     at: float  # Unix seconds
     figures: dict[str, float]  # means over tokens unless their names say otherwise
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
-    signals: dict[str, int] = field(default_factory=dict)  # rows of the batch of which something of this kind was said
+    signals: dict[str, int] = field(default_factory=dict)  # rows by what was said of them; without rehearsed ones
     rewards: list[Rewards] = field(default_factory=list)  # by the version that sampled, oldest first
 
     @classmethod
     def of(
-        cls, lease: Lease, stats: Mapping[str, float], costs: Mapping[str, float], rewards: list[Rewards], **about: int
+        cls,
+        rows: Iterable[Experience],
+        stats: Mapping[str, float],
+        costs: Mapping[str, float],
+        rewards: list[Rewards],
+        *,
+        corrupt: int = 0,
+        **about: int,
     ) -> Record:
-        """about: step and version. costs: as of Updater.costs."""
+        """rows: what was claimed. corrupt: rows beside them that are damaged. costs: as of Updater.costs.
+
+        about: step and version.
+        """
         figures = {name: value for name, value in stats.items() if name != "seconds"}
         tokens, computed = costs["tokens_in"], costs["tokens_computed"]
-        figures |= {"tokens_in": tokens, "tokens_computed": computed, "rows_quarantined": float(len(lease.corrupt))}
+        figures |= {"tokens_in": tokens, "tokens_computed": computed, "rows_quarantined": float(corrupt)}
         if tokens:
             figures |= {"tokens_folded": 1 - computed / tokens, "tokens_per_s": tokens / costs["train_seconds"]}
         return cls(
@@ -41,7 +51,7 @@ class Record:
             at=time.time(),
             figures=figures,
             seconds={"precompute": costs["precompute_seconds"], "train": costs["train_seconds"]},
-            signals=dict(Counter(kind for row in lease.rows for kind in {signal.kind for signal in row.signals})),
+            signals=count_signals(row for row in rows if not row.is_rehearsal),
             rewards=rewards,
         )
 
@@ -67,6 +77,11 @@ class Sink(Protocol):
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
+
+
+def count_signals(rows: Iterable[Experience]) -> dict[str, int]:
+    """Rows by what was said of them; a row of which several kinds were said counts for each."""
+    return dict(Counter(kind for row in rows for kind in sorted({signal.kind for signal in row.signals})))
 
 
 def shown(stats: Mapping[str, float]) -> dict[str, object]:

@@ -33,7 +33,7 @@ from shared.ledger.queries.rows import (
     size_bytes,
 )
 from shared.ledger.queries.signals import load_signals, recent_kinds, tasks_repeat
-from shared.ledger.queries.status import LedgerProgress, Pace, ledger_status, pace, progress
+from shared.ledger.queries.status import LedgerProgress, Pace, Tripped, ledger_status, pace, progress
 from shared.ledger.queries.targets import Target, Targets, find_targets
 from shared.ledger.queries.trainers import StateRow, TrainerRow, find_trainer, list_states, list_trainers
 from shared.ledger.queries.versions import (
@@ -50,7 +50,7 @@ from shared.ledger.queries.versions import (
 
 __all__ = [
     "DecisionRow", "EngineRow", "Followed", "LedgerProgress", "Pace", "Rewards", "StateRow", "Target", "Targets",
-    "TrainerRow", "VersionRow", "any_lease_expired", "any_stream_open", "count_by_state", "count_ready",
+    "TrainerRow", "Tripped", "VersionRow", "any_lease_expired", "any_stream_open", "count_by_state", "count_ready",
     "count_rows", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest", "find_targets", "find_trainer",
     "find_versions", "held_rows", "is_to_blame", "known_choices", "leased_versions", "ledger_status",
     "list_decisions", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers", "load_lease",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, func, select
 
@@ -49,6 +49,13 @@ def pace(connection: Connection, now: float, window_s: float = 60.0) -> Pace:
     )
 
 
+class Tripped(NamedTuple):
+    """What tripped a trainer's breaker."""
+
+    figure: str
+    fix: str
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerProgress:
     """How far training and reloading are."""
@@ -57,7 +64,7 @@ class LedgerProgress:
     step: int  # optimizer steps of the trainer that has most
     newest: int  # version
     lag: int  # versions between the newest one and the one in service
-    tripped: list[str]  # of each trainer whose breaker holds: the figure that tripped it
+    tripped: list[Tripped]  # of each trainer whose breaker holds
 
 
 def progress(connection: Connection) -> LedgerProgress:
@@ -65,7 +72,8 @@ def progress(connection: Connection) -> LedgerProgress:
     newest, serving = _newest_and_serving(list_versions(connection))
     trainers = list_trainers(connection)
     lag = 0 if newest is None or serving is None else newest - serving
-    tripped = [str(t.tripped["figure"]) for t in trainers if t.tripped is not None]
+    held = [t.tripped for t in trainers if t.tripped is not None]
+    tripped = [Tripped(str(one["figure"]), str(one.get("fix", ""))) for one in held]
     return LedgerProgress(
         count_ready(connection), max((t.step for t in trainers), default=0), newest or 0, lag, tripped
     )
