@@ -107,12 +107,21 @@ class TrlDesk:
     """What a trainer of TRL has in the place of our desk's parts."""
 
     def __init__(
-        self, policy: torch.nn.Module, writer: RowWriter, peer: Peer, process: subprocess.Popen[str], weights: Path
+        self,
+        policy: torch.nn.Module,
+        writer: RowWriter,
+        rows: int,
+        process: subprocess.Popen[str],
+        weights: Path,
+        again: int = 0,
     ) -> None:
-        """process: answers each line of rows with one of figures, once the weights are written."""
+        """rows: new ones in an update. again: times as many of earlier updates.
+
+        process: answers each line of rows with one of figures, once the weights are written.
+        """
         self.policy = policy
         self._writer, self._process, self._weights = writer, process, weights
-        self._rows, self._again = peer.plan.rows, peer.again
+        self._rows, self._again = rows, again
         self._replies: dict[str, Reply] = {}
         self._ready: list[dict[str, Any]] = []
         self._learnt: list[dict[str, Any]] = []
@@ -167,6 +176,6 @@ def open_trl(base: Path, world: World, peer: Peer, seed: int, python: str) -> It
         )  # fmt: skip
         with process:
             try:
-                yield TrlDesk(policy, RowWriter(world.tokenizer), peer, process, weights)
+                yield TrlDesk(policy, RowWriter(world.tokenizer), peer.plan.rows, process, weights, peer.again)
             finally:
                 process.kill()

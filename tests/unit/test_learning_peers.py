@@ -96,6 +96,18 @@ def test_a_peer_learns_from_the_oldest_rows_once_an_update_has_its_rows_and_its_
         process.stdin.close()
 
 
+def test_a_peer_is_handed_rows_of_earlier_updates_again_and_the_same_number_each_time(tokenizer, tmp_path):
+    command = [sys.executable, "-c", LEARNER, str(tmp_path / "weights.safetensors")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        weights = tmp_path / "weights.safetensors"
+        desk = TrlDesk(torch.nn.Linear(1, 1, bias=False), RowWriter(tokenizer), 2, process, weights, again=2)
+        desk.record(list("abcdef"), [reply(tokenizer, "no", first) for first in range(5, 11)], 0)
+        for names in ("ab", "cd", "ef"):
+            assert desk.hear([(name, [Signal("rating", text="up")], None) for name in names])
+            assert desk.update(1) == {"rows": 6}
+        process.stdin.close()
+
+
 def test_a_process_of_a_peer_that_ends_ends_the_benchmark(tokenizer, tmp_path):
     command = [sys.executable, "-c", "input(); raise SystemExit(3)"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
