@@ -39,6 +39,7 @@ from explorer_service.reload.lease import ReloadLease
 from explorer_service.reload.ownership import EngineLeases
 from explorer_service.reload.poller import VersionPoller
 from explorer_service.reload.reloading import Reloading
+from explorer_service.reload.standstill import Standstill
 from explorer_service.traffic.pins import Pins
 from explorer_service.traffic.router import Router
 from shared.belonging import require_belonging, require_kind
@@ -195,6 +196,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         housekeeper = Housekeeper(explorer, feedback_writer, merges_counts=not ledger.is_sqlite)
         background.start_task("housekeeping", housekeeper.run())
         background.start_task("membership", membership.run())
+        background.start_task("standstill", Standstill(pool, membership, leases).run())
         pins = None
         if reloading.loads_adapters:
             pins = Pins(pool, reader, writer, poller, membership.id, explorer.reload.unpin_after_s)

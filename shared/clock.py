@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 
 _PHASE = random.random()  # differs by process, so that processes do not tick together
+
+
+def asleep_s() -> float:
+    """For how long this machine has been suspended since it started; 0 where the kernel does not say."""
+    if sys.platform == "linux":
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    return 0.0
 
 
 def until_next_tick(period_s: float) -> float:

@@ -52,8 +52,8 @@ class Engine:
     reason: str = "not seen yet"
     answered_at: float = -math.inf  # time.monotonic(): a chat, or a part of one
     hold: Hold = field(default_factory=Hold)  # of the requests that it has
-    # since when, time.monotonic(), which version has sampled for requests that began under another one
-    switches: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=16))
+    # when it was noted, and since when, time.monotonic(), which version samples for requests that began under another
+    switches: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=16))
 
     @property
     def is_open(self) -> bool:
@@ -86,8 +86,8 @@ class EngineSlot:
 
     def _version_at(self, when: float) -> int:
         found = self.version
-        for since, version in self.engine.switches:
-            if self.began_at < since <= when:
+        for noted_at, since, version in self.engine.switches:
+            if self.began_at < noted_at and since <= when:
                 found = version
         return found
 
@@ -114,6 +114,7 @@ class EnginePool:
         self._current: int | None = None  # what requests get that name no version; None: whatever their engine serves
         self.pinned: set[int] = set()  # versions that callers name, and that engines are to bring in
         self._changed = asyncio.Event()  # the next change
+        self.known_until = math.inf  # time.monotonic(): then engines may have been moved without this explorer
 
     # ------------------------------------------------------------------ for chats
 
@@ -167,6 +168,8 @@ class EnginePool:
 
     def _choose(self, version: int | None, affinity: int, avoid: Collection[str]) -> Engine | None:
         """The least loaded engine, or the one that this conversation prefers, while that is hardly more loaded."""
+        if time.monotonic() >= self.known_until:
+            return None
         if version is None:
             version = self._current
         free = [
@@ -214,7 +217,18 @@ class EnginePool:
         """The engine has just answered a chat, or a part of one: that says as much as its /health."""
         engine.answered_at = time.monotonic()
 
+    async def wait_known(self) -> None:
+        """Until it is known which weights have sampled what has come."""
+        while time.monotonic() >= self.known_until:
+            await self._changed.wait()
+
     # ------------------------------------------------------------------ for reloads
+
+    def know_until(self, until: float) -> None:
+        """So long nobody moves an engine without waiting for this explorer. until: time.monotonic()."""
+        was_known, self.known_until = time.monotonic() < self.known_until, until
+        if not was_known:
+            self._announce()
 
     def serve(
         self,
@@ -245,7 +259,7 @@ class EnginePool:
     def switch(self, engine: Engine, versions: dict[int, str], since: float) -> None:
         """The weights were replaced under the requests in flight. since: time.monotonic(), while the engine stood."""
         engine.versions, engine.version = versions, max(versions)
-        engine.switches.append((since, engine.version))
+        engine.switches.append((time.monotonic(), since, engine.version))
 
     def go_on(self, engine: Engine) -> None:
         """The weights are proven: what was held back goes on."""

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 
+from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.pool import Engine, EngineState
 from explorer_service.reload.probe import read_sampling_defaults
 from explorer_service.reload.reloading import Reloading
+from explorer_service.reload.take_up import LOADING
 from shared.ledger import queries
-from shared.ledger.queries import EngineRow
+from shared.ledger.queries import VersionRow
 from shared.versions import version_path
 
 
 class EngineFollower:
     """Follows one engine through the moves that its owner announces."""
 
-    def __init__(self, engine: Engine, shared: Reloading) -> None:
+    def __init__(self, engine: Engine, admin: EngineAdmin, shared: Reloading) -> None:
         self._engine = engine
+        self._admin = admin
         self._shared = shared
         self._pool = shared.pool
         self._settings = shared.config.explorer.reload
-        self._held_since = 0  # the generation since which replies are held back
 
     async def follow(self) -> None:
         """Do as the row says, and acknowledge it. Raises LedgerError, VersionError."""
@@ -29,7 +31,7 @@ class EngineFollower:
         row = await self._shared.leases.read(engine.url)
         if row is None:
             return
-        if engine.hold.is_on and row.spoiled > self._held_since:
+        if engine.hold.is_on and row.spoiled > self._shared.leases.known_generation(engine.url):
             self._pool.spoil(engine, "another explorer's reload failed its proof")
         if row.state in (EngineState.SERVING, EngineState.DEGRADED) and row.version is not None:
             names = await asyncio.to_thread(self._read_names, row.version)
@@ -37,7 +39,7 @@ class EngineFollower:
                 return
             await self._serve(row.version, names, EngineState(row.state), time.monotonic() - row.switched_ago_s)
         elif row.state == EngineState.RELOADING:
-            await self._hold_back(row)
+            await self._hold_back()
         elif engine.is_open or engine.state is EngineState.UNAVAILABLE:
             self._pool.check(engine, "another explorer checks it")
         ending = [version for version in engine.in_flight_of if version not in engine.versions]
@@ -64,7 +66,7 @@ class EngineFollower:
         degraded = "its owner says so" if state is EngineState.DEGRADED else ""
         self._pool.serve(engine, names, defaults, degraded, version)
 
-    async def _hold_back(self, row: EngineRow) -> None:
+    async def _hold_back(self) -> None:
         """No new chats, and nothing more for those in flight: the engine's next token may be another version's."""
         engine = self._engine
         if engine.is_open:
@@ -72,5 +74,21 @@ class EngineFollower:
             if self._settings.streams == "finish":
                 await self._pool.wait_drained(engine, self._settings.drain_s)
         if not engine.hold.is_on:
-            self._held_since = row.generation
             self._pool.hold_back(engine)
+
+    async def inherit(self, newest: VersionRow | None) -> None:
+        """This explorer owns the engine from now on. May what is in flight go on, if a take-up was under way?
+
+        It may, when the engine was never resumed with other weights than those that it should hold or has proven.
+        Raises EngineError, LedgerError, VersionError.
+        """
+        if self._engine.is_open:
+            await self.follow()  # to what the owner before did last
+        row = await self._shared.leases.read(self._engine.url)
+        if row is None or row.state != EngineState.RELOADING:
+            return
+        label = await self._admin.read_label() or ""
+        known = [row.version] if newest is None else [row.version, newest.version]
+        if not label.startswith((LOADING, *(f"{version}:" for version in known))):
+            self._pool.spoil(self._engine, "an explorer died while it reloaded the engine")
+            self._shared.leases.note_spoiled(self._engine.url)
