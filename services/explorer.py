@@ -192,11 +192,10 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         await poller.refresh()
         await _join(membership)
         reloading = Reloading(config, ledger, writer, pool, leases, poller, metrics, ReloadLease(writer, membership))
-        _start_controllers(config, pool, reloading, admin_http, background)
+        _start_controllers(reloading, membership, admin_http, background)
         housekeeper = Housekeeper(explorer, feedback_writer, merges_counts=not ledger.is_sqlite)
         background.start_task("housekeeping", housekeeper.run())
         background.start_task("membership", membership.run())
-        background.start_task("standstill", Standstill(pool, membership, leases).run())
         pins = None
         if reloading.loads_adapters:
             pins = Pins(pool, reader, writer, poller, membership.id, explorer.reload.unpin_after_s)
@@ -220,10 +219,12 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
 
 
 def _start_controllers(
-    config: Config, pool: EnginePool, reloading: Reloading, http: httpx.AsyncClient, background: Background
+    reloading: Reloading, membership: Membership, http: httpx.AsyncClient, background: Background
 ) -> None:
     """A side task for each engine: it finds out what the engine serves, and brings it to new versions."""
+    config, pool = reloading.config, reloading.pool
     token, reload = _engine_token(config), config.explorer.reload
+    background.start_task("standstill", Standstill(pool, membership, reloading.leases).run())
     for engine in pool.engines:
         admin = EngineAdmin(http, engine.url, config.model.name, reload.answer_timeout_s, token, reload.timeout_s)
         controller = EngineController(engine, admin, reloading)

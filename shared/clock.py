@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 
 _PHASE = random.random()  # differs by process, so that processes do not tick together
@@ -11,9 +10,8 @@ _PHASE = random.random()  # differs by process, so that processes do not tick to
 
 def asleep_s() -> float:
     """For how long this machine has been suspended since it started; 0 where the kernel does not say."""
-    if sys.platform == "linux":
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
-    return 0.0
+    clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux has one
+    return 0.0 if clock is None else time.clock_gettime(clock) - time.monotonic()
 
 
 def until_next_tick(period_s: float) -> float:

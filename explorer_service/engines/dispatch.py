@@ -17,7 +17,8 @@ import msgspec
 
 from explorer_service.engines.connection import EngineResponse
 from explorer_service.engines.http import EngineHttp
-from explorer_service.engines.pool import EnginePool, EngineSlot
+from explorer_service.engines.pool import EnginePool
+from explorer_service.engines.slot import EngineSlot
 from explorer_service.errors import AdapterForgotten, EngineLost, EngineUnavailable, VersionNotServed, WeightsUnproven
 from explorer_service.metrics import ExplorerMetrics
 

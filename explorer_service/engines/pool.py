@@ -17,6 +17,7 @@ from enum import StrEnum
 from zlib import crc32
 
 from explorer_service.engines.hold import Hold
+from explorer_service.engines.slot import EngineSlot
 from explorer_service.errors import NoEngine, VersionNotServed
 from shared.config import EngineAddress
 from shared.experience import Sampling
@@ -59,37 +60,6 @@ class Engine:
     def is_open(self) -> bool:
         """Whether it gets chats."""
         return self.state in _OPEN
-
-
-@dataclass(slots=True)
-class EngineSlot:
-    """A request's place at an engine. Times are time.monotonic()."""
-
-    engine: Engine
-    version: int  # in service there when the request began
-    model: str  # the name by which the engine knows that version
-    hold: Hold
-    seeded: bool = False
-    began_at: float = field(default_factory=time.monotonic)
-    first_at: float = -math.inf  # when the first part of a streamed answer came
-    last_at: float = math.inf  # when the last part that was read came
-
-    @property
-    def first_version(self) -> int:
-        """The version that sampled the first token. (Of a whole answer: that served when the request began.)"""
-        return self._version_at(self.first_at)
-
-    @property
-    def last_version(self) -> int:
-        """The version that sampled the last token."""
-        return self._version_at(self.last_at)
-
-    def _version_at(self, when: float) -> int:
-        found = self.version
-        for noted_at, since, version in self.engine.switches:
-            if self.began_at < noted_at and since <= when:
-                found = version
-        return found
 
 
 class EnginePool:

@@ -49,6 +49,10 @@ class Backoff:
         due_at = self._clock() + self._first_s * min(2 ** min(times - 1, 30), _LONGEST_WAIT)
         self._failed[version] = _Failed(times, due_at, reason)
 
+    def retry(self, version: int) -> None:
+        """The version may be tried at once, as if it were new."""
+        self._failed.pop(version, None)
+
     def forget(self, version: int) -> None:
         """The version was taken up: none before it matters any more."""
         self._failed = {other: failed for other, failed in self._failed.items() if other > version}

@@ -38,6 +38,7 @@ from explorer_service.reload.take_up import FullTakeUp, TakeUp
 from explorer_service.reload.tolerance import EngineTolerance
 from shared.clock import until_next_tick
 from shared.errors import EngineError, LedgerError, VersionError
+from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.queries import VersionRow
 from shared.log import StageLogger
@@ -117,7 +118,10 @@ class EngineController:
             self._is_owner = False
             await self._follower.follow()
             return
-        newest = self._newest = self._shared.poller.newest()
+        before, newest = self._newest, self._shared.poller.newest()
+        self._newest = newest
+        if newest is not None and newest != before and newest.state == VersionState.PUBLISHED:
+            self._backoff.retry(newest.version)  # published just now, or by an operator who lets engines try it again
         if not self._is_owner:
             await self._follower.inherit(newest)
             self._is_owner = True

@@ -10,9 +10,14 @@ from explorer_service.engines.pool import Engine, EngineState
 from explorer_service.reload.probe import read_sampling_defaults
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import LOADING
+from shared.errors import VersionMissing
+from shared.experience import Sampling
 from shared.ledger import queries
 from shared.ledger.queries import VersionRow
+from shared.log import StageLogger
 from shared.versions import version_path
+
+log = StageLogger("reload")
 
 
 class EngineFollower:
@@ -24,6 +29,7 @@ class EngineFollower:
         self._shared = shared
         self._pool = shared.pool
         self._settings = shared.config.explorer.reload
+        self._missing: int | None = None  # the version whose folder was last looked for in vain
 
     async def follow(self) -> None:
         """Do as the row says, and acknowledge it. Raises LedgerError, VersionError."""
@@ -54,6 +60,22 @@ class EngineFollower:
             adapters = queries.served_adapters(connection, shared.leases.key(self._engine.url))
         return {**shared.named(0), **{number: shared.adapter_name(number, sha) for number, sha in adapters.items()}}
 
+    async def _read_defaults(self, version: int) -> Sampling | None:
+        """What the engine applies where a request sets nothing; None: the folder that says so is not there yet."""
+        try:
+            return await asyncio.to_thread(read_sampling_defaults, self._shared.config.root / version_path(version))
+        except VersionMissing as error:
+            if not await asyncio.to_thread(self._any_published):
+                return Sampling()  # the engine serves what it was started with
+            if self._missing != version:
+                log.warning("no chats for an engine until its version's folder is there", reason=str(error))
+            self._missing = version
+            return None
+
+    def _any_published(self) -> bool:
+        with self._shared.ledger.read() as connection:
+            return queries.any_published(connection)
+
     async def _serve(self, version: int, names: dict[int, str], state: EngineState, switched_at: float) -> None:
         engine = self._engine
         if engine.state is state and engine.version == version and engine.versions == names:
@@ -61,8 +83,10 @@ class EngineFollower:
         adapters = self._shared.loads_adapters  # then each request is computed by the version that it began with
         if engine.versions and engine.version != version and not adapters:
             self._pool.switch(engine, names, switched_at)
-        folder = self._shared.config.root / version_path(0 if adapters else version)
-        defaults = await asyncio.to_thread(read_sampling_defaults, folder)
+        defaults = await self._read_defaults(0 if adapters else version)
+        if defaults is None:
+            self._pool.check(engine, f"the folder of version {version} is not there")
+            return
         degraded = "its owner says so" if state is EngineState.DEGRADED else ""
         self._pool.serve(engine, names, defaults, degraded, version)
 
