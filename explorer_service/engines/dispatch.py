@@ -80,8 +80,8 @@ class Exchange:
         except (EngineUnavailable, TimeoutError) as exc:
             raise self._dispatcher.lost(self.slot, exc) from exc
         self.slot.last_at = self._response.received_at
-        if self.slot.last_at >= self._dispatcher.pool.known_until:
-            await self._dispatcher.pool.wait_known()
+        if self.slot.last_at >= self._dispatcher.pool.awake_until:
+            await self._dispatcher.pool.wait_awake()
         if self.slot.hold.is_on:
             await self.slot.hold.wait()
         return EngineReply(self.slot, self.status, self.content_type, content, time.perf_counter() - self._started)
@@ -96,8 +96,8 @@ class Exchange:
                 slot.last_at = response.received_at
                 if slot.first_at < 0.0:
                     slot.first_at = slot.last_at
-                if slot.last_at >= pool.known_until:
-                    await pool.wait_known()
+                if slot.last_at >= pool.awake_until:
+                    await pool.wait_awake()
                 if hold.is_on:
                     await hold.wait()
                 yield chunk

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.slot import EngineSlot
-from explorer_service.errors import NoEngine, VersionNotServed
+from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven
 from shared.config import EngineAddress
 from shared.experience import Sampling
 
@@ -84,7 +84,9 @@ class EnginePool:
         self._current: int | None = None  # what requests get that name no version; None: whatever their engine serves
         self.pinned: set[int] = set()  # versions that callers name, and that engines are to bring in
         self._changed = asyncio.Event()  # the next change
-        self.known_until = math.inf  # time.monotonic(): then engines may have been moved without this explorer
+        # time.monotonic(): when engines may have been moved without this explorer, as far as its places and, when it
+        # stood still itself, the replies at its engines are concerned
+        self.known_until = self.awake_until = math.inf
 
     # ------------------------------------------------------------------ for chats
 
@@ -131,6 +133,9 @@ class EnginePool:
                     await self._changed.wait()
                 return engine
         except TimeoutError:
+            if time.monotonic() >= self.known_until:
+                message = "it is not known what engines serve now: is the database up? Try again"
+                raise NoEngine(message, "engines_unavailable") from None
             message = f"no engine had room for this chat within {self._wait_s:g} s; try again"
             raise NoEngine(message, "engines_busy") from None
         finally:
@@ -187,16 +192,21 @@ class EnginePool:
         """The engine has just answered a chat, or a part of one: that says as much as its /health."""
         engine.answered_at = time.monotonic()
 
-    async def wait_known(self) -> None:
-        """Until it is known which weights have sampled what has come."""
-        while time.monotonic() >= self.known_until:
-            await self._changed.wait()
+    async def wait_awake(self) -> None:
+        """Until it is known which weights have sampled what has come. Raises WeightsUnproven when that takes long."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while time.monotonic() >= self.awake_until:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise WeightsUnproven("this explorer stood still, and cannot ask the ledger what engines serve") from None
 
     # ------------------------------------------------------------------ for reloads
 
-    def know_until(self, until: float) -> None:
-        """So long nobody moves an engine without waiting for this explorer. until: time.monotonic()."""
-        was_known, self.known_until = time.monotonic() < self.known_until, until
+    def know_until(self, until: float, awake_until: float) -> None:
+        """So long nobody moves an engine without waiting for this explorer. Times are time.monotonic()."""
+        was_known = time.monotonic() < min(self.known_until, self.awake_until)
+        self.known_until, self.awake_until = until, awake_until
         if not was_known:
             self._announce()
 

@@ -2,8 +2,8 @@
 
 An owner waits for every explorer whose heartbeat it sees. So what this explorer knows of an engine holds until its last
 heartbeat is LIVE_S old, and for as long as each heartbeat comes in time after the one before. When one did not, because
-the process was stopped, the machine slept or the ledger was away, chats and replies wait until it has been looked up
-which engines were moved meanwhile.
+the process was stopped, the machine slept or the ledger was away, new chats wait until it has been looked up which
+engines were moved meanwhile; and so do replies, except while the ledger is away: then they are not recorded anyway.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ class Standstill:
         membership, now, asleep = self._membership, time.monotonic(), asleep_s()
         stood_still = now >= self._looked_at + LIVE_S or asleep > self._asleep_s + _SHORT_SLEEP_S
         was_late = not membership.is_alone and membership.heartbeat_at >= self._in_time_at + LIVE_S
+        if not stood_still:
+            self._looked_at, self._asleep_s = now, asleep
+            self._pool.know_until(self._pool.known_until, now + LIVE_S)
         if stood_still or was_late:
-            self._pool.know_until(now)
+            self._pool.know_until(now, now if stood_still else now + LIVE_S)
             try:
                 await membership.heartbeat()  # from now on whoever moves an engine waits for this explorer
                 await self._catch_up()
@@ -60,7 +63,7 @@ class Standstill:
                 if not membership.is_alone:
                     raise
         self._in_time_at, self._looked_at, self._asleep_s = membership.heartbeat_at, now, asleep
-        self._pool.know_until((now if membership.is_alone else membership.heartbeat_at) + LIVE_S)
+        self._pool.know_until((now if membership.is_alone else membership.heartbeat_at) + LIVE_S, now + LIVE_S)
 
     async def _catch_up(self) -> None:
         """Engines that were moved meanwhile get no chats, and what they send waits, until their controllers follow."""

@@ -120,7 +120,7 @@ def test_who_lost_an_engine_says_nothing_of_its_requests_when_it_has_the_engine_
 
 
 def test_a_version_that_an_operator_lets_engines_try_again_is_tried_at_once(scripted_engine, start_explorer):
-    settings = SETTINGS | {"retry_s": 600.0, "timeout_s": 0.3}
+    settings = SETTINGS | {"retry_s": 600.0, "timeout_s": 1.0}
     explorer = start_explorer([scripted_engine.url], reload=settings).wait_ready()
     script = scripted_engine.script
     publish(explorer, 0)
