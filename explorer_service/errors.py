@@ -11,6 +11,7 @@ FlywheelError                     shared/errors.py
 │   ├── InvalidReply              its reply to a chat is no completion, or not the one asked for
 │   ├── LoadUndone                it did not load a version, and has the one from before back
 │   ├── NotOwner                  another explorer moves it now
+│   ├── TurnLost                  another engine takes up a version now
 │   ├── StageFailed               it cannot hold a version on its own disk, or does not see it
 │   ├── ProbeMismatch             it computes other logprobs than the trainer did
 │   ├── AdapterForgotten          it does not know an adapter that it had loaded, for it has started anew
@@ -72,6 +73,10 @@ class LoadUndone(EngineError):
 
 class NotOwner(EngineError):
     """Another explorer owns the engine now."""
+
+
+class TurnLost(EngineError):
+    """Another engine takes up a version now; nothing was done to this one."""
 
 
 class StageFailed(EngineError):

@@ -39,6 +39,7 @@ from explorer_service.reload.lease import ReloadLease
 from explorer_service.reload.ownership import EngineLeases
 from explorer_service.reload.poller import VersionPoller
 from explorer_service.reload.reloading import Reloading
+from explorer_service.reload.standstill import Standstill
 from explorer_service.traffic.pins import Pins
 from explorer_service.traffic.router import Router
 from shared.belonging import require_belonging, require_kind
@@ -191,7 +192,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         await poller.refresh()
         await _join(membership)
         reloading = Reloading(config, ledger, writer, pool, leases, poller, metrics, ReloadLease(writer, membership))
-        _start_controllers(config, pool, reloading, admin_http, background)
+        _start_controllers(reloading, membership, admin_http, background)
         housekeeper = Housekeeper(explorer, feedback_writer, merges_counts=not ledger.is_sqlite)
         background.start_task("housekeeping", housekeeper.run())
         background.start_task("membership", membership.run())
@@ -218,10 +219,12 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
 
 
 def _start_controllers(
-    config: Config, pool: EnginePool, reloading: Reloading, http: httpx.AsyncClient, background: Background
+    reloading: Reloading, membership: Membership, http: httpx.AsyncClient, background: Background
 ) -> None:
     """A side task for each engine: it finds out what the engine serves, and brings it to new versions."""
+    config, pool = reloading.config, reloading.pool
     token, reload = _engine_token(config), config.explorer.reload
+    background.start_task("standstill", Standstill(pool, membership, reloading.leases).run())
     for engine in pool.engines:
         admin = EngineAdmin(http, engine.url, config.model.name, reload.answer_timeout_s, token, reload.timeout_s)
         controller = EngineController(engine, admin, reloading)

@@ -8,6 +8,12 @@ import time
 _PHASE = random.random()  # differs by process, so that processes do not tick together
 
 
+def asleep_s() -> float:
+    """For how long this machine has been suspended since it started; 0 where the kernel does not say."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux has one
+    return 0.0 if clock is None else time.clock_gettime(clock) - time.monotonic()
+
+
 def until_next_tick(period_s: float) -> float:
     """Seconds until this process's next tick of that period.
 

@@ -17,7 +17,7 @@ from msgspec import Raw
 
 from explorer_service.chat.request import ChatRequest
 from explorer_service.engines.dispatch import EngineReply
-from explorer_service.engines.pool import EngineSlot
+from explorer_service.engines.slot import EngineSlot
 from explorer_service.errors import InvalidReply
 from shared.experience import CorruptTokens, Sample, TokenArray, Tokens
 

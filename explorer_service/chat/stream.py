@@ -19,7 +19,7 @@ from explorer_service.chat.redact import redact, rename
 from explorer_service.chat.request import ChatRequest
 from explorer_service.deps import Deps
 from explorer_service.engines.dispatch import Exchange
-from explorer_service.engines.pool import EngineSlot
+from explorer_service.engines.slot import EngineSlot
 from explorer_service.record import record
 from shared.ledger.transitions import RunName
 

@@ -17,7 +17,8 @@ import msgspec
 
 from explorer_service.engines.connection import EngineResponse
 from explorer_service.engines.http import EngineHttp
-from explorer_service.engines.pool import EnginePool, EngineSlot
+from explorer_service.engines.pool import EnginePool
+from explorer_service.engines.slot import EngineSlot
 from explorer_service.errors import AdapterForgotten, EngineLost, EngineUnavailable, VersionNotServed, WeightsUnproven
 from explorer_service.metrics import ExplorerMetrics
 
@@ -79,6 +80,8 @@ class Exchange:
         except (EngineUnavailable, TimeoutError) as exc:
             raise self._dispatcher.lost(self.slot, exc) from exc
         self.slot.last_at = self._response.received_at
+        if self.slot.last_at >= self._dispatcher.pool.awake_until:
+            await self._dispatcher.pool.wait_awake()
         if self.slot.hold.is_on:
             await self.slot.hold.wait()
         return EngineReply(self.slot, self.status, self.content_type, content, time.perf_counter() - self._started)
@@ -93,6 +96,8 @@ class Exchange:
                 slot.last_at = response.received_at
                 if slot.first_at < 0.0:
                     slot.first_at = slot.last_at
+                if slot.last_at >= pool.awake_until:
+                    await pool.wait_awake()
                 if hold.is_on:
                     await hold.wait()
                 yield chunk

@@ -17,7 +17,8 @@ from enum import StrEnum
 from zlib import crc32
 
 from explorer_service.engines.hold import Hold
-from explorer_service.errors import NoEngine, VersionNotServed
+from explorer_service.engines.slot import EngineSlot
+from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven
 from shared.config import EngineAddress
 from shared.experience import Sampling
 
@@ -52,44 +53,13 @@ class Engine:
     reason: str = "not seen yet"
     answered_at: float = -math.inf  # time.monotonic(): a chat, or a part of one
     hold: Hold = field(default_factory=Hold)  # of the requests that it has
-    # since when, time.monotonic(), which version has sampled for requests that began under another one
-    switches: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=16))
+    # when it was noted, and since when, time.monotonic(), which version samples for requests that began under another
+    switches: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=16))
 
     @property
     def is_open(self) -> bool:
         """Whether it gets chats."""
         return self.state in _OPEN
-
-
-@dataclass(slots=True)
-class EngineSlot:
-    """A request's place at an engine. Times are time.monotonic()."""
-
-    engine: Engine
-    version: int  # in service there when the request began
-    model: str  # the name by which the engine knows that version
-    hold: Hold
-    seeded: bool = False
-    began_at: float = field(default_factory=time.monotonic)
-    first_at: float = -math.inf  # when the first part of a streamed answer came
-    last_at: float = math.inf  # when the last part that was read came
-
-    @property
-    def first_version(self) -> int:
-        """The version that sampled the first token. (Of a whole answer: that served when the request began.)"""
-        return self._version_at(self.first_at)
-
-    @property
-    def last_version(self) -> int:
-        """The version that sampled the last token."""
-        return self._version_at(self.last_at)
-
-    def _version_at(self, when: float) -> int:
-        found = self.version
-        for since, version in self.engine.switches:
-            if self.began_at < since <= when:
-                found = version
-        return found
 
 
 class EnginePool:
@@ -114,6 +84,9 @@ class EnginePool:
         self._current: int | None = None  # what requests get that name no version; None: whatever their engine serves
         self.pinned: set[int] = set()  # versions that callers name, and that engines are to bring in
         self._changed = asyncio.Event()  # the next change
+        # time.monotonic(): when engines may have been moved without this explorer, as far as its places and, when it
+        # stood still itself, the replies at its engines are concerned
+        self.known_until = self.awake_until = math.inf
 
     # ------------------------------------------------------------------ for chats
 
@@ -160,6 +133,9 @@ class EnginePool:
                     await self._changed.wait()
                 return engine
         except TimeoutError:
+            if time.monotonic() >= self.known_until:
+                message = "it is not known what engines serve now: is the database up? Try again"
+                raise NoEngine(message, "engines_unavailable") from None
             message = f"no engine had room for this chat within {self._wait_s:g} s; try again"
             raise NoEngine(message, "engines_busy") from None
         finally:
@@ -167,6 +143,8 @@ class EnginePool:
 
     def _choose(self, version: int | None, affinity: int, avoid: Collection[str]) -> Engine | None:
         """The least loaded engine, or the one that this conversation prefers, while that is hardly more loaded."""
+        if time.monotonic() >= self.known_until:
+            return None
         if version is None:
             version = self._current
         free = [
@@ -214,7 +192,23 @@ class EnginePool:
         """The engine has just answered a chat, or a part of one: that says as much as its /health."""
         engine.answered_at = time.monotonic()
 
+    async def wait_awake(self) -> None:
+        """Until it is known which weights have sampled what has come. Raises WeightsUnproven when that takes long."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while time.monotonic() >= self.awake_until:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise WeightsUnproven("this explorer stood still, and cannot ask the ledger what engines serve") from None
+
     # ------------------------------------------------------------------ for reloads
+
+    def know_until(self, until: float, awake_until: float) -> None:
+        """So long nobody moves an engine without waiting for this explorer. Times are time.monotonic()."""
+        was_known = time.monotonic() < min(self.known_until, self.awake_until)
+        self.known_until, self.awake_until = until, awake_until
+        if not was_known:
+            self._announce()
 
     def serve(
         self,
@@ -245,7 +239,7 @@ class EnginePool:
     def switch(self, engine: Engine, versions: dict[int, str], since: float) -> None:
         """The weights were replaced under the requests in flight. since: time.monotonic(), while the engine stood."""
         engine.versions, engine.version = versions, max(versions)
-        engine.switches.append((since, engine.version))
+        engine.switches.append((time.monotonic(), since, engine.version))
 
     def go_on(self, engine: Engine) -> None:
         """The weights are proven: what was held back goes on."""

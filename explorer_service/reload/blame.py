@@ -18,7 +18,7 @@ from explorer_service.engines.pool import Engine
 from explorer_service.errors import EngineDied, LoadUndone, ProbeMismatch, StageFailed
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
-from shared.errors import EngineError, VersionError
+from shared.errors import EngineError, VersionError, VersionMissing
 from shared.ledger import transitions
 from shared.ledger.queries import VersionRow
 from shared.log import StageLogger
@@ -48,6 +48,10 @@ class Backoff:
         times = self._failed[version].times + 1 if version in self._failed else 1
         due_at = self._clock() + self._first_s * min(2 ** min(times - 1, 30), _LONGEST_WAIT)
         self._failed[version] = _Failed(times, due_at, reason)
+
+    def retry(self, version: int) -> None:
+        """The version may be tried at once, as if it were new."""
+        self._failed.pop(version, None)
 
     def forget(self, version: int) -> None:
         """The version was taken up: none before it matters any more."""
@@ -90,9 +94,17 @@ class Blame:
         why = f"{failures} engines died of it, or took too long; the last one: {reason}"
         return transitions.fail_version(connection, version, why, by=self._by)
 
-    async def reject(self, row: VersionRow, reason: str) -> None:
-        """The version is damaged: it never serves. Raises EngineError when root_dir is not there, LedgerError."""
-        await self._decide(row, reason, lambda c: transitions.reject_version(c, row.version, reason, by=self._by))
+    async def reject(self, row: VersionRow, error: VersionError | str) -> None:
+        """The version is damaged: it never serves. One that is only missing here has been proven nowhere.
+
+        Raises EngineError when root_dir is not there, LedgerError.
+        """
+        reason, only_unproven = str(error), isinstance(error, VersionMissing)
+        await self._decide(
+            row,
+            reason,
+            lambda c: transitions.reject_version(c, row.version, reason, by=self._by, only_unproven=only_unproven),
+        )
 
     async def _decide(self, row: VersionRow, reason: str, decide: Callable[[Connection], bool]) -> None:
         await asyncio.to_thread(self._judge.require_mounted)

@@ -5,23 +5,31 @@ from __future__ import annotations
 import asyncio
 import time
 
+from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.pool import Engine, EngineState
 from explorer_service.reload.probe import read_sampling_defaults
 from explorer_service.reload.reloading import Reloading
+from explorer_service.reload.take_up import LOADING
+from shared.errors import VersionMissing
+from shared.experience import Sampling
 from shared.ledger import queries
-from shared.ledger.queries import EngineRow
+from shared.ledger.queries import VersionRow
+from shared.log import StageLogger
 from shared.versions import version_path
+
+log = StageLogger("reload")
 
 
 class EngineFollower:
     """Follows one engine through the moves that its owner announces."""
 
-    def __init__(self, engine: Engine, shared: Reloading) -> None:
+    def __init__(self, engine: Engine, admin: EngineAdmin, shared: Reloading) -> None:
         self._engine = engine
+        self._admin = admin
         self._shared = shared
         self._pool = shared.pool
         self._settings = shared.config.explorer.reload
-        self._held_since = 0  # the generation since which replies are held back
+        self._missing: int | None = None  # the version whose folder was last looked for in vain
 
     async def follow(self) -> None:
         """Do as the row says, and acknowledge it. Raises LedgerError, VersionError."""
@@ -29,7 +37,7 @@ class EngineFollower:
         row = await self._shared.leases.read(engine.url)
         if row is None:
             return
-        if engine.hold.is_on and row.spoiled > self._held_since:
+        if engine.hold.is_on and row.spoiled > self._shared.leases.known_generation(engine.url):
             self._pool.spoil(engine, "another explorer's reload failed its proof")
         if row.state in (EngineState.SERVING, EngineState.DEGRADED) and row.version is not None:
             names = await asyncio.to_thread(self._read_names, row.version)
@@ -37,7 +45,7 @@ class EngineFollower:
                 return
             await self._serve(row.version, names, EngineState(row.state), time.monotonic() - row.switched_ago_s)
         elif row.state == EngineState.RELOADING:
-            await self._hold_back(row)
+            await self._hold_back()
         elif engine.is_open or engine.state is EngineState.UNAVAILABLE:
             self._pool.check(engine, "another explorer checks it")
         ending = [version for version in engine.in_flight_of if version not in engine.versions]
@@ -52,6 +60,22 @@ class EngineFollower:
             adapters = queries.served_adapters(connection, shared.leases.key(self._engine.url))
         return {**shared.named(0), **{number: shared.adapter_name(number, sha) for number, sha in adapters.items()}}
 
+    async def _read_defaults(self, version: int) -> Sampling | None:
+        """What the engine applies where a request sets nothing; None: the folder that says so is not there yet."""
+        try:
+            return await asyncio.to_thread(read_sampling_defaults, self._shared.config.root / version_path(version))
+        except VersionMissing as error:
+            if not await asyncio.to_thread(self._any_published):
+                return Sampling()  # the engine serves what it was started with
+            if self._missing != version:
+                log.warning("no chats for an engine until its version's folder is there", reason=str(error))
+            self._missing = version
+            return None
+
+    def _any_published(self) -> bool:
+        with self._shared.ledger.read() as connection:
+            return queries.any_published(connection)
+
     async def _serve(self, version: int, names: dict[int, str], state: EngineState, switched_at: float) -> None:
         engine = self._engine
         if engine.state is state and engine.version == version and engine.versions == names:
@@ -59,12 +83,14 @@ class EngineFollower:
         adapters = self._shared.loads_adapters  # then each request is computed by the version that it began with
         if engine.versions and engine.version != version and not adapters:
             self._pool.switch(engine, names, switched_at)
-        folder = self._shared.config.root / version_path(0 if adapters else version)
-        defaults = await asyncio.to_thread(read_sampling_defaults, folder)
+        defaults = await self._read_defaults(0 if adapters else version)
+        if defaults is None:
+            self._pool.check(engine, f"the folder of version {version} is not there")
+            return
         degraded = "its owner says so" if state is EngineState.DEGRADED else ""
         self._pool.serve(engine, names, defaults, degraded, version)
 
-    async def _hold_back(self, row: EngineRow) -> None:
+    async def _hold_back(self) -> None:
         """No new chats, and nothing more for those in flight: the engine's next token may be another version's."""
         engine = self._engine
         if engine.is_open:
@@ -72,5 +98,21 @@ class EngineFollower:
             if self._settings.streams == "finish":
                 await self._pool.wait_drained(engine, self._settings.drain_s)
         if not engine.hold.is_on:
-            self._held_since = row.generation
             self._pool.hold_back(engine)
+
+    async def inherit(self, newest: VersionRow | None) -> None:
+        """This explorer owns the engine from now on. May what is in flight go on, if a take-up was under way?
+
+        It may, when the engine was never resumed with other weights than those that it should hold or has proven.
+        Raises EngineError, LedgerError, VersionError.
+        """
+        if self._engine.is_open:
+            await self.follow()  # to what the owner before did last
+        row = await self._shared.leases.read(self._engine.url)
+        if row is None or row.state != EngineState.RELOADING:
+            return
+        label = await self._admin.read_label() or ""
+        known = [row.version] if newest is None else [row.version, newest.version]
+        if not label.startswith((LOADING, *(f"{version}:" for version in known))):
+            self._pool.spoil(self._engine, "an explorer died while it reloaded the engine")
+            self._shared.leases.note_spoiled(self._engine.url)

@@ -50,11 +50,13 @@ class VersionJudge:
         self._appear_s = config.explorer.reload.appear_s
         self._ledger = ledger
         self._missing_since: dict[int, float] = {}  # time.monotonic(); by version
+        self._missing: dict[int, str] = {}  # what is missing; by version
 
     async def examine(self, row: VersionRow) -> TargetVersion | None:
         """A version that may go into an engine once it is staged, which checks its hashes, too.
 
-        Returns None when the version, or version 0, is not there yet.
+        Returns None when the version, or version 0, is not there yet. One that an engine has proven is somewhere: then
+        this machine does not see it, however long that lasts (`overdue`).
         Raises VersionError when the version is to be rejected, EngineError when root_dir holds no version at all.
         """
         try:
@@ -67,11 +69,21 @@ class VersionJudge:
             target = await asyncio.to_thread(self._find, row, base)
         except VersionMissing as error:
             await asyncio.to_thread(self.require_mounted)
-            if time.monotonic() - self._note(row, str(error)) < self._appear_s:
+            since = self._note(row, str(error))
+            if time.monotonic() - since < self._appear_s or row.served_at is not None:
                 return None
-            raise VersionError(f"{error}; it has been looked for during {self._appear_s:g} s") from error
+            raise VersionMissing(self._describe(row)) from error
         self._missing_since.pop(row.version, None)
         return target
+
+    def overdue(self, row: VersionRow) -> str | None:
+        """Why a version that an engine has proven cannot be had here; None when it can, or may still appear."""
+        since = self._missing_since.get(row.version)
+        is_overdue = since is not None and time.monotonic() - since >= self._appear_s
+        return f"{self._describe(row)}; is root_dir mounted?" if is_overdue and row.served_at is not None else None
+
+    def _describe(self, row: VersionRow) -> str:
+        return f"{self._missing[row.version]}; it has been looked for during {self._appear_s:g} s"
 
     def _find(self, row: VersionRow, base: Base | None) -> TargetVersion:
         manifest = require_well_formed(self._root, row, base)
@@ -92,6 +104,7 @@ class VersionJudge:
         """Since when the version has been missing. Logged once."""
         if row.version not in self._missing_since:
             log.warning("version is not there yet", version=row.version, reason=reason, appear_s=self._appear_s)
+        self._missing[row.version] = reason
         return self._missing_since.setdefault(row.version, time.monotonic())
 
     def _base(self) -> Base | None:

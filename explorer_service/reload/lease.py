@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from sqlalchemy import Connection
+
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.membership import Membership
 from shared.errors import LedgerError
@@ -35,6 +37,10 @@ class ReloadLease:
                 yield
             finally:
                 await self._release()
+
+    def renew(self, connection: Connection) -> bool:
+        """Whether the lease is still ours, in a transaction of whoever is about to pause an engine."""
+        return transitions.renew_lease(connection, LEASE, self._owner)
 
     async def settle(self) -> None:
         """Give the lease back if that failed before."""

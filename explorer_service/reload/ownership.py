@@ -7,15 +7,17 @@ that has the engine acknowledges that generation once it gives the engine no mor
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from sqlalchemy import Connection
 
 from explorer_service.errors import NotOwner
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.membership import Membership
+from shared.clock import asleep_s
 from shared.config import EngineAddress, is_loopback
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
@@ -25,6 +27,15 @@ from shared.process import machine_name
 
 log = StageLogger("reload")
 POLL_S = 0.05  # how often an acknowledgement, or the end of another explorer's reload, is asked for
+_SHORT_SLEEP_S = 0.5  # a machine that was suspended for less need not ask who owns what
+
+
+class _Told(NamedTuple):
+    """What this explorer has last announced of an engine."""
+
+    state: str
+    version: int | None
+    generation: int
 
 
 class EngineLeases:
@@ -40,6 +51,9 @@ class EngineLeases:
         self._writer = writer
         self._membership = membership
         self._acquired_at: dict[str, float] = {}  # time.monotonic(); by engine url
+        self._told: dict[str, _Told] = {}  # by engine url; none while it is not known whether it was stored
+        self._asleep_s = asleep_s()  # as of the last look
+        self._woke_at = -math.inf  # time.monotonic(): when it was noticed that this machine had been suspended
         self._spoiled: set[str] = set()  # urls
         self._switched_at: dict[str, float] = {}  # time.monotonic(); by engine url
         self._keys = {engine.url: engine_key(engine) for engine in engines}
@@ -74,11 +88,18 @@ class EngineLeases:
         if heartbeat_at > acquired_at and self.key(url) not in self._membership.owned:
             return False  # the lease ran out while this explorer stood still, and another one has the engine
         renewed_at = max(acquired_at, heartbeat_at)  # every heartbeat renews all leases that are left
-        return time.monotonic() < renewed_at + transitions.ENGINE_LEASE_S * 2 / 3
+        if (asleep := asleep_s()) > self._asleep_s + _SHORT_SLEEP_S:  # the database's clock went on meanwhile
+            self._asleep_s, self._woke_at = asleep, time.monotonic()
+        return self._woke_at < renewed_at and time.monotonic() < renewed_at + transitions.ENGINE_LEASE_S * 2 / 3
+
+    def believes_to_own(self, url: str) -> bool:
+        """Whether this explorer owned the engine when it last asked, however long ago."""
+        return url in self._acquired_at
 
     def forget(self, url: str) -> None:
         """Ask the ledger next time."""
         self._acquired_at.pop(url, None)
+        self._spoiled.discard(url)
         self._switched_at.pop(url, None)  # another owner may have replaced them again
 
     def note_spoiled(self, url: str) -> None:
@@ -97,6 +118,7 @@ class EngineLeases:
         also: what becomes true with it, in the same transaction. Raises NotOwner, LedgerError.
         """
         key, own, spoiled = self.key(url), self._membership.id, url in self._spoiled
+        self._told.pop(url, None)
         switched_at = self._switched_at.get(url)
 
         def write(connection: Connection) -> int | None:
@@ -112,13 +134,48 @@ class EngineLeases:
         if generation is None:
             self._lose(url)
         self._spoiled.discard(url)
+        self._told[url] = _Told(state, version, generation)
         return generation
 
-    async def confirm(self, url: str, generation: int) -> None:
-        """Raise NotOwner unless the engine is still ours, as of that generation: the last moment to turn back."""
-        key, own = self.key(url), self._membership.id
-        if not await self._writer.write(lambda c: transitions.confirm_engine(c, key, own, generation)):
+    def has_told(self, url: str, state: str, version: int | None) -> bool:
+        """Whether that is what this explorer has last announced of the engine."""
+        return (told := self._told.get(url)) is not None and told[:2] == (state, version)
+
+    def known_generation(self, url: str) -> int:
+        """The last move of the engine that this explorer has made or followed."""
+        told = self._told.get(url)
+        return max(-1 if told is None else told.generation, self._membership.acknowledged[self.key(url)].generation)
+
+    async def confirm(
+        self, url: str, generation: int, also: Callable[[Connection], bool] = lambda _connection: True
+    ) -> bool:
+        """Raise NotOwner unless the engine is still ours, as of that generation: the last moment to turn back.
+
+        also: what has to be so at the same moment. Returns whether it is. Renews the lease.
+        """
+        key, own, asked_at = self.key(url), self._membership.id, time.monotonic()
+
+        def write(connection: Connection) -> bool | None:
+            return also(connection) if transitions.confirm_engine(connection, key, own, generation) else None
+
+        confirmed = await self._writer.write(write)
+        if confirmed is None:
             self._lose(url)
+        self._acquired_at[url] = asked_at
+        return confirmed
+
+    async def require_held(self, url: str, generation: int | None = None) -> None:
+        """Raise NotOwner unless the engine is still ours: this explorer may have stood still since it last looked.
+
+        generation: of our last move, so that nobody has moved the engine since. The ledger is asked only when so much
+        time has passed that another explorer may have the engine. Raises LedgerError.
+        """
+        if self.holds(url):
+            return
+        if generation is None:
+            await self.require(url)
+        else:
+            await self.confirm(url, generation)
 
     async def require(self, url: str) -> None:
         """Raise NotOwner unless the engine is still ours; renews the lease."""

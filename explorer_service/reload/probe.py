@@ -13,9 +13,10 @@ import msgspec
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.errors import ProbeMismatch
 from shared.config import Tolerance
-from shared.errors import VersionError
+from shared.errors import VersionError, VersionMissing
 from shared.experience import Sampling
 from shared.probe import Probe
+from shared.versions import MANIFEST
 
 # Between trainer and engine, by the type that decides: the engine's, or where that is float32 the trainer's.
 TABLE = {
@@ -109,12 +110,14 @@ def _gap(scores: _Logprobs, expected: _Logprobs) -> Gap:
 def read_sampling_defaults(folder: Path) -> Sampling:
     """What vLLM applies where a request sets nothing: generation_config.json of the version it serves.
 
-    Raises VersionError.
+    Raises VersionError, VersionMissing while the version's folder is not there.
     """
     file = folder / "generation_config.json"
     try:
         found = msgspec.json.decode(file.read_bytes(), type=_GenerationConfig)
-    except FileNotFoundError:
+    except FileNotFoundError as exc:
+        if not (folder / MANIFEST).exists():
+            raise VersionMissing(f"{folder} is not there; is root_dir mounted?") from exc
         return Sampling()
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise VersionError(f"{file} cannot be read ({exc})") from exc

@@ -20,7 +20,15 @@ from sqlalchemy import Connection
 
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.pool import Engine, EngineState
-from explorer_service.errors import EngineDied, EngineRefused, EngineTimeout, EngineUnavailable, LoadUndone, StageFailed
+from explorer_service.errors import (
+    EngineDied,
+    EngineRefused,
+    EngineTimeout,
+    EngineUnavailable,
+    LoadUndone,
+    StageFailed,
+    TurnLost,
+)
 from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.probe import Bounds, prove
 from explorer_service.reload.reloading import Reloading
@@ -96,6 +104,7 @@ class FullTakeUp:
         self._pool = shared.pool
         self._leases = shared.leases
         self._settings = shared.config.explorer.reload
+        self._generation: int | None = None  # of the move that is under way
 
     def alone(self) -> AbstractAsyncContextManager[None]:
         """One engine of all stands still at a time."""
@@ -130,6 +139,9 @@ class FullTakeUp:
         """Whether the engine says that it holds the target, and proves it."""
         if await self._admin.read_label() != target.label:
             return False
+        await self._leases.require_held(self._engine.url)
+        if not self._engine.is_open:  # requests may stand in it
+            self._pool.hold_back(self._engine)
         try:
             await self._admin.resume()  # it may have been left paused
             await self._tolerance.prove_started(self._admin, target)
@@ -145,12 +157,13 @@ class FullTakeUp:
     async def run(self, target: TargetVersion, good: TargetVersion | None) -> None:
         """Returns when the engine has proven that it holds the target, staged before.
 
-        good: what goes back in when the load fails. Raises NotOwner and LedgerError when nothing was done; LoadUndone
+        good: what goes back in when the load fails. Raises TurnLost when nothing was done; NotOwner and LedgerError
+        when this explorer may not go on: the engine does nothing, or stands, until it is looked at again; LoadUndone
         when the load failed and `good` is back, proven, with all requests whole; EngineDied when the engine died or
         hung, or could not be brought back and is started anew; another EngineError when it went on with weights that
         it cannot prove: what was in flight is spoiled.
         """
-        bounds = await self._tolerance.bounds(target)
+        bounds = {one.version: await self._tolerance.bounds(one) for one in (target, good) if one is not None}
         mode = await self._clear_the_way(target)
         paused_at = time.monotonic()
         await self._admin.pause(mode)
@@ -161,7 +174,7 @@ class FullTakeUp:
             switched_at = (stood_at + time.monotonic()) / 2  # far from the last token before and the first one after
             self._pool.switch(self._engine, self._shared.named(held.version), switched_at)
             self._leases.note_switch(self._engine.url, switched_at)
-            await self._resume(held, bounds, paused_at)
+            await self._resume(held, bounds[held.version], paused_at)
         except EngineUnavailable as error:
             raise EngineDied(str(error)) from error
         self._shared.metrics.reload_gap.observe(time.monotonic() - paused_at)
@@ -171,6 +184,7 @@ class FullTakeUp:
     async def _resume(self, held: TargetVersion, bounds: Bounds, paused_at: float) -> None:
         """Let the engine sample again, and hold back what it sends until it has proven what it holds."""
         metrics = self._shared.metrics
+        await self._require_ours()
         self._pool.hold_back(self._engine)
         try:
             await self._admin.resume()
@@ -186,14 +200,15 @@ class FullTakeUp:
     async def _clear_the_way(self, target: TargetVersion) -> str:
         """Nobody gives the engine new chats any more. Returns how to pause it."""
         engine, drain_s = self._engine, 0.0
-        generation = await self._leases.announce(engine.url, EngineState.RELOADING, engine.version)
+        generation = self._generation = await self._leases.announce(engine.url, EngineState.RELOADING, engine.version)
         try:
             if self._settings.streams == "finish":
                 drain_s = self._settings.drain_s
                 self._pool.close(engine, f"taking up version {target.version}")
                 await self._pool.wait_drained(engine, drain_s)
             seeded = await self._leases.wait_followed(engine.url, generation, drain_s + FOLLOW_S)
-            await self._leases.confirm(engine.url, generation)
+            if not await self._leases.confirm(engine.url, generation, also=self._shared.reload_lease.renew):
+                raise TurnLost(f"another engine takes up a version now; {engine.name} waits for its turn again")
         finally:  # the others were told: the engine opens only with another announcement
             self._pool.close(engine, f"taking up version {target.version}")
         return "wait" if seeded or engine.seeded_in_flight else "keep"
@@ -214,13 +229,21 @@ class FullTakeUp:
         return None
 
     async def _load(self, target: TargetVersion) -> None:
+        await self._require_ours()
         await self._admin.write_label(f"{LOADING}{target.version}")
+        await self._require_ours()
         await self._admin.reload_weights(target.folder)
         await self._admin.reset_prefix_cache()
+        await self._require_ours()
         await self._admin.write_label(target.label)
+
+    async def _require_ours(self) -> None:
+        """Raise NotOwner when another explorer may have moved the engine while this one stood still."""
+        await self._leases.require_held(self._engine.url, self._generation)
 
     async def _restart(self, reason: str) -> NoReturn:
         """The engine holds parts of two versions, and sampling from them would kill it anyway."""
+        await self._require_ours()
         try:
             await self._admin.restart()
         except EngineRefused as error:

@@ -26,6 +26,7 @@ from shared.config import Config
 from shared.errors import StartupError, VersionError, VersionMissing
 from shared.ledger.queries import VersionRow
 from shared.log import StageLogger
+from shared.versions import WEIGHTS_SUFFIX, Manifest
 
 log = StageLogger("stage")
 
@@ -73,7 +74,9 @@ class Stage:
         with self._lock:
             chain = read_chain(self._root, version, manifest_sha256)
             sha256 = chain[-1].sha256
-            folder = self._staged.pop(sha256, None) or self._copy(chain)
+            folder = self._staged.pop(sha256, None)
+            if folder is None or not _is_whole(folder, chain[-1].manifest):
+                folder = self._copy(chain)
             self._staged[sha256] = folder
             kept = {f"v{number:06d}" for number in in_use}
             for old in list(self._staged)[: -self._keep]:
@@ -94,11 +97,25 @@ class Stage:
                     "what is staged is no base; building on a whole version", version=version, reason=str(error)
                 )
                 copy_version(chain, _empty(temporary))
-            folder = temporary.rename(self._folder / f"v{version:06d}-{chain[-1].sha256[:16]}")
+            folder = self._folder / f"v{version:06d}-{chain[-1].sha256[:16]}"
+            shutil.rmtree(folder, ignore_errors=True)  # what is left of it, if somebody has emptied it
+            temporary.rename(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         log.info("staged", version=version, seconds=time.monotonic() - started)
         return folder
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    """Whether what was staged is still there: somebody may have emptied the folder to make room."""
+    files = {name: entry for name, entry in manifest.files.items() if not name.endswith(WEIGHTS_SUFFIX)}
+    for name, entry in {**files, **manifest.weights}.items():
+        try:
+            if (folder / name).stat().st_size != entry.size:
+                return False
+        except OSError:
+            return False
+    return True
 
 
 def _empty(folder: Path) -> Path:

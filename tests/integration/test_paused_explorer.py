@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -117,3 +118,108 @@ def test_an_explorer_that_was_paused_follows_the_new_owner_and_labels_what_it_re
     labels = {row.msg_id: "v000001" if row.version_end == 1 else "start" for row in rows}
     assert {name: labels[name] for name in said} == said
     assert scripted_engine.script.calls.count("reload v000001") == 1
+
+
+def publish_row(root: Path, ledger: Ledger, version: int) -> None:
+    write_scripted_version(root, version, -1.0 - version)
+    with ledger.write() as connection:
+        parent = version - 1 if version else None
+        transitions.publish(connection, version=version, parent=parent, kind="full", step=version)
+
+
+def both_serve(pair: list[Explorer], version: int) -> None:
+    weights = f"v{version:06d}"
+    wait_for(lambda: all(explorer.chat()[1] == weights for explorer in pair), f"version {version}", 30)
+
+
+ON_SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+
+
+@ON_SQLITE
+def test_an_owner_that_stood_still_in_a_take_up_does_nothing_more_to_an_engine_that_another_one_has_moved(
+    pair, scripted_engine, tmp_path, ledger
+):
+    publish_row(tmp_path, ledger, 0)
+    both_serve(pair, 0)
+    script, before, stopped = scripted_engine.script, owner_of_engine(ledger), threading.Event()
+
+    def stop() -> None:
+        if not stopped.is_set():
+            pair[0].process.send(signal.SIGSTOP)
+            stopped.set()
+
+    script.on_call["/pause"] = stop
+    publish_row(tmp_path, ledger, 1)
+    assert stopped.wait(20)
+    wait_for(lambda: owner_of_engine(ledger) not in (before, None), "another owner", 30)
+    for version in (1, 2):
+        both_serve(pair[1:], version)
+        if version == 1:
+            publish_row(tmp_path, ledger, 2)
+    calls = len(script.calls)
+    pair[0].process.send(signal.SIGCONT)
+    wait_for(lambda: len(generations := followed(ledger)) == 2 and len(set(generations)) == 1, "a follower", 20)
+    both_serve(pair, 2)
+    assert not [call for call in script.calls[calls:] if call.startswith("reload") or call == "/resume"]
+    assert script.label.startswith("2:")
+
+
+@ON_SQLITE
+def test_an_owner_that_stood_still_does_not_resume_an_engine_in_another_ones_load(
+    pair, scripted_engine, tmp_path, ledger
+):
+    script = scripted_engine.script
+    publish_row(tmp_path, ledger, 0)
+    both_serve(pair, 0)
+    before, script.delay_s = owner_of_engine(ledger), 60.0
+    caller = threading.Thread(target=ask_in_vain, args=(pair[0],))
+    caller.start()
+    wait_for(lambda: len(script.bodies) > 0, "a chat in flight")
+    time.sleep(1.0)  # the owner has seen it there
+    pair[0].process.send(signal.SIGSTOP)
+    wait_for(lambda: owner_of_engine(ledger) not in (before, None), "another owner", 30)
+    time.sleep(5.0)  # longer than a chat may stand before an engine is taken for paused by nobody
+    script.hung_loads = {"v000001"}
+    publish_row(tmp_path, ledger, 1)
+    wait_for(lambda: "reload v000001" in script.calls, "the load", 30)
+    calls, generations = len(script.calls), followed(ledger)
+    pair[0].process.send(signal.SIGCONT)
+    wait_for(lambda: len(found := followed(ledger)) == 2 and found != generations, "a follower", 20)
+    assert "/resume" not in script.calls[calls:] and script.paused
+    script.hung_loads, script.delay_s = set(), 0.0
+    pair[0].process.kill()
+    caller.join()
+
+
+def ask_in_vain(explorer: Explorer) -> None:
+    with contextlib.suppress(httpx.HTTPError):  # the explorer is killed
+        explorer.chat()
+
+
+@ON_SQLITE
+def test_a_follower_that_stood_still_in_a_reload_labels_the_chats_that_waited_for_it(
+    pair, scripted_engine, tmp_path, ledger
+):
+    publish_row(tmp_path, ledger, 0)
+    both_serve(pair, 0)
+    pair[1].process.send(signal.SIGSTOP)
+    publish_row(tmp_path, ledger, 1)
+    both_serve(pair[:1], 1)
+    said: dict[str, str] = {}
+
+    def customer() -> None:
+        name, weights = pair[1].chat()
+        said[name] = weights
+
+    customers = [threading.Thread(target=customer) for _ in range(6)]
+    for thread in customers:
+        thread.start()
+    time.sleep(0.5)  # they are connected, and wait
+    pair[1].process.send(signal.SIGCONT)
+    for thread in customers:
+        thread.join()
+    with ledger.read() as connection:
+        rows = connection.execute(select(experiences.c.msg_id, experiences.c.version_end)).all()
+    labels = {row.msg_id: f"v{row.version_end:06d}" for row in rows}
+    assert len(said) == 6
+    assert {name: labels[name] for name in said} == said

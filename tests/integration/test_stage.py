@@ -138,6 +138,19 @@ def test_a_staged_version_that_was_damaged_is_no_base_for_the_next(weights, tmp_
     )
 
 
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_staged_version_of_which_files_are_gone_is_staged_anew(weights, tmp_path, version):
+    stage = Stage(weights.root, tmp_path / "staged", keep=2)
+    folder = stage.stage(version)
+    before = contents(folder)
+    for file in folder.iterdir():
+        file.unlink()
+    assert stage.stage(version) == folder
+    assert contents(folder) == before
+    (folder / FILES[0]).write_bytes(b"half")
+    assert contents(stage.stage(version)) == before
+
+
 def test_a_version_that_is_not_as_it_was_published_gets_no_name(weights, tmp_path):
     stage = Stage(weights.root, tmp_path / "staged", keep=2)
     stage.stage(1)

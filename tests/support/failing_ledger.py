@@ -11,9 +11,15 @@ from sqlalchemy import Engine, event
 
 from shared.errors import LedgerError
 
+_TABLES = "versions|engines|explorers|leases|load_failures|decisions|calibrations"
+# heartbeats, and the thread that looks for the newest version
+_OF_OTHERS = re.compile(
+    r"SET owner_until = \S+ WHERE owner = |SET until=\S+ WHERE leases\.owner|^SELECT .* DESC LIMIT 1$"
+)
+
 
 class FailingLedger:
-    """Refuses one statement about versions, engines or the other explorers, counted from when it is armed."""
+    """Refuses one statement of a take-up, counted from when it is armed."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -26,8 +32,8 @@ class FailingLedger:
         self._left, self._only, self.refused = number, statement, None
 
     def look_at(self, _connection: object, _cursor: object, statement: str, *_: object) -> None:
-        of_a_take_up = re.match(r"(SELECT|UPDATE|INSERT INTO) .*\b(versions|engines|explorers)\b", statement, re.S)
-        of_others = "explorers SET" in statement or "SET owner_until" in statement or "LIMIT 1" in statement
+        of_a_take_up = re.match(rf"(SELECT|UPDATE|INSERT INTO|DELETE) .*\b({_TABLES})\b", statement, re.S)
+        of_others = "explorers SET" in statement or _OF_OTHERS.search(statement)
         here = threading.current_thread() is threading.main_thread()  # the test itself
         if not of_a_take_up or of_others or here:
             return

@@ -61,4 +61,5 @@ class Script:
     probes: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     paused: bool = False
+    pause_modes: list[str] = field(default_factory=list)  # as they were asked for
     bodies: list[dict[str, Any]] = field(default_factory=list)

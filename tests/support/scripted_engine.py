@@ -133,6 +133,7 @@ class ScriptedEngine:
 
     async def _admin(self, request: web.Request) -> web.Response:
         self.script.calls.append(request.path)
+        self.script.pause_modes += request.query.getall("mode", [])
         if request.path != "/reset_prefix_cache":
             self.script.paused = request.path == "/pause"
         if request.path == "/resume" and self.script.loaded == "nothing":
@@ -140,8 +141,7 @@ class ScriptedEngine:
         return web.json_response({})
 
     async def _reload(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        folder = Path(body["kwargs"]["weights_path"])
+        folder = Path((await request.json())["kwargs"]["weights_path"])
         self.script.calls.append(f"reload {folder.name}")
         began = time.monotonic()
         await asyncio.sleep(self.script.reload_s)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.pool import EnginePool
-from explorer_service.errors import WeightsUnproven
+from explorer_service.errors import NoEngine, WeightsUnproven
+from explorer_service.membership import Membership
 from explorer_service.reload.blame import Backoff
-from explorer_service.reload.ownership import engine_key
+from explorer_service.reload.ownership import EngineLeases, engine_key
 from shared.config import EngineAddress
 from shared.experience import Sampling
 
@@ -65,6 +67,64 @@ async def test_a_request_is_labelled_by_when_its_parts_came():
     assert slot.first_version == 2
 
 
+async def test_a_request_that_began_before_a_switch_was_noted_is_labelled_by_when_the_weights_were_replaced():
+    """A follower that stood still hears of a switch after it has sent requests to the new weights."""
+    pool = EnginePool([EngineAddress(name="e0", url="http://e0")], 1.0)
+    (engine,) = pool.engines
+    pool.serve(engine, {1: "agent"}, Sampling())
+    slot = await pool.acquire(None)
+    pool.switch(engine, {2: "agent"}, slot.began_at - 5)
+    later = await pool.acquire(None)
+    pool.switch(engine, {3: "agent"}, later.began_at + 10)
+    slot.last_at = later.last_at = later.began_at + 1
+    assert (slot.last_version, later.last_version) == (2, 2)
+
+
+async def test_who_does_not_know_what_engines_serve_gives_out_no_place_and_passes_nothing_on():
+    pool = EnginePool([EngineAddress(name="e0", url="http://e0")], 10.0)
+    pool.serve(pool.engines[0], {1: "agent"}, Sampling())
+    pool.know_until(time.monotonic(), time.monotonic())
+    asked, passed = asyncio.create_task(pool.acquire(None)), asyncio.create_task(pool.wait_awake())
+    await asyncio.sleep(0)
+    assert pool.waiting == 1 and not asked.done() and not passed.done()
+    pool.know_until(time.monotonic() + 60, time.monotonic() + 60)
+    assert (await asked).version == 1
+    await passed
+
+
+async def test_who_never_learns_what_engines_serve_is_refused_and_records_nothing():
+    pool = EnginePool([EngineAddress(name="e0", url="http://e0")], 0.01)
+    pool.serve(pool.engines[0], {1: "agent"}, Sampling())
+    pool.know_until(time.monotonic(), time.monotonic())
+    with pytest.raises(NoEngine, match="is the database up"):
+        await pool.acquire(None)
+    with pytest.raises(WeightsUnproven, match="stood still"):
+        await pool.wait_awake()
+
+
+class OneAnswer:
+    """A ledger's writer that says yes."""
+
+    async def write(self, work: object) -> bool:
+        return True
+
+
+async def test_a_lease_counts_for_nothing_after_the_machine_has_slept_until_it_is_renewed(monkeypatch):
+    slept = [5.0]
+    monkeypatch.setattr("explorer_service.reload.ownership.asleep_s", lambda: slept[0])
+    membership = Membership(OneAnswer(), {})
+    leases = EngineLeases(None, OneAnswer(), membership, [EngineAddress(name="e0", url="http://e0")])
+    assert await leases.acquire("http://e0") and leases.holds("http://e0")
+    slept[0] += 0.1
+    assert leases.holds("http://e0")
+    slept[0] += 600
+    assert not leases.holds("http://e0")
+    assert await leases.acquire("http://e0") and leases.holds("http://e0")
+    membership.owned = frozenset()
+    membership.heartbeat_at = time.monotonic() + 1  # it says that another explorer has the engine
+    assert not leases.holds("http://e0")
+
+
 def test_a_version_is_tried_again_after_a_time_that_doubles_and_another_one_at_once():
     now = [100.0]
     backoff = Backoff(5.0, lambda: now[0])
@@ -80,6 +140,8 @@ def test_a_version_is_tried_again_after_a_time_that_doubles_and_another_one_at_o
     backoff.forget(1)
     backoff.note(1, "again")
     assert backoff.wait_s(1) == 5
+    backoff.retry(1)
+    assert backoff.wait_s(1) == 0.0 and backoff.reason(1) == ""
 
 
 def test_a_loopback_url_of_another_machine_is_another_engine(monkeypatch):

@@ -40,6 +40,7 @@ from shared.ledger.queries.versions import (
     DecisionRow,
     Rewards,
     VersionRow,
+    any_published,
     find_versions,
     list_decisions,
     list_versions,
@@ -50,9 +51,9 @@ from shared.ledger.queries.versions import (
 
 __all__ = [
     "DecisionRow", "EngineRow", "Followed", "LedgerProgress", "Pace", "Rewards", "StateRow", "Target", "Targets",
-    "TrainerRow", "Tripped", "VersionRow", "any_lease_expired", "any_stream_open", "count_by_state", "count_ready",
-    "count_rows", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest", "find_targets", "find_trainer",
-    "find_versions", "held_rows", "is_to_blame", "known_choices", "leased_versions", "ledger_status",
+    "TrainerRow", "Tripped", "VersionRow", "any_lease_expired", "any_published", "any_stream_open", "count_by_state",
+    "count_ready", "count_rows", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest", "find_targets",
+    "find_trainer", "find_versions", "held_rows", "is_to_blame", "known_choices", "leased_versions", "ledger_status",
     "list_decisions", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers", "load_lease",
     "load_signals", "newest_version", "oldest_done", "oldest_ready", "owned_engines", "pace", "pinned_versions",
     "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds", "remembered_answer",

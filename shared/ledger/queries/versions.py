@@ -57,6 +57,12 @@ def list_versions(connection: Connection) -> list[VersionRow]:
     return [VersionRow(**row._mapping) for row in connection.execute(select(versions).order_by(versions.c.version))]
 
 
+def any_published(connection: Connection) -> bool:
+    """Whether a version was ever published, whatever has become of it."""
+    published = select(versions.c.version).where(versions.c.state != VersionState.RESERVED).limit(1)
+    return connection.execute(published).first() is not None
+
+
 def find_versions(connection: Connection, numbers: Collection[int]) -> dict[int, VersionRow]:
     """Those of these versions that there are."""
     found = connection.execute(select(versions).where(versions.c.version.in_(numbers)))

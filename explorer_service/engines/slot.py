@@ -1,0 +1,44 @@
+"""A request's place at an engine, and by which versions its answer was sampled."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from explorer_service.engines.hold import Hold
+
+if TYPE_CHECKING:
+    from explorer_service.engines.pool import Engine
+
+
+@dataclass(slots=True)
+class EngineSlot:
+    """A request's place at an engine. Times are time.monotonic()."""
+
+    engine: Engine
+    version: int  # in service there when the request began
+    model: str  # the name by which the engine knows that version
+    hold: Hold
+    seeded: bool = False
+    began_at: float = field(default_factory=time.monotonic)
+    first_at: float = -math.inf  # when the first part of a streamed answer came
+    last_at: float = math.inf  # when the last part that was read came
+
+    @property
+    def first_version(self) -> int:
+        """The version that sampled the first token. (Of a whole answer: that served when the request began.)"""
+        return self._version_at(self.first_at)
+
+    @property
+    def last_version(self) -> int:
+        """The version that sampled the last token."""
+        return self._version_at(self.last_at)
+
+    def _version_at(self, when: float) -> int:
+        found = self.version
+        for noted_at, since, version in self.engine.switches:
+            if self.began_at < noted_at and since <= when:
+                found = version
+        return found

@@ -1,0 +1,203 @@
+"""Which version an engine is given, and which it serves until then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from explorer_service.reload import follow
+from explorer_service.reload.judge import VersionJudge
+from shared.errors import VersionMissing
+from shared.experience import Sampling
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from tests.support.reloads import SETTINGS, announced, reject, shown, states, take_the_turn
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.servers import publish, served, wait_until, write_scripted_version
+
+
+@pytest.fixture
+def database_url():
+    """SQLite alone: nothing here depends on the database."""
+    return
+
+
+@pytest.fixture
+def second_engine() -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine()
+    yield engine
+    engine.stop()
+
+
+def test_an_engine_is_not_opened_as_version_0_when_every_version_was_given_up(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    publish(explorer, 0)
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: served(explorer) == "1")
+    reject(explorer, 1, 0)
+    wait_until(lambda: shown(explorer)["state"] == "checking")
+    assert announced(explorer)[0] == "checking"
+    explorer.stop()
+    again = start_explorer([scripted_engine.url], reload=SETTINGS, engine_wait_s=1.0)
+    wait_until(lambda: "none may serve" in str(shown(again)["reason"]))
+    reply = again.chat()
+    assert reply.status_code == 503 and "X-Flywheel-Version" not in reply.headers
+    publish(again, 2, -3.0)
+    wait_until(lambda: shown(again)["state"] == "serving")
+    assert served(again) == "2"
+
+
+def test_an_engine_serves_what_it_was_started_with_while_a_trainer_has_only_reserved_a_number(
+    scripted_engine, start_explorer
+):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    with explorer.ledger.write() as connection:
+        assert transitions.reserve_version(connection, writer="t") == 0
+    explorer.stop()
+    assert served(start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()) == "0"
+
+
+@pytest.fixture
+def version_2(scripted_engine, second_engine, start_explorer) -> Iterator[Ledger]:
+    """Version 2, published while no explorer runs. Two engines hold version 1, which has served; the ledger."""
+    first = start_explorer([scripted_engine.url, second_engine.url], reload=SETTINGS).wait_ready()
+    for version in (0, 1):
+        publish(first, version, -1.0 - version)
+        wait_until(lambda: [engine.version for engine in first.deps.pool.serving] == [version] * 2)  # noqa: B023
+    first.stop()
+    write_scripted_version(first.config.root, 2, -3.0)
+    ledger = Ledger.open(first.config.ledger_url)
+    with ledger.write() as connection:
+        transitions.publish(connection, version=2, parent=1, kind="full", step=2)
+    yield ledger
+    ledger.close()
+
+
+def test_an_engine_that_holds_the_last_good_version_serves_it_until_it_may_take_up_the_newest(
+    version_2, scripted_engine, start_explorer
+):
+    take_the_turn(version_2, "ghost")
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS)
+    assert served(explorer) == "1"
+    take_the_turn(version_2, None)
+    wait_until(lambda: served(explorer) == "2")
+
+
+def test_of_two_engines_that_start_anew_with_a_newer_version_one_serves_at_any_time(
+    version_2, scripted_engine, second_engine, start_explorer
+):
+    scripts = [scripted_engine.script, second_engine.script]
+    for script in scripts:
+        script.hung_loads = {"v000002"}
+    explorer = start_explorer([scripted_engine.url, second_engine.url], reload=SETTINGS)
+    wait_until(lambda: any("reload v000002" in script.calls for script in scripts))
+    assert served(explorer) == "1"
+    for script in scripts:
+        script.hung_loads = set()
+    wait_until(lambda: [engine.version for engine in explorer.deps.pool.serving] == [2, 2])
+
+
+def test_a_proven_version_is_not_rejected_for_a_machine_that_does_not_see_its_folder(
+    scripted_engine, second_engine, start_explorer, monkeypatch
+):
+    healthy = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    publish(healthy, 0)
+    wait_until(lambda: served(healthy) == "0")
+    find, blind = VersionJudge._find, [True]
+
+    def find_or_not(self, row, base):
+        if blind and self._appear_s == 0.5 and row.version == 1:
+            raise VersionMissing("v000001: cannot be read (Stale file handle)")
+        return find(self, row, base)
+
+    monkeypatch.setattr(VersionJudge, "_find", find_or_not)
+    sick = start_explorer([second_engine.url], reload=SETTINGS | {"appear_s": 0.5}).wait_ready()
+    wait_until(lambda: served(sick) == "0")
+    publish(healthy, 1, -2.0)
+    wait_until(lambda: served(healthy) == "1")
+    wait_until(lambda: shown(sick)["state"] == "degraded")
+    assert "Stale file handle" in str(shown(sick)["reason"])
+    assert (served(sick), states(sick)[1]) == ("0", "SERVING")
+    blind.clear()
+    wait_until(lambda: served(sick) == "1" and shown(sick)["state"] == "serving")
+
+
+def test_a_withdrawn_version_does_not_serve_on_for_the_interval_between_two_reloads(scripted_engine, start_explorer):
+    settings = SETTINGS | {"min_interval_s": 30.0}
+    explorer = start_explorer([scripted_engine.url], reload=settings).wait_ready()
+    scripted_engine.start_on(write_scripted_version(explorer.config.root, 0, -1.0))
+    with explorer.ledger.write() as connection:  # it holds version 0 already, and is not reloaded for it
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    wait_until(lambda: states(explorer)[0] == "SERVING")
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: served(explorer) == "1")
+    reject(explorer, 1)
+    wait_until(lambda: served(explorer) == "0")
+
+
+def test_versions_that_fail_one_after_the_other_pause_an_engine_no_more_often_than_good_ones(
+    scripted_engine, start_explorer
+):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS | {"min_interval_s": 2.0}).wait_ready()
+    script = scripted_engine.script
+    publish(explorer, 0)
+    wait_until(lambda: script.loaded == "v000000" and shown(explorer)["state"] == "serving")
+    script.failed_loads = {"v000001", "v000002"}
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: states(explorer)[1] == "REJECTED" and shown(explorer)["state"] == "serving")
+    publish(explorer, 2, -3.0)
+    time.sleep(0.5)  # long enough to load it
+    publish(explorer, 3, -4.0)
+    wait_until(lambda: served(explorer) == "3")
+    assert "reload v000002" not in script.calls
+
+
+def test_what_goes_back_in_is_proven_by_its_own_tolerance(scripted_engine, start_explorer):
+    """Version 1 is of a trainer in bfloat16, which may be further from the engine than version 2's in float32."""
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    script = scripted_engine.script
+    publish(explorer, 0)
+    wait_until(lambda: states(explorer)[0] == "SERVING")
+    script.noise = 0.05
+    publish(explorer, 1, -2.0, arithmetic="bfloat16")
+    wait_until(lambda: served(explorer) == "1")
+    script.failed_loads, calls = {"v000002"}, len(script.calls)
+    publish(explorer, 2, -3.0)
+    wait_until(lambda: states(explorer)[2] == "REJECTED" and shown(explorer)["state"] == "serving")
+    loads = [call for call in script.calls[calls:] if call.startswith("reload")]
+    assert loads == ["reload v000002", "reload v000001"] and served(explorer) == "1"
+
+
+def test_a_follower_gives_an_engine_no_chats_before_it_knows_how_the_version_is_sampled(
+    scripted_engine, start_explorer, monkeypatch
+):
+    both = [start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready() for _ in range(2)]
+    publish(both[0], 0)
+    wait_until(lambda: all(served(explorer) == "0" and states(explorer)[0] == "SERVING" for explorer in both))
+    owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
+    read, late = follow.read_sampling_defaults, [True]
+
+    def read_or_not(folder):
+        if late and folder.name == "v000001":
+            raise VersionMissing(f"{folder} is not there")
+        return read(folder)
+
+    monkeypatch.setattr(follow, "read_sampling_defaults", read_or_not)
+    config = b'{"temperature": 0.25}'
+    write_scripted_version(owner.config.root, 1, -2.0, files={"generation_config.json": config})
+    with owner.ledger.write() as connection:
+        transitions.publish(connection, version=1, parent=0, kind="full", step=1)
+    wait_until(lambda: served(owner) == "1")
+    wait_until(lambda: shown(other)["state"] == "checking" and "is not there" in str(shown(other)["reason"]))
+    late.clear()
+    wait_until(lambda: served(other) == "1")
+    assert other.deps.pool.engines[0].sampling_defaults.temperature == 0.25
+
+
+def test_the_sampling_of_a_version_without_a_folder_is_not_known(tmp_path):
+    folder = write_scripted_version(tmp_path, 0, -1.0)
+    assert follow.read_sampling_defaults(folder) == Sampling()
+    with pytest.raises(VersionMissing, match="v000009 is not there"):
+        follow.read_sampling_defaults(tmp_path / "versions/v000009")

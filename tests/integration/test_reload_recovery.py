@@ -1,0 +1,158 @@
+"""What came in between heals by itself: a lost turn, an answer that comes too late, weights of somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from explorer_service.errors import NotOwner
+from shared.errors import LedgerError
+from shared.experience import VersionState
+from shared.ledger import transitions
+from shared.ledger.queries import read_engine
+from tests.support.reloads import SETTINGS, announced, reject, shown, states, take_the_turn
+from tests.support.servers import publish, served, wait_until
+
+
+@pytest.fixture
+def database_url():
+    """SQLite alone: nothing here depends on the database."""
+    return
+
+
+@pytest.mark.parametrize("is_withdrawn", [True, False])
+def test_others_serve_on_when_a_reload_was_announced_and_never_begun(scripted_engine, start_explorer, is_withdrawn):
+    """The announcement is stored, and its answer comes too late."""
+    both = [start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready() for _ in range(2)]
+    publish(both[0], 0)
+    publish(both[0], 1, -2.0)
+    wait_until(lambda: all(served(explorer) == "1" for explorer in both))
+    owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
+    ledger_leases, lost = owner.deps.leases, []
+    announce = ledger_leases.announce
+
+    async def announce_in_vain(url, state, version, **more):
+        generation = await announce(url, state, version, **more)
+        if state == "reloading" and not lost:
+            lost.append(generation)
+            if is_withdrawn:
+                reject(owner, 2)
+                await asyncio.sleep(0.2)  # it is not the newest any more
+            raise LedgerError("the database has not answered in time")
+        return generation
+
+    ledger_leases.announce = announce_in_vain
+    publish(both[0], 2, -3.0)
+    wait_until(lambda: bool(lost))
+    expected = 1 if is_withdrawn else 2
+    wait_until(lambda: announced(owner) == ("serving", expected))
+    wait_until(lambda: all(served(explorer) == str(expected) for explorer in (owner, other)))
+
+
+def test_an_engine_whose_turn_another_one_got_is_not_paused_and_takes_the_version_up_later(
+    scripted_engine, start_explorer
+):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    publish(explorer, 0)
+    wait_until(lambda: states(explorer)[0] == "SERVING")
+    ledger_leases, lost, calls = explorer.deps.leases, [], len(scripted_engine.script.calls)
+    wait_followed = ledger_leases.wait_followed
+
+    async def stand_still(url, generation, timeout_s):
+        seeded = await wait_followed(url, generation, timeout_s)
+        if not lost:
+            lost.append(generation)
+            take_the_turn(explorer.ledger, "ghost", 3.0)
+        return seeded
+
+    ledger_leases.wait_followed = stand_still
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: bool(lost))
+    wait_until(lambda: announced(explorer) == ("serving", 0))
+    assert served(explorer) == "0" and scripted_engine.script.calls[calls:] == []
+    take_the_turn(explorer.ledger, None)
+    wait_until(lambda: served(explorer) == "1")
+
+
+def test_a_version_that_was_withdrawn_while_it_was_loaded_does_not_serve(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    publish(explorer, 0)
+    wait_until(lambda: served(explorer) == "0")
+    named: list[str] = []
+    script = scripted_engine.script
+    script.hung_loads = {"v000001"}
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: "reload v000001" in script.calls)
+    reject(explorer, 1)
+    script.hung_loads = set()
+    wait_until(lambda: named.append(served(explorer)) or named[-1] == "0")
+    assert set(named) == {"0"} and states(explorer)[1] == VersionState.REJECTED
+    wait_until(lambda: announced(explorer) == ("serving", 0))
+
+
+def test_an_engine_that_says_it_holds_other_weights_than_it_serves_gets_the_right_ones_back(
+    scripted_engine, start_explorer
+):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    publish(explorer, 0)
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: served(explorer) == "1")
+    scripted_engine._hold(explorer.config.root / "versions/v000000")  # as someone with the engine's token may do
+    scripted_engine.script.label = "0:" + "0" * 16
+    wait_until(lambda: scripted_engine.script.loaded == "v000001")
+    wait_until(lambda: shown(explorer)["state"] == "serving")
+    assert served(explorer) == "1"
+
+
+def test_who_lost_an_engine_says_nothing_of_its_requests_when_it_has_the_engine_again(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    found = explorer.deps.leases
+    found.note_spoiled(scripted_engine.url)
+    with pytest.raises(NotOwner):
+        found._lose(scripted_engine.url)
+    publish(explorer, 1)
+    wait_until(lambda: served(explorer) == "1")
+    with explorer.ledger.read() as connection:
+        row = read_engine(connection, found.key(scripted_engine.url))
+    assert row is not None and row.spoiled == 0
+
+
+def test_a_version_that_an_operator_lets_engines_try_again_is_tried_at_once(scripted_engine, start_explorer):
+    settings = SETTINGS | {"retry_s": 600.0, "timeout_s": 1.0}
+    explorer = start_explorer([scripted_engine.url], reload=settings).wait_ready()
+    script = scripted_engine.script
+    publish(explorer, 0)
+    wait_until(lambda: states(explorer)[0] == "SERVING")
+    script.hung_loads = {"v000001"}
+    with explorer.ledger.write() as connection:  # the second time it is given up
+        transitions.count_load_failure(connection, 1, "another engine", "it hung")
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: states(explorer)[1] == "FAILED" and shown(explorer)["state"] == "serving")
+    script.hung_loads = set()
+    with explorer.ledger.write() as connection:
+        assert transitions.retry_version(connection, 1, by="operator")
+    wait_until(lambda: served(explorer) == "1")
+
+
+@pytest.mark.parametrize("is_seeded_at", ["owner", "follower", "neither"])
+def test_an_engine_with_seeded_requests_of_any_explorer_finishes_them_before_it_pauses(
+    scripted_engine, start_explorer, is_seeded_at
+):
+    both = [start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready() for _ in range(2)]
+    publish(both[0], 0)
+    wait_until(lambda: states(both[0])[0] == "SERVING")
+    wait_until(lambda: not any(explorer.deps.membership.is_alone for explorer in both))
+    owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
+    script = scripted_engine.script
+    script.pause_modes.clear()
+    script.delay_s, asked = 0.5, {"owner": owner, "follower": other, "neither": owner}[is_seeded_at]
+    more = {} if is_seeded_at == "neither" else {"seed": 7}
+    chat = threading.Thread(target=asked.chat, kwargs=more)
+    chat.start()
+    wait_until(lambda: asked.deps.pool.engines[0].in_flight > 0)
+    publish(both[0], 1, -2.0)
+    wait_until(lambda: bool(script.pause_modes))
+    chat.join()
+    assert script.pause_modes == ["keep" if is_seeded_at == "neither" else "wait"]
