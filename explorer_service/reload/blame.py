@@ -100,18 +100,23 @@ class Blame:
         Raises EngineError when root_dir is not there, LedgerError.
         """
         reason, only_unproven = str(error), isinstance(error, VersionMissing)
-        await self._decide(
+        is_rejected = await self._decide(
             row,
             reason,
             lambda c: transitions.reject_version(c, row.version, reason, by=self._by, only_unproven=only_unproven),
         )
+        if is_rejected:
+            self._shared.metrics.reload_failures.labels("unsound").inc()
 
-    async def _decide(self, row: VersionRow, reason: str, decide: Callable[[Connection], bool]) -> None:
+    async def _decide(self, row: VersionRow, reason: str, decide: Callable[[Connection], bool]) -> bool:
+        """Whether the version is given up now."""
         await asyncio.to_thread(self._judge.require_mounted)
-        if await self._shared.writer.write(decide):
-            log.error("version given up", version=row.version, reason=reason)
-            self._shared.metrics.reloads.labels("rejected").inc()
-            await self._shared.poller.refresh()  # so that it is not the newest any more
+        if not await self._shared.writer.write(decide):
+            return False
+        log.error("version given up", version=row.version, reason=reason)
+        self._shared.metrics.reloads.labels("rejected").inc()
+        await self._shared.poller.refresh()  # so that it is not the newest any more
+        return True
 
 
 def failure_name(error: EngineError | VersionError) -> str:

@@ -1,0 +1,75 @@
+"""The metrics of reloads: how long each took, by stage, and why others failed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from sqlalchemy import select
+
+from shared.ledger import transitions
+from shared.ledger.tables import versions
+from tests.support.script import Script
+from tests.support.servers import RunningExplorer, publish, served, wait_until, write_scripted_version
+
+DURATIONS = ("pause", "gap", "stage", "proof")
+
+
+def value(explorer: RunningExplorer, name: str) -> float:
+    """Of a metric with its labels; 0 where it has none yet."""
+    found = re.search(rf"^flywheel_reload_{re.escape(name)} (\S+)$", explorer.http.get("/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def state_of(explorer: RunningExplorer, version: int) -> str:
+    with explorer.ledger.read() as connection:
+        return str(connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar_one())
+
+
+def test_a_reload_is_counted_and_timed_once_in_each_of_its_stages(explorer, scripted_engine):
+    scripted_engine.script.reload_s = 0.2
+    before = {name: value(explorer, f"{name}_seconds_count") for name in DURATIONS}
+    publish(explorer, 1)
+    wait_until(lambda: served(explorer) == "1")
+    wait_until(lambda: value(explorer, 'versions_total{result="served"}') == 1)
+    assert {name: value(explorer, f"{name}_seconds_count") - before[name] for name in DURATIONS} == dict.fromkeys(
+        DURATIONS, 1.0
+    )
+    took = {name: value(explorer, f"{name}_seconds_sum") for name in DURATIONS}
+    assert took["gap"] >= took["pause"] >= 0.2
+    assert value(explorer, "lag_versions") == 0
+
+
+def damage(explorer: RunningExplorer, _: Script) -> None:
+    weights = explorer.config.root / "versions/v000002/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"X")
+
+
+def slip_in_a_pickle(explorer: RunningExplorer, _: Script) -> None:
+    (explorer.config.root / "versions/v000002/weights.bin").write_bytes(b"x")
+
+
+def fail_load(_: RunningExplorer, script: Script) -> None:
+    script.failed_loads = {"v000002"}
+
+
+def disprove(_: RunningExplorer, script: Script) -> None:
+    script.wrong_probe_for = {"v000002"}
+
+
+FAULTS = [(slip_in_a_pickle, "unsound"), (damage, "stage"), (fail_load, "load"), (disprove, "probe")]
+
+
+@pytest.mark.parametrize(("fault", "reason"), FAULTS)
+def test_a_version_that_is_not_taken_up_is_counted_by_the_reason(fault, reason, explorer, scripted_engine):
+    publish(explorer, 1)
+    wait_until(lambda: served(explorer) == "1")
+    write_scripted_version(explorer.config.root, 2, -2.0)
+    fault(explorer, scripted_engine.script)
+    with explorer.ledger.write() as connection:
+        transitions.publish(connection, version=2, parent=1, kind="full", step=2)
+    wait_until(lambda: state_of(explorer, 2) == "REJECTED")
+    wait_until(lambda: value(explorer, f'failures_total{{reason="{reason}"}}') >= 1)
+    others = {"stage", "load", "timeout", "probe", "death", "refused", "unsound"} - {reason}
+    assert not any(value(explorer, f'failures_total{{reason="{other}"}}') for other in others)
+    assert value(explorer, 'versions_total{result="rejected"}') == 1
