@@ -6,7 +6,6 @@ import contextlib
 from pathlib import Path
 
 import pytest
-
 from sqlalchemy import update
 
 from services.engine.launch import prepare_model
