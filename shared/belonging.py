@@ -35,10 +35,11 @@ def require_belonging(root: Path, ledger: Ledger) -> None:
 
 def require_known_versions(root: Path, ledger: Ledger) -> None:
     """Raise StartupError when there are more versions that the ledger does not know than one crash leaves."""
+    folders = version_folders(root)  # first: a trainer has reserved a number before it writes anything under it
     with ledger.read() as connection:
         rows = list_versions(connection)
     highest = rows[-1].version if rows else -1
-    unknown = [folder.name for folder in version_folders(root, above=max(highest, 0))]
+    unknown = [folder.name for folder in folders if version_number(folder) > max(highest, 0)]
     if unknown:
         raise StartupError(
             f"{root / 'versions'} holds {in_short(unknown)}, and the ledger {ledger.shown_url} "
@@ -77,10 +78,13 @@ def require_same_shape(config: Config, ledger: Ledger) -> None:
             )
 
 
-def version_folders(root: Path, above: int = -1) -> list[Path]:
-    """The folders of versions with a higher number than this, whole ones and those without a row."""
-    folders = (root / "versions").glob("v*")
-    return [folder for folder in folders if folder.name[1:].isdigit() and int(folder.name[1:]) > above]
+def version_folders(root: Path) -> list[Path]:
+    """The folders of versions, whole ones and those without a row."""
+    return [folder for folder in (root / "versions").glob("v*") if folder.name[1:].isdigit()]
+
+
+def version_number(folder: Path) -> int:
+    return int(folder.name[1:])
 
 
 def in_short(names: list[str]) -> str:

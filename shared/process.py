@@ -22,11 +22,23 @@ def process_name() -> str:
 
 def is_gone(name: str) -> bool:
     """Whether the process of that name ran on this machine and has ended; False where that cannot be known."""
+    began = _began(name)
+    return began is not None and began[1] not in (began[0], None)
+
+
+def is_running(name: str) -> bool:
+    """Whether the process of that name runs on this machine, be it stopped; False where that cannot be known."""
+    began = _began(name)
+    return began is not None and began[0] == began[1] != 0
+
+
+def _began(name: str) -> tuple[int, int | None] | None:
+    """When the process of that name began, as its name says and as the kernel says now; None: on another machine."""
     machine, _, rest = name.partition("-")
     if not machine or machine != _machine():
-        return False
+        return None
     pid, start, _ = rest.split("-")
-    return _start_of(int(pid)) not in (int(start), None)
+    return int(start), _start_of(int(pid))
 
 
 @functools.cache

@@ -11,14 +11,16 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from shared.adapters import require_adapter
+from shared.architecture import CONFIG, read_architecture, require_same_architecture
 from shared.chain import read_chain
 from shared.delta import require_delta
 from shared.errors import VersionError, VersionMissing
 from shared.ledger.queries import VersionRow
 from shared.tensors import Tensor, data_start, read_tensors, require_same_tensors
-from shared.versions import MANIFEST, Manifest, delta_name, read_manifest, verify_version
+from shared.versions import MANIFEST, FileEntry, Manifest, delta_name, read_manifest, verify_version
 
 _FOREIGN_SUFFIXES = (
     *(".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"),  # pickles, or what may hold one
@@ -33,13 +35,17 @@ class Base:
 
     fingerprint: str
     tensors: dict[str, Tensor]
+    config: FileEntry | None  # of config.json, by which most versions are known to have the same
+    architecture: dict[str, Any]
 
 
 def read_base(root: Path, first: VersionRow) -> Base:
     """Version 0, as later versions are compared with it. Raises VersionError."""
     with _named(folder := _inside(root, first.path)):
         manifest = _read_listed(root, folder, first)
-        return Base(manifest.base_fingerprint, read_tensors(folder))
+        config = manifest.files.get(CONFIG)
+        architecture = {} if config is None else read_architecture(folder)
+        return Base(manifest.base_fingerprint, read_tensors(folder), config, architecture)
 
 
 def require_sound(root: Path, row: VersionRow, base: Base | None) -> Manifest:
@@ -65,7 +71,17 @@ def require_well_formed(root: Path, row: VersionRow, base: Base | None) -> Manif
                 require_adapter(folder, base.tensors, base.fingerprint)
             else:
                 require_same_tensors(folder, tensors, base.tensors)
+                _require_same_model(folder, manifest, base)
         return manifest
+
+
+def _require_same_model(folder: Path, manifest: Manifest, base: Base) -> None:
+    config = manifest.files.get(CONFIG)
+    if base.config in (None, config):
+        return
+    if config is None:
+        raise VersionError(f"{folder}: {CONFIG} is missing, which version 0 has")
+    require_same_architecture(folder, read_architecture(folder), base.architecture)
 
 
 def _whole_folder(root: Path, folder: Path, manifest: Manifest) -> Path:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -247,10 +247,15 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def remove_temporary_versions(root: Path, keep: Collection[int] = ()) -> None:
-    """Delete the temporary folders of writers that died. keep: the numbers that writers may be at work on."""
+def temporary_versions(root: Path) -> list[Path]:
+    """The temporary folders of writers, of those that died and those that are at work."""
+    return list((root / "versions").glob(".tmp-*"))
+
+
+def remove_temporary_versions(folders: Iterable[Path], keep: Collection[int] = ()) -> None:
+    """Delete those of writers that died. keep: the numbers that writers may be at work on."""
     kept = tuple(f".tmp-{version_name(version)}-" for version in keep)
-    for folder in (root / "versions").glob(".tmp-*"):
+    for folder in folders:
         if not folder.name.startswith(kept):
             shutil.rmtree(folder, ignore_errors=True)
 

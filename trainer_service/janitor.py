@@ -2,17 +2,20 @@
 
 The trainer does it because it alone writes to the folder of versions. The ledger gives up a version's files first, in a
 statement that no reader's lease survives; then the folder is renamed, and then it is deleted. What a crash leaves
-undone is done the next time.
+undone is done the next time. After a jump of the ledger's clock leases look ended whose owners live: then nothing is
+deleted until they have renewed them.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 
 from shared.config import Config
 from shared.errors import LedgerError
 from shared.ledger import transitions
-from shared.ledger.connect import Ledger
+from shared.ledger.connect import Ledger, database_time
 from shared.ledger.queries import list_states, list_versions
 from shared.log import StageLogger
 from shared.process import process_name
@@ -21,22 +24,52 @@ from trainer_service.disk import GIB, set_aside, size_of, sweep
 from trainer_service.resume import SavedState, StateStore
 
 log = StageLogger("trainer")
+_RENEWED_S = transitions.VERSION_LEASE_S / 2  # in which who lives renews a lease; a smaller jump ends none
+
+
+class _ClockWatch:
+    """Whether the ledger's clock has jumped: put forward, or its host, or this one, asleep or suspended.
+
+    `clock` has to be one that stands still while this host sleeps, as all processes that renew a lease there do.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ahead_s: float | None = None  # of `clock`, at the last look
+        self._settled_at = -math.inf
+
+    def is_settled(self, database_now: float) -> bool:
+        """Whether every lease whose owner lives has been renewed since the last jump."""
+        now = self._clock()
+        ahead_s = database_now - now
+        if self._ahead_s is not None and ahead_s > self._ahead_s + _RENEWED_S:
+            log.warning("the ledger's clock has jumped; nothing is deleted for now", by_s=ahead_s - self._ahead_s)
+            self._settled_at = now + _RENEWED_S
+        self._ahead_s = ahead_s
+        return now >= self._settled_at
 
 
 class Janitor:
     """Keeps the folders of one trainer as section `versions` says."""
 
-    def __init__(self, config: Config, ledger: Ledger, states: StateStore) -> None:
+    def __init__(
+        self, config: Config, ledger: Ledger, states: StateStore, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = config.versions
         self._name = config.trainer.name
         self._folder = config.root / "versions"
         self._ledger = ledger
         self._states = states
         self._owner = process_name()
+        self._watch = _ClockWatch(clock)
 
     def run(self, current: SavedState | None) -> None:
         """Delete what is to go; current: the trainer's newest state. What fails is tried again the next time."""
         try:
+            with self._ledger.read() as connection:
+                now = database_time(connection)
+            if not self._watch.is_settled(now):
+                return
             self._give_up_versions()
             self._delete_versions()
             self._delete_states(current)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from shared.belonging import REMEDY, in_short, require_known_versions, version_folders
+from shared.belonging import REMEDY, in_short, require_known_versions, version_folders, version_number
 from shared.errors import StartupError
 from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import TrainerRow, find_trainer, list_states, list_versions
-from shared.versions import remove_temporary_versions, version_path
+from shared.versions import remove_temporary_versions, temporary_versions, version_path
 from trainer_service.resume import state_path
 
 
@@ -28,15 +28,18 @@ def remove_leftovers(root: Path, ledger: Ledger, trainer: str) -> TrainerRow | N
     Raises StartupError, with nothing deleted, when more is unknown than one crash leaves, or the saved state is gone.
     """
     require_known_versions(root, ledger)
+    # before the ledger is read: a trainer that begins to write meanwhile has reserved its number before that
+    folders, temporary = version_folders(root), temporary_versions(root)
     with ledger.read() as connection:
         row, rows = find_trainer(connection, trainer), list_versions(connection)
         kept = [state.path for state in list_states(connection, trainer)]
     reserved = {row.version: row.writer for row in rows if row.state == VersionState.RESERVED}
     begun = [state_path(trainer, number) for number, writer in reserved.items() if writer == trainer]
     _require_known_states(root, ledger, trainer, row, [*kept, *begun])
-    remove_temporary_versions(root, keep={number for number, writer in reserved.items() if writer != trainer})
+    remove_temporary_versions(temporary, keep={number for number, writer in reserved.items() if writer != trainer})
     own = [root / version_path(number) for number, writer in reserved.items() if writer == trainer]
-    for folder in [*own, *version_folders(root, above=rows[-1].version if rows else -1)]:
+    highest = rows[-1].version if rows else -1
+    for folder in [*own, *(folder for folder in folders if version_number(folder) > highest)]:
         shutil.rmtree(folder, ignore_errors=True)
     if row is not None:
         with ledger.write() as connection:

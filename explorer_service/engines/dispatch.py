@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -124,9 +125,9 @@ class Dispatcher:
         pool: EnginePool,
         http: EngineHttp,
         metrics: ExplorerMetrics,
-        pin: Callable[[int], Awaitable[None]] | None = None,
+        pin: Callable[[int], AbstractAsyncContextManager[None]] | None = None,
     ) -> None:
-        """pin: where engines load adapters, brings the version that a request names into service."""
+        """pin: where engines load adapters, has the version that a request names brought in while the request waits."""
         self.pool = pool
         self._pin = pin
         self._http = http
@@ -166,9 +167,11 @@ class Dispatcher:
             raise error
 
     async def _send(self, request: EngineRequest, avoid: list[str]) -> Exchange:
-        if self._pin is not None and request.version is not None:
-            await self._pin(request.version)
-        slot = await self.pool.acquire(request.version, seeded=request.seeded, affinity=request.affinity, avoid=avoid)
+        pin = nullcontext() if self._pin is None or request.version is None else self._pin(request.version)
+        async with pin:
+            slot = await self.pool.acquire(
+                request.version, seeded=request.seeded, affinity=request.affinity, avoid=avoid
+            )
         started = time.perf_counter()
         self._metrics.chat_in_flight.inc()
         headers = {"X-Request-Id": request.request_id, "Content-Type": "application/json"}

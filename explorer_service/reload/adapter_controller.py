@@ -14,7 +14,7 @@ from typing import TypeVar
 from sqlalchemy import Connection
 
 from explorer_service.engines.pool import Engine, EnginePool
-from explorer_service.errors import EngineUnavailable, LoadUndone, NotOwner, ProbeMismatch
+from explorer_service.errors import EngineDied, EngineUnavailable, LoadUndone, NotOwner, ProbeMismatch
 from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame
 from explorer_service.reload.judge import TargetVersion, VersionJudge
@@ -27,6 +27,7 @@ from shared.log import StageLogger
 log = StageLogger("reload")
 T = TypeVar("T")
 _RENEW_S = transitions.VERSION_LEASE_S / 4
+_DEADLY = 100  # times `retry_s`: until a pin is tried again that has failed before, and then ended the engine
 
 
 class AdapterController:
@@ -42,7 +43,9 @@ class AdapterController:
         self._shared = shared
         self._pool: EnginePool = shared.pool
         self._most_pins = shared.config.engine.versions_held - 2  # the newest one, and the one that is taken up
-        self._backoff = Backoff(shared.config.explorer.reload.retry_s)
+        retry_s = shared.config.explorer.reload.retry_s
+        self._backoff = Backoff(retry_s)
+        self._deadly = Backoff(_DEADLY * retry_s)
         self._left_at: dict[int, int] = {}  # the generation that told the others, by version that leaves
         self._held_at = 0.0  # time.monotonic(): when the leases were last renewed
 
@@ -78,19 +81,30 @@ class AdapterController:
     async def bring_in_pins(self, pins: Collection[int] | None = None) -> None:
         """Load what is pinned, one after the other. An engine that is not open yet is announced by whoever opens it."""
         for version in await self._read_pins(None) if pins is None else pins:
-            if version in self._take_up.served or self._backoff.wait_s(version):
+            if version in self._take_up.served or self._has_to_wait(version):
                 continue
             if self._take_up.room < 2 and not self._take_up.inherited(version):
                 return  # one place is for the newest version; who asked waits until another has left
             if reason := await self._bring_in(version):
                 log.warning("pinned version not taken up", version=version, engine=self._engine.name, reason=reason)
-                self._backoff.note(version, reason)
-                self._pool.refuse(self._engine, version, reason)
+                self._refuse(version, reason)
             else:
                 self._engine.refused.pop(version, None)
                 if self._engine.is_open:
                     await self._announce()
                 log.info("pinned version in service", version=version, engine=self._engine.name)
+
+    def _has_to_wait(self, version: int) -> bool:
+        """One that has failed is tried again after a time, and only where the engine serves the rest already."""
+        if version in self._engine.refused and not self._engine.is_open:
+            return True
+        return self._backoff.wait_s(version) > 0.0 or self._deadly.wait_s(version) > 0.0
+
+    def _refuse(self, version: int, reason: str, *, died: bool = False) -> None:
+        """Callers who wait for the version are told why they do not get it."""
+        backoff = self._deadly if died and version in self._engine.refused else self._backoff
+        backoff.note(version, reason)
+        self._pool.refuse(self._engine, version, reason)
 
     async def _bring_in(self, version: int) -> str | None:
         """None when the engine has proven the version, else why it does not serve it."""
@@ -103,16 +117,21 @@ class AdapterController:
                 return "its files are not there yet"
             return await self._load(target)
         except VersionError as error:
-            await self._blame.reject(row, str(error))
+            await self._blame.reject(row, error)
             return str(error)
 
     async def _load(self, target: TargetVersion) -> str | None:
-        """As `_bring_in`. Raises VersionError."""
+        """As `_bring_in`. Raises VersionError, EngineUnavailable."""
         try:
             await self._take_up.run(await self._take_up.stage(target), None)
         except (LoadUndone, ProbeMismatch) as error:
-            await self._blame.condemn(target, str(error))
+            is_technical = isinstance(error, LoadUndone) and error.is_technical
+            await (self._blame.count if is_technical else self._blame.condemn)(target, str(error))
             return str(error)
+        except EngineDied as error:
+            self._refuse(target.version, str(error), died=True)
+            await self._blame.count(target, str(error))
+            raise
         except (EngineUnavailable, NotOwner):
             raise
         except EngineError as error:
@@ -135,7 +154,8 @@ class AdapterController:
         if not strays:
             return {}
         rows: dict[int, VersionRow] = await self._read(lambda c: queries.find_versions(c, list(strays)))
-        return {v: strays[v] for v, r in rows.items() if self._shared.adapter_name(v, r.manifest_sha256) == strays[v]}
+        named = {v: strays[v] for v, r in rows.items() if self._shared.adapter_name(v, r.manifest_sha256) == strays[v]}
+        return {version: name for version, name in named.items() if self._take_up.is_own(version, name)}
 
     async def _announce(self) -> None:
         """What the engine serves has changed: this explorer first, then all others."""

@@ -86,8 +86,10 @@ class AdapterTakeUp:
     async def holds(self, target: TargetVersion) -> bool:
         """Whether the engine has the target already, and proves it. Raises EngineUnavailable, LedgerError."""
         await self.read_present()
-        if target.version != 0 and self._shared.adapter_name(target.version, target.sha256) not in self.present:
-            return False
+        if target.version != 0:
+            name = self._shared.adapter_name(target.version, target.sha256)
+            if not self.is_own(target.version, name):
+                return False
         try:
             await self._prove(target)
         except EngineUnavailable:
@@ -112,10 +114,17 @@ class AdapterTakeUp:
         except EngineUnavailable as error:
             raise EngineDied(str(error)) from error
         except EngineRefused as error:
-            raise _explain(error, target) from error
+            raise await self._explain(error, target) from error
         except ProbeMismatch:
             await self._forget(target)
             raise
+
+    async def _explain(self, error: EngineRefused, target: TargetVersion) -> EngineError:
+        try:
+            await self._admin.check_health()
+        except EngineUnavailable as gone:  # the process that answers may outlive the one that computes
+            return EngineDied(f"{error}; then {gone}")
+        return _explain(error, target)
 
     @property
     def room(self) -> int:
@@ -126,6 +135,10 @@ class AdapterTakeUp:
     def inherited(self, version: int) -> bool:
         """Whether the engine has the version by an owner before this one, and does not give it up."""
         return version not in self.leaving and any(self._shared.version_named(name) == version for name in self.present)
+
+    def is_own(self, version: int, name: str) -> bool:
+        """Whether the engine has the version under that name, and not what somebody else loaded under it."""
+        return Path(self.present.get(name, "")).name.partition("-")[0] == version_name(version)
 
     async def read_present(self) -> None:
         """Ask the engine what it has: after a restart, that is nothing of what it had."""
@@ -168,9 +181,10 @@ class AdapterTakeUp:
                 )
             if not await self._shared.writer.write(lambda c: transitions.expect_adapter(c, self._key, target.version)):
                 raise StageFailed(f"version {target.version} is not on disk any more")
+            await self._shared.leases.require_held(self._engine.url)
             await self._admin.load_adapter(name, target.folder)
             self.present[name] = str(target.folder)
-        elif Path(self.present[name]).name.partition("-")[0] != version_name(target.version):
+        elif not self.is_own(target.version, name):
             raise StageFailed(
                 f"engine {self._admin.url} has another adapter under the name {name}, of {self.present[name]}; unload "
                 "it there"

@@ -94,7 +94,7 @@ class Blame:
         why = f"{failures} engines died of it, or took too long; the last one: {reason}"
         return transitions.fail_version(connection, version, why, by=self._by)
 
-    async def reject(self, row: VersionRow, error: VersionError | str) -> None:
+    async def reject(self, row: VersionRow, error: VersionError) -> None:
         """The version is damaged: it never serves. One that is only missing here has been proven nowhere.
 
         Raises EngineError when root_dir is not there, LedgerError.

@@ -1,13 +1,17 @@
 """The versions that callers name, where engines load adapters: brought into service on demand, and kept for a while.
 
 A pin is a lease on the version in the ledger, so that its files stay and every explorer's engines learn of it. It ends
-`unpin_after_s` after its last use. Whoever owns an engine brings pinned versions in (reload/adapter_controller.py).
+`unpin_after_s` after its last use; a request that waits for the version uses it all the time. Whoever owns an engine
+brings pinned versions in (reload/adapter_controller.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from sqlalchemy import Connection
 
@@ -45,24 +49,36 @@ class Pins:
         self._explorer = explorer
         self._unpin_after_s = unpin_after_s
         self._used_at: dict[int, float] = {}  # time.monotonic(); by version
+        self._waiting: Counter[int] = Counter()  # requests that wait for an engine; by version
         self._renewed_at = 0.0
 
-    async def use(self, version: int) -> None:
-        """A request names the version: it is to be in service. Waits for the ledger, unless it is pinned and served.
+    @asynccontextmanager
+    async def use(self, version: int) -> AsyncIterator[None]:
+        """A request names the version: it is to be in service, at the latest while the request waits for it inside.
 
-        Raises VersionNotServed when there is no such version to be had, LedgerError.
+        Waits for the ledger, unless the version is pinned and served. Raises VersionNotServed when there is no such
+        version to be had, LedgerError.
         """
         if version == 0:  # every engine serves the base
+            yield
             return
-        if version not in self._used_at or not self._pool.serves(version):
-            reason = await self._reader.read(lambda connection: _reason_against(connection, version))
-            if reason is None and not await self._writer.write(lambda connection: self._lease(connection, version)):
-                reason = f"version {version} is not on disk any more"
-            if reason is not None:
-                raise VersionNotServed(reason)
-            self._pool.pinned.add(version)
-            self._poller.wake()
-        self._used_at[version] = time.monotonic()
+        self._waiting[version] += 1
+        try:
+            if version not in self._used_at or not self._pool.serves(version):
+                await self._pin(version)
+            self._used_at[version] = time.monotonic()
+            yield
+        finally:
+            self._waiting[version] -= 1
+
+    async def _pin(self, version: int) -> None:
+        reason = await self._reader.read(lambda connection: _reason_against(connection, version))
+        if reason is None and not await self._writer.write(lambda connection: self._lease(connection, version)):
+            reason = f"version {version} is not on disk any more"
+        if reason is not None:
+            raise VersionNotServed(reason)
+        self._pool.pinned.add(version)
+        self._poller.wake()
 
     async def run(self) -> None:
         """Renew the pins that are used, and forget the others."""
@@ -75,13 +91,28 @@ class Pins:
 
     async def _renew(self) -> None:
         now = time.monotonic()
+        self._waiting = +self._waiting
+        waiting = self._used_at.keys() & self._waiting.keys()
+        self._used_at |= dict.fromkeys(waiting, now)
         for version in [v for v, used_at in self._used_at.items() if used_at < now - self._unpin_after_s]:
-            del self._used_at[version]
-            self._pool.pinned.discard(version)
+            self._forget(version)
         used = [version for version, used_at in self._used_at.items() if used_at >= self._renewed_at]
         if used:
-            await self._writer.write(lambda connection: [self._lease(connection, version) for version in used])
+            renewed = await self._writer.write(lambda c: [v for v in used if self._extend(c, v, v in waiting)])
+            for version in set(used).difference(renewed, +self._waiting):
+                self._forget(version)
         self._renewed_at = now
+
+    def _forget(self, version: int) -> None:
+        """The pin has ended: the next use takes it anew."""
+        del self._used_at[version]
+        self._pool.pinned.discard(version)
+
+    def _extend(self, connection: Connection, version: int, is_waited_for: bool) -> bool:
+        """Renew a pin; False: it has ended, and may be on its way out, so that a use that is over does not renew it."""
+        if is_waited_for:
+            return self._lease(connection, version)
+        return transitions.renew_pin(connection, version, explorer=self._explorer, lasts_s=self._unpin_after_s)
 
     def _lease(self, connection: Connection, version: int) -> bool:
         return transitions.pin_version(connection, version, explorer=self._explorer, lasts_s=self._unpin_after_s)

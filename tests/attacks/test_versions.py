@@ -169,7 +169,9 @@ def in_service(explorer: RunningExplorer) -> None:
 
 def publish_as_it_is(explorer: RunningExplorer, version: int = 2) -> None:
     with explorer.ledger.write() as connection:
-        transitions.publish(connection, version=version, parent=version - 1, kind="full", step=version)
+        transitions.publish(
+            connection, version=version, parent=version - 1 if version else None, kind="full", step=version
+        )
 
 
 def reason(explorer: RunningExplorer, version: int = 2) -> str:
@@ -188,6 +190,41 @@ def test_weights_that_are_not_those_of_version_0_reach_no_engine(explorer, scrip
     for version, (name, (files, expected)) in enumerate(IN_FILES.items(), start=2):
         write_scripted_version(explorer.config.root, version, -1.0, files)
         publish_as_it_is(explorer, version)
+        assert expected in reason(explorer, version), name
+        assert served(explorer) == "1"
+    assert [call for call in scripted_engine.script.calls if "reload" in call][-1] == "reload v000001"
+
+
+TINY = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 3, "num_attention_heads": 3}
+CONFIGS = {
+    "another architecture": (
+        {**TINY, "architectures": ["Qwen2ForCausalLM"]},
+        "says architectures ['Qwen2ForCausalLM']",
+    ),
+    "another type": ({**TINY, "model_type": "qwen2"}, "says model_type 'qwen2', and 'llama' in version 0"),
+    "no architecture": ({"model_type": "llama"}, "says architectures None"),
+    "another hidden size": ({**TINY, "hidden_size": 4}, "says hidden_size 4, and 3 in version 0"),
+    "other heads": ({**TINY, "num_attention_heads": 1}, "says num_attention_heads 1, and 3 in version 0"),
+    "no object": ([], "config.json is damaged"),
+    "a deep one": (DEEP, "config.json is damaged"),
+    "no text": (b'"\xff"', "config.json is damaged"),
+    "a huge one": (b" " * 5_000_000, "config.json has more than"),
+    "none": (None, "config.json is missing, which version 0 has"),
+}
+
+
+def test_a_version_whose_config_says_another_model_reaches_no_engine(explorer, scripted_engine):
+    def publish_with(version: int, config: object) -> None:
+        encoded = config if isinstance(config, bytes) else json.dumps(config).encode()
+        files = {} if config is None else {"config.json": encoded}
+        write_scripted_version(explorer.config.root, version, -1.0, files)
+        publish_as_it_is(explorer, version)
+
+    publish_with(0, TINY)
+    publish_with(1, {**TINY, "transformers_version": "9.9", "vocab_size": 5})
+    wait_until(lambda: served(explorer) == "1")
+    for version, (name, (config, expected)) in enumerate(CONFIGS.items(), start=2):
+        publish_with(version, config)
         assert expected in reason(explorer, version), name
         assert served(explorer) == "1"
     assert [call for call in scripted_engine.script.calls if "reload" in call][-1] == "reload v000001"

@@ -111,6 +111,15 @@ def test_pins_are_told_by_their_last_use_and_end_by_themselves_whatever_the_expl
     assert not give_up(ledger) & {1, 2}
 
 
+def test_a_pin_is_renewed_while_it_lasts_and_not_after_its_end(ledger):
+    assert pin(ledger, 1, lasts_s=50.0) and pin(ledger, 2, lasts_s=60.0) and pin(ledger, 3, lasts_s=-1.0)
+    with ledger.write() as connection:
+        assert transitions.renew_pin(connection, 1, explorer="explorer", lasts_s=70.0)
+        assert not transitions.renew_pin(connection, 3, explorer="explorer", lasts_s=70.0)
+        assert not transitions.renew_pin(connection, 2, explorer="another", lasts_s=70.0)
+        assert queries.pinned_versions(connection) == [1, 2]
+
+
 def test_a_version_whose_files_are_given_up_is_not_pinned(ledger):
     assert 1 in give_up(ledger)
     assert not pin(ledger, 1)

@@ -6,16 +6,20 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from services.engine.launch import prepare_model
 from services.engine.lease import StartLease
 from services.engine.stage import Stage
+from shared.config import Config
 from shared.errors import StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.tables import versions
 from shared.stop_request import StopRequest
 from tests.support.deltas import FILES, Weights
-from tests.support.servers import make_config, write_scripted_version
+from tests.support.scripted_adapters import BASE, write_adapter
+from tests.support.servers import make_config, safetensors, write_scripted_version
 
 
 def start(
@@ -32,6 +36,33 @@ def start(
         for version in rejected:
             transitions.reject_version(connection, version, "a reason", by="engine e0")
     return prepare_model(config, StopRequest(), StartLease(config), stage)
+
+
+def test_an_engine_for_adapters_starts_on_the_base_though_an_adapter_served_before_it_did(tmp_path):
+    config = adapters_that_served_before_the_base(tmp_path)
+    folder = prepare_model(config, StopRequest(), StartLease(config))
+    assert folder is not None and folder.name == "v000000"
+
+
+@pytest.mark.parametrize("state", ["SKIPPED", "FAILED"])
+def test_an_engine_starts_on_a_base_that_the_ledger_holds_for_overtaken_or_failed(state, tmp_path):
+    config = adapters_that_served_before_the_base(tmp_path)
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger, ledger.write() as connection:
+        connection.execute(update(versions).where(versions.c.version == 0).values(state=state))
+    folder = prepare_model(config, StopRequest(), StartLease(config))
+    assert folder is not None and folder.name == "v000000"
+
+
+def adapters_that_served_before_the_base(root: Path) -> Config:
+    """A ledger whose version 1, an adapter, an engine took up at once."""
+    config = make_config(root, ["http://127.0.0.1:1"], model={"kind": "lora", "lora": {"rank": 2, "alpha": 4.0}})
+    write_scripted_version(root, 0, -1.0, {"model.safetensors": safetensors(BASE)}, base="base")
+    write_adapter(root, 1)
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger, ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        transitions.publish(connection, version=1, parent=0, kind="lora", step=1)
+        assert transitions.serve_version(connection, 1, by="engine e0")
+    return config
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection
 
 from shared.belonging import require_known_versions
 from shared.errors import StartupError
@@ -51,6 +52,26 @@ def test_what_another_trainer_is_writing_stays(tmp_path, ledger):
     for name in (".tmp-v000001-1", ".tmp-v000002-1"):
         (tmp_path / "versions" / name).mkdir()
     remove_leftovers(tmp_path, ledger, "trainer")
+    assert left(tmp_path) == [".tmp-v000002-1", "v000000", "v000001", "v000002"]
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_what_another_trainer_begins_to_write_while_the_ledger_is_read_stays(nth, tmp_path, ledger, monkeypatch):
+    reads, read = [0], ledger.read
+
+    @contextlib.contextmanager
+    def read_slowly() -> Iterator[Connection]:
+        with read() as connection:
+            yield connection
+        reads[0] += 1
+        if reads[0] == nth:
+            assert reserve(ledger, "other") == 2
+            write_scripted_version(tmp_path, 2, -1.0)
+            (tmp_path / "versions/.tmp-v000002-1").mkdir()
+
+    monkeypatch.setattr(ledger, "read", read_slowly)
+    remove_leftovers(tmp_path, ledger, "trainer")
+    assert reads[0] >= nth
     assert left(tmp_path) == [".tmp-v000002-1", "v000000", "v000001", "v000002"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -13,8 +14,8 @@ from shared.errors import ConfigError, StartupError
 from shared.experience import VersionState as S
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import list_decisions, list_versions
-from shared.ledger.tables import engines, leases
+from shared.ledger.queries import list_decisions, list_versions, newest_version
+from shared.ledger.tables import engines, leases, versions
 from shared.process import process_name
 from tests.support.processes import run_here
 from tests.support.servers import make_config
@@ -63,7 +64,9 @@ def test_a_version_goes_from_reserved_to_retired_and_each_step_is_a_decision(led
     assert serve(ledger, 1)
     publish(ledger, 2)
     assert serve(ledger, 2)
-    assert states(ledger) == {0: S.SKIPPED, 1: S.RETIRED, 2: S.SERVING}
+    publish(ledger, 3, 4)
+    assert serve(ledger, 4)
+    assert states(ledger) == {0: S.PUBLISHED, 1: S.RETIRED, 2: S.RETIRED, 3: S.SKIPPED, 4: S.SERVING}
     assert arrows(ledger, 1) == [
         (None, S.RESERVED),
         (S.RESERVED, S.PUBLISHED),
@@ -71,10 +74,28 @@ def test_a_version_goes_from_reserved_to_retired_and_each_step_is_a_decision(led
         (S.SERVING, S.RETIRED),
     ]
     with ledger.read() as connection:
-        skipped = list_versions(connection)[0]
+        skipped = list_versions(connection)[3]
         last = list_decisions(connection, 1)[-1]
-    assert skipped.reason == "version 1 served before it did"
+    assert skipped.reason == "version 4 served before it did"
     assert last.decided_by == "engine e0"
+
+
+def test_the_base_is_never_overtaken_since_engines_go_back_to_it(ledger):
+    publish(ledger, 0, 1)
+    assert serve(ledger, 1)
+    assert states(ledger) == {0: S.PUBLISHED, 1: S.SERVING}
+
+
+def test_a_base_that_an_earlier_release_has_skipped_is_what_serves_when_all_others_are_rejected(ledger):
+    publish(ledger, 0, 1)
+    with ledger.write() as connection:
+        connection.execute(update(versions).where(versions.c.version == 0).values(state=S.SKIPPED))
+    assert do(ledger, "reject_version", 1, "a reason", by="engine e0")
+    with ledger.read() as connection:
+        assert [row.version for row in list_versions(connection) if row.may_serve] == [0]
+    with contextlib.closing(ledger.dedicated_connection()) as connection:
+        newest = newest_version(connection)
+    assert newest is not None and newest.version == 0
 
 
 ARROWS = {  # from: what may be done with it, and where it leads
@@ -158,9 +179,9 @@ def test_a_version_is_retired_when_the_last_engine_has_left_it(ledger):
     for engine in ("http://e0", "http://e1"):
         assert serve(ledger, 1, engine)
     assert serve(ledger, 2, "http://e0")
-    assert states(ledger) == {0: S.SKIPPED, 1: S.SERVING, 2: S.SERVING}
+    assert states(ledger) == {0: S.PUBLISHED, 1: S.SERVING, 2: S.SERVING}
     assert serve(ledger, 2, "http://e1")
-    assert states(ledger) == {0: S.SKIPPED, 1: S.RETIRED, 2: S.SERVING}
+    assert states(ledger) == {0: S.PUBLISHED, 1: S.RETIRED, 2: S.SERVING}
 
 
 def test_an_engine_that_nobody_owns_any_more_keeps_no_version_in_service(ledger):

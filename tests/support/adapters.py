@@ -30,3 +30,17 @@ def publish_and_wait(explorer: RunningExplorer, *versions: int) -> None:
     for version in versions:
         publish_adapter(explorer, version)
         wait_until(lambda version=version: served(explorer) == str(version))
+
+
+def watch_openings(explorer: RunningExplorer) -> list[set[int]]:
+    """What the engine serves each time that it opens from now on."""
+    pool, opened_with = explorer.deps.pool, []
+    serve = pool.serve
+
+    def watched(engine: Any, versions: dict[int, str], *args: Any) -> None:
+        if not engine.is_open:
+            opened_with.append(set(versions))
+        serve(engine, versions, *args)
+
+    pool.serve = watched
+    return opened_with

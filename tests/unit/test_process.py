@@ -1,7 +1,9 @@
-"""Processes whose parent dies."""
+"""Processes whose parent dies, and which of them run by their names."""
 
 import subprocess
 import sys
+
+from shared.process import is_gone, is_running, process_name
 
 ADOPTS = """
 import subprocess, psutil
@@ -16,3 +18,20 @@ assert orphan.pid == int(said)
 
 def test_what_a_child_leaves_behind_when_it_ends_is_adopted():
     subprocess.run([sys.executable, "-c", ADOPTS], check=True, timeout=30)
+
+
+def test_a_name_says_of_a_process_on_this_machine_whether_it_runs_and_of_one_elsewhere_neither():
+    own = process_name()
+    machine, pid, start, digits = own.split("-")
+    assert (is_running(own), is_gone(own)) == (True, False)
+    before = f"{machine}-{pid}-{int(start) + 1}-{digits}"  # that had this process id before
+    assert (is_running(before), is_gone(before)) == (False, True)
+    for elsewhere in (f"0123456789ab-{pid}-{start}-{digits}", "an engine's url", ""):
+        assert (is_running(elsewhere), is_gone(elsewhere)) == (False, False)
+
+
+def test_a_process_that_has_ended_does_not_run_also_where_its_name_does_not_say_when_it_began():
+    named = [sys.executable, "-c", "from shared.process import process_name; print(process_name())"]
+    machine, pid, start, digits = subprocess.check_output(named, text=True, timeout=30).strip().split("-")
+    assert is_gone(f"{machine}-{pid}-{start}-{digits}")
+    assert not is_running(f"{machine}-{pid}-0-{digits}")

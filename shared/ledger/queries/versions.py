@@ -43,8 +43,18 @@ class VersionRow:
 
     @property
     def may_serve(self) -> bool:
-        """Whether an engine may be given it: published, not out of the running, and its files are there."""
-        return self.state in MAY_SERVE and self.deleted_at is None
+        """Whether an engine may be given it: published, not out of the running, and its files are there.
+
+        The base may, too, where an earlier release has SKIPPED it.
+        """
+        skipped_base = self.version == 0 and self.state == VersionState.SKIPPED
+        return (self.state in MAY_SERVE or skipped_base) and self.deleted_at is None
+
+    @property
+    def may_start_an_engine(self) -> bool:
+        """Whether a process may start on it: all weights are in its folder. On the base whatever befell it in loads."""
+        failed_base = self.version == 0 and self.state == VersionState.FAILED and self.deleted_at is None
+        return self.kind == "full" and (self.may_serve or failed_base)
 
     @property
     def may_be_pinned(self) -> bool:
@@ -78,7 +88,8 @@ def versions_on_disk(connection: Connection) -> list[int]:
 _STATES = ", ".join(f"'{state}'" for state in MAY_SERVE)
 _NEWEST = (
     f"SELECT {', '.join(field.name for field in fields(VersionRow))} FROM {versions.name}"
-    f" WHERE state IN ({_STATES}) AND deleted_at IS NULL ORDER BY version DESC LIMIT 1"
+    f" WHERE (state IN ({_STATES}) OR (version = 0 AND state = '{VersionState.SKIPPED}')) AND deleted_at IS NULL"
+    " ORDER BY version DESC LIMIT 1"
 )
 
 

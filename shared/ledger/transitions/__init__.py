@@ -11,7 +11,7 @@ Each function runs inside the caller's writing transaction. Its statements name 
 of a race changes nothing. Callers write `transitions.claim(...)`.
 """
 
-from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version
+from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version, renew_pin
 from shared.ledger.transitions.claim import (
     Whole,
     claim,
@@ -131,6 +131,7 @@ __all__ = [
     "remember_answer",
     "remove",
     "renew_lease",
+    "renew_pin",
     "report_trouble",
     "reserve_version",
     "reset_breaker",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import Connection, delete
+from sqlalchemy import Connection, delete, update
 
 from shared.experience import Purpose
+from shared.ledger.connect import database_time
 from shared.ledger.tables import version_leases
 from shared.ledger.transitions.retain import lease_version
 
@@ -44,3 +45,11 @@ def expect_adapter(connection: Connection, engine: str, version: int) -> bool:
 def pin_version(connection: Connection, version: int, *, explorer: str, lasts_s: float) -> bool:
     """Callers of an explorer name a version: it is to be in service for so long. False: its files are gone."""
     return lease_version(connection, version, reader=explorer, purpose=Purpose.PINNED, owner=explorer, lasts_s=lasts_s)
+
+
+def renew_pin(connection: Connection, version: int, *, explorer: str, lasts_s: float) -> bool:
+    """Callers have named it again. False: it has ended meanwhile, and engines may be giving the version up."""
+    now = database_time(connection)
+    own = (version_leases.c.version == version, version_leases.c.reader == explorer)
+    pinned = (version_leases.c.purpose == Purpose.PINNED, version_leases.c.until > now)
+    return connection.execute(update(version_leases).where(*own, *pinned).values(until=now + lasts_s)).rowcount == 1

@@ -1,8 +1,9 @@
 """Explorers on one ledger: heartbeats, and the end of an explorer, its own or another's that died.
 
 Heartbeats and leases are by the database's clock, so that hosts may disagree about the time. One that lies ahead of it
-is from before that clock was put back, and does not count. An explorer that was killed on this machine is known to be
-dead at once, by its name.
+is from before that clock was put back, and does not count. Where the clock has jumped, or its host was asleep, every
+heartbeat looks old, one's own, too, and says nothing of who lives. Of an explorer on this machine that is known by its
+name: one that was killed is dead at once, and one that runs never is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shared.ledger.tables import explorers, open_streams
 from shared.ledger.transitions.engine_leases import release_engines, renew_engines
 from shared.ledger.transitions.leases import release_leases, renew_leases
 from shared.ledger.transitions.retain import release_version_leases, renew_version_leases
-from shared.process import is_gone
+from shared.process import is_gone, is_running
 
 Settings = dict[str, Any]
 _DEAD_S = 60.0  # an explorer with an older heartbeat is taken for dead
@@ -39,17 +40,18 @@ def heartbeat(
     Returns the settings of the others that are alive, by explorer.
     """
     now = database_time(connection)
+    found = connection.exec_driver_sql(f"SELECT id, settings, heartbeat_at FROM {explorers.name}").all()
+    has_jumped = any(row.id == explorer and abs(now - row.heartbeat_at) > _DEAD_S / 2 for row in found)
     encoded = msgspec.json.encode(acknowledged)
     own = msgspec.json.encode(settings or {})
     connection.exec_driver_sql(_HEARTBEATS[placeholder(connection)], (explorer, encoded, own, now))
     renew_engines(connection, explorer, now)
     renew_leases(connection, explorer, now)
     renew_version_leases(connection, explorer, now)
-    found = connection.exec_driver_sql(f"SELECT id, settings, heartbeat_at FROM {explorers.name}")
     living: dict[str, Settings] = {}
     for other in [row for row in found if row.id != explorer]:
-        age_s = abs(now - other.heartbeat_at)
-        if age_s > _DEAD_S or is_gone(other.id):
+        age_s = 0.0 if has_jumped else abs(now - other.heartbeat_at)
+        if is_gone(other.id) or (age_s > _DEAD_S and not is_running(other.id)):
             sign_off(connection, other.id)
         elif age_s < LIVE_S:
             living[other.id] = msgspec.json.decode(other.settings or b"{}")

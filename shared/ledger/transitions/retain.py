@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Float, String, and_, delete, literal, or_, select, update
+from sqlalchemy import Connection, Float, String, and_, delete, literal, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.experience import Purpose, VersionState
@@ -19,7 +19,7 @@ from shared.ledger.queries.versions import VersionRow, list_versions
 from shared.ledger.tables import trainers, version_leases, versions
 from shared.ledger.transitions.leases import acquire_lease, release_lease
 from shared.ledger.transitions.versions import is_held, skip_version
-from shared.process import is_gone
+from shared.process import is_gone, is_running
 
 VERSION_LEASE_S = 60.0  # how long a reader's lease lasts without being renewed
 _JANITOR = "janitor"
@@ -156,8 +156,13 @@ def _delta(version: int) -> str:
 
 
 def _end_leases(connection: Connection) -> None:
-    """Forget the leases that have run out, and those of processes that are known to be gone."""
-    ended: list[ColumnElement[bool]] = [version_leases.c.until < database_time(connection)]
-    owners = connection.execute(select(version_leases.c.owner).distinct()).scalars()
-    ended += [version_leases.c.owner == owner for owner in owners if is_gone(owner)]
-    connection.execute(delete(version_leases).where(or_(*ended)))
+    """Forget the leases that have run out, and those of processes that are known to be gone.
+
+    A lease of a process that runs on this machine has not run out, unless it is a pin, which nobody need renew.
+    """
+    owners = connection.execute(select(version_leases.c.owner).distinct()).scalars().all()
+    gone = [owner for owner in owners if is_gone(owner)]
+    running = [owner for owner in owners if is_running(owner)]
+    may_run_out = or_(version_leases.c.owner.not_in(running), version_leases.c.purpose == Purpose.PINNED)
+    run_out = and_(version_leases.c.until < database_time(connection), may_run_out)
+    connection.execute(delete(version_leases).where(or_(run_out, version_leases.c.owner.in_(gone))))

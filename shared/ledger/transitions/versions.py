@@ -64,7 +64,8 @@ def publish_version(connection: Connection, version: int, *, by: str, writer: st
 def serve_version(connection: Connection, version: int, *, by: str, engine: str | None = None) -> bool:
     """PUBLISHED, SKIPPED or RETIRED → SERVING: an engine has proven that it serves it. Returns whether it is SERVING.
 
-    What served before is RETIRED where no engine holds it any more; older versions that have never served are SKIPPED.
+    What served before is RETIRED where no engine holds it any more; older versions that have never served are SKIPPED,
+    but for the base, which engines start on and go back to.
     engine: the url of the engine, whose row in the ledger may still name the version it held before, and whose leases
     on what it was loading end.
     """
@@ -76,7 +77,7 @@ def serve_version(connection: Connection, version: int, *, by: str, engine: str 
         if connection.execute(serving).first() is None:
             return False
     retire_versions(connection, by=by, serving=version, engine=engine)
-    overtaken = and_(versions.c.version < version, versions.c.state == VersionState.PUBLISHED)
+    overtaken = and_(versions.c.version.between(1, version - 1), versions.c.state == VersionState.PUBLISHED)
     _move(connection, overtaken, VersionState.SKIPPED, by=by, reason=f"version {version} served before it did")
     loaded = (version_leases.c.reader == engine, version_leases.c.purpose == Purpose.LOADING)
     connection.execute(delete(version_leases).where(*loaded))

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 
 from explorer_service.engines.pool import EngineState
-from explorer_service.reload.adapter_controller import AdapterController
 from services.engine.stage import Stage
-from shared.ledger import queries
 from shared.ledger.queries import list_versions
-from tests.support.adapters import engine, publish_and_wait, said, state
+from tests.support.adapters import engine, publish_and_wait, said, state, watch_openings
 from tests.support.scripted_adapters import name_of, publish_adapter, publish_row, write_adapter
-from tests.support.servers import RunningExplorer, served, wait_until
+from tests.support.servers import served, wait_until
 
 # ------------------------------------------------------------------ what is served, and under which name
 
@@ -56,78 +54,7 @@ def test_no_name_and_no_path_is_ever_loaded_for_two_contents(explorer, scripted_
     assert len({name for name, _ in loaded}) == len({path for _, path in loaded}) == len(loaded) == 3
 
 
-# ------------------------------------------------------------------ pins
-
-
-def test_a_pinned_version_that_is_on_disk_is_loaded_on_demand(explorer, scripted_engine):
-    publish_and_wait(explorer, 1, 2)
-    wait_until(lambda: len(scripted_engine.script.adapters) == 1)
-    assert said(explorer.chat(model="agent@1")) == "v000001"
-    assert said(explorer.chat()) == "v000002"
-    assert state(explorer, 1) == "RETIRED"
-
-
-def test_the_pin_that_was_used_least_recently_goes_first(start, scripted_engine):
-    explorer = start(room=2, unpin_after_s=4.0)
-    publish_and_wait(explorer, 1, 2, 3, 4)
-
-    def used_last() -> int:
-        with explorer.ledger.read() as connection:
-            return queries.pinned_versions(connection)[0]
-
-    for version in (1, 2):
-        assert said(explorer.chat(model=f"agent@{version}")) == f"v{version:06d}"
-    assert used_last() == 2
-    wait_until(lambda: said(explorer.chat(model="agent@1")) == "v000001" and used_last() == 1)
-    assert said(explorer.chat(model="agent@3")) == "v000003"
-    wait_until(lambda: {name[:7] for name in scripted_engine.script.adapters} == {"agent@1", "agent@3", "agent@4"})
-
-
-def test_a_version_that_is_not_on_disk_any_more_is_a_404_that_names_those_that_are(explorer):
-    publish_and_wait(explorer, 1, 2)
-    with explorer.ledger.write() as connection:
-        connection.exec_driver_sql("UPDATE versions SET deleted_at = 1.0 WHERE version = 1")
-    reply = explorer.chat(model="agent@1")
-    assert reply.status_code == 404
-    assert reply.json()["error"]["message"] == "version 1 is not on disk any more; on disk: [0, 2]"
-    assert explorer.chat(model="agent@7").json()["error"]["message"].startswith("version 7 does not exist")
-
-
-def test_a_pin_that_nobody_uses_any_more_leaves_the_engine_and_keeps_no_files(start, scripted_engine):
-    explorer = start(unpin_after_s=0.2)
-    publish_and_wait(explorer, 1, 2)
-    assert explorer.chat(model="agent@1").status_code == 200
-    wait_until(lambda: [name[:7] for name in scripted_engine.script.adapters] == ["agent@2"])
-    with explorer.ledger.read() as connection:
-        assert queries.pinned_versions(connection) == []
-
-
-def test_a_version_with_a_request_in_flight_is_not_unloaded(start, scripted_engine):
-    explorer = start(unpin_after_s=0.2)
-    scripted_engine.script.gap_s = 0.5
-    publish_and_wait(explorer, 1)
-    with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
-        publish_and_wait(explorer, 2, 3)
-        assert {name[:7] for name in scripted_engine.script.adapters} >= {"agent@1", "agent@3"}
-        assert reply.read().endswith(b"data: [DONE]\n\n")
-    wait_until(lambda: [name[:7] for name in scripted_engine.script.adapters] == ["agent@3"])
-
-
 # ------------------------------------------------------------------ restarts
-
-
-def watch_openings(explorer: RunningExplorer) -> list[set[int]]:
-    """What the engine serves each time that it opens from now on."""
-    pool, opened_with = explorer.deps.pool, []
-    serve = pool.serve
-
-    def watched(engine: Any, versions: dict[int, str], *args: Any) -> None:
-        if not engine.is_open:
-            opened_with.append(set(versions))
-        serve(engine, versions, *args)
-
-    pool.serve = watched
-    return opened_with
 
 
 def test_an_engine_that_restarts_gets_its_set_back_before_it_takes_chats(explorer, scripted_engine):
@@ -251,11 +178,9 @@ def test_an_adapter_that_is_not_proven_under_its_name_serves_nobody(explorer, sc
     wait_until(lambda: [name[:7] for name in scripted_engine.script.adapters] == ["agent@1"])
 
 
-def test_a_name_that_somebody_else_has_taken_is_refused_with_what_to_do(explorer, scripted_engine, monkeypatch):
-    async def none(_controller: AdapterController) -> dict[int, str]:
-        return {}  # or else it may be unloaded first, as one that an owner before this one left behind
-
-    monkeypatch.setattr(AdapterController, "_find_strays", none)
+def test_a_name_that_somebody_else_has_taken_is_refused_with_what_to_do_and_nobody_unloads_it(
+    explorer, scripted_engine
+):
     publish_and_wait(explorer, 1)
     write_adapter(explorer.config.root, 2)
     name = name_of(explorer, 2)
@@ -263,4 +188,8 @@ def test_a_name_that_somebody_else_has_taken_is_refused_with_what_to_do(explorer
     publish_row(explorer, 2)
     wait_until(lambda: engine(explorer).state is EngineState.DEGRADED)
     assert f"has another adapter under the name {name}, of /elsewhere; unload it there" in engine(explorer).reason
-    assert (served(explorer), state(explorer, 2)) == ("1", "PUBLISHED")
+    publish_and_wait(explorer, 3)
+    wait_until(lambda: f"unload {name_of(explorer, 1)}" in scripted_engine.script.calls)
+    assert state(explorer, 2) == "SKIPPED"
+    assert f"unload {name}" not in scripted_engine.script.calls
+    assert scripted_engine.script.adapters[name] == "/elsewhere"

@@ -1,0 +1,141 @@
+"""The database's clock jumps, or its host was asleep: nobody who lives loses what is theirs. On both databases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, select, update
+
+from shared.config import Config
+from shared.experience import Purpose
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger, database_time
+from shared.ledger.tables import explorers, leases, open_streams, version_leases
+from shared.process import process_name
+from tests.support.servers import make_config, write_scripted_version
+from trainer_service.janitor import Janitor
+from trainer_service.resume import StateStore
+
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+def ledger(tmp_path, database_url):
+    opened = Ledger.open(make_config(tmp_path, ["http://e0"], database_url=database_url).ledger_url)
+    yield opened
+    opened.close()
+
+
+class Clock:
+    """time.monotonic(), as a test has it."""
+
+    def __init__(self) -> None:
+        self.now_s = 10_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def jump(connection: Connection) -> None:
+    """All that is stored was stored an hour before the time that the database's clock now shows."""
+    connection.execute(update(explorers).values(heartbeat_at=explorers.c.heartbeat_at - HOUR_S))
+    connection.execute(update(leases).values(until=leases.c.until - HOUR_S))
+    connection.execute(update(version_leases).values(until=version_leases.c.until - HOUR_S))
+
+
+def begin(ledger: Ledger, *names: str) -> None:
+    """Explorers that live, of which each loads version 0 and answers a stream."""
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        for name in names:
+            transitions.heartbeat(connection, name, {})
+            transitions.open_stream(connection, f"stream of {name}", name, transitions.RunName("local", None, None))
+            about = {"reader": f"engine of {name}", "purpose": Purpose.LOADING, "owner": name}
+            assert transitions.lease_version(connection, 0, **about)
+
+
+def signed_on(ledger: Ledger) -> set[str]:
+    """The explorers that have their row, their lease and their stream."""
+    with ledger.read() as connection:
+        columns = (explorers.c.id, version_leases.c.owner, open_streams.c.explorer)
+        found = [set(connection.execute(select(column)).scalars()) for column in columns]
+    return found[0] & found[1] & found[2]
+
+
+def test_an_explorer_that_runs_on_this_machine_is_not_signed_off_by_another_one_however_old_its_heartbeat_is(ledger):
+    other = process_name()
+    begin(ledger, other)
+    with ledger.write() as connection:
+        jump(connection)
+        transitions.heartbeat(connection, process_name(), {})
+    assert signed_on(ledger) == {other}
+
+
+def test_an_explorer_whose_own_heartbeat_looks_old_signs_nobody_off_for_that_until_the_next_one(ledger):
+    begin(ledger, "here", "elsewhere")
+    with ledger.write() as connection:
+        jump(connection)
+        assert transitions.heartbeat(connection, "here", {}) == {"elsewhere": {}}
+    assert signed_on(ledger) == {"here", "elsewhere"}
+    with ledger.write() as connection:
+        assert transitions.heartbeat(connection, "here", {}) == {}
+    assert signed_on(ledger) == {"here"}
+
+
+def test_a_lease_of_a_process_that_runs_on_this_machine_does_not_end_for_its_age_but_a_pin_does(ledger):
+    runs, unknown = process_name(), "a process of another machine"
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        for owner in (runs, unknown):
+            about = {"reader": owner, "owner": owner}
+            assert transitions.lease_version(connection, 0, purpose=Purpose.ENGINE, **about)
+            assert transitions.pin_version(connection, 0, explorer=owner, lasts_s=600.0)
+        jump(connection)
+        about = {"owner": "janitor", "max_versions": 1, "max_bytes": 1e12, "sizes": {}, "by": "trainer"}
+        transitions.give_up_files(connection, **about)
+        assert connection.execute(select(version_leases.c.owner, version_leases.c.purpose)).all() == [(runs, "engine")]
+
+
+def janitor(ledger: Ledger, root: Path, clock: Clock) -> Janitor:
+    """Keeps three versions of those there are, 0 to 5, of which an engine serves 1 beside the newest."""
+    config = make_config(root, ["http://e0"])
+    config = Config.model_validate({**config.model_dump(exclude_unset=True), "versions": {"max_versions": 3}})
+    for version in range(6):
+        write_scripted_version(root, version, -1.0)
+        with ledger.write() as connection:
+            parent = version - 1 if version else None
+            transitions.publish(connection, version=version, parent=parent, kind="full", step=version)
+            transitions.serve_version(connection, version, by="engine e0")
+    with ledger.write() as connection:
+        transitions.hold_adapters(connection, "http://e0", serves=[1, 5], leaving=[])
+    store = StateStore(root, "trainer")
+    store.close()
+    return Janitor(config, ledger, store, clock)
+
+
+def kept(root: Path) -> list[int]:
+    return sorted(int(folder.name[1:]) for folder in (root / "versions").iterdir())
+
+
+def test_after_a_jump_the_janitor_deletes_nothing_until_those_who_live_have_renewed_their_leases(ledger, tmp_path):
+    clock = Clock()
+    cleaner = janitor(ledger, tmp_path, clock)
+    cleaner.run(None)
+    assert kept(tmp_path) == [0, 1, 4, 5]
+    write_scripted_version(tmp_path, 6, -1.0)
+    with ledger.write() as connection:
+        transitions.publish(connection, version=6, parent=5, kind="full", step=6)
+        jump(connection)
+    clock.now_s += 10.0 - HOUR_S  # of an hour and ten seconds by the database's clock it has seen ten
+    cleaner.run(None)
+    clock.now_s += 10.0
+    cleaner.run(None)
+    assert kept(tmp_path) == [0, 1, 4, 5, 6]
+    with ledger.write() as connection:
+        transitions.hold_adapters(connection, "http://e0", serves=[5], leaving=[])
+        ended = version_leases.c.version == 1
+        connection.execute(update(version_leases).where(ended).values(until=database_time(connection) - 1.0))
+    clock.now_s += 30.0
+    cleaner.run(None)
+    assert kept(tmp_path) == [0, 4, 5, 6]
