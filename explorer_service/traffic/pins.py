@@ -48,6 +48,7 @@ class Pins:
         self._poller = poller
         self._explorer = explorer
         self._unpin_after_s = unpin_after_s
+        self._tick_s = min(5.0, unpin_after_s / 4)
         self._used_at: dict[int, float] = {}  # time.monotonic(); by version
         self._waiting: Counter[int] = Counter()  # requests that wait for an engine; by version
         self._renewed_at = 0.0
@@ -83,7 +84,7 @@ class Pins:
     async def run(self) -> None:
         """Renew the pins that are used, and forget the others."""
         while True:
-            await asyncio.sleep(min(5.0, self._unpin_after_s / 4))
+            await asyncio.sleep(self._tick_s)
             try:
                 await self._renew()
             except LedgerError as error:
@@ -93,7 +94,9 @@ class Pins:
         now = time.monotonic()
         self._waiting = +self._waiting
         waiting = self._used_at.keys() & self._waiting.keys()
-        self._used_at |= dict.fromkeys(waiting, now)
+        # only those that are about to end: engines bring in what was used last, and would turn from one to the other
+        ending_at = now - self._unpin_after_s + 2 * self._tick_s
+        self._used_at |= {version: now for version in waiting if self._used_at[version] < ending_at}
         for version in [v for v, used_at in self._used_at.items() if used_at < now - self._unpin_after_s]:
             self._forget(version)
         used = [version for version, used_at in self._used_at.items() if used_at >= self._renewed_at]

@@ -141,7 +141,7 @@ def test_a_version_whose_generation_settings_are_damaged_is_rejected(explorer):
 
 
 def test_an_engine_that_somebody_paused_is_resumed_by_its_owner(explorer, scripted_engine, monkeypatch):
-    monkeypatch.setattr("explorer_service.reload.controller.STALLED_AFTER_S", 1.0)
+    monkeypatch.setattr("explorer_service.reload.health.STALLED_AFTER_S", 1.0)
     scripted_engine.script.paused = True
     assert explorer.chat().status_code == 200
 
