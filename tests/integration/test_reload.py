@@ -229,7 +229,8 @@ def test_a_ledger_error_at_any_statement_of_a_take_up_heals_by_itself(explorer, 
     number = next(number for number in range(1, 60) if not take_up(number, number))
     for kind in ("UPDATE versions", "INSERT INTO decisions", "UPDATE engines SET owner_until", "UPDATE leases SET"):
         asked = [statement for statement in failing_ledger.met if statement.startswith(kind)]
-        assert any([take_up(number + 1 + place, 1, statement) for place, statement in enumerate(asked)]), kind
+        refused = [take_up(number + 1 + place, 1, statement) for place, statement in enumerate(asked)]
+        assert any(refused), kind
         number += len(asked)
 
 
