@@ -56,14 +56,14 @@ def _play(folder: Path, view: View, algorithm: str, args: argparse.Namespace) ->
     plan, found = Plan(algorithm, seed=args.seed), {}
     for run in args.only:
         root, report = folder / f"{algorithm}-{run}", folder / f"{algorithm}-{run}.png"
-        astray = run == "shuffled"
+        is_shuffled = run == "shuffled"
         outcome = play_demo(
             root,
             view,
             plan=plan,
             episodes=args.episodes,
-            voice=shuffled(plan.voice, random.Random(args.seed)) if astray else None,
-            teacher=base_model.misled_teacher if astray else base_model.teacher,
+            voice=shuffled(plan.voice, random.Random(args.seed)) if is_shuffled else None,
+            teacher=base_model.misled_teacher if is_shuffled else base_model.teacher,
             with_trainer=run != "no_trainer",
             report=report,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+SHORT_SLEEP_S = 0.5  # of a machine that was suspended: too short for others to take over what a process on it has
 _PHASE = random.random()  # differs by process, so that processes do not tick together
 
 

@@ -55,10 +55,11 @@ def main() -> None:
     torch.set_num_threads(1)
     source = base_model(lambda *_: None)
     base = make_base(source, source.parent / f"{source.name}-follows-hints-{STEPS}")
-    teacher(lambda *_: None)
     parts, names = args.cases.split(","), [*CASES, *STYLES, *(PEERS if args.peers else ())]
     chosen = [[part] if part in names else [name for name in names if name.startswith(part)] for part in parts]
     wanted = list(dict.fromkeys(name for some in chosen for name in some))
+    if "sparse/distill" in wanted:
+        teacher(lambda *_: None)
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name in wanted:

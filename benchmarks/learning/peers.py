@@ -150,10 +150,8 @@ class TrlDesk:
 
     def _drawn(self, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rows of earlier updates. TRL takes the same number each time: the first few updates repeat some."""
-        wanted, drawn = (
-            self._again * len(new),
-            self._draw.sample(self._learnt, len(self._learnt))[: self._again * len(new)],
-        )
+        wanted = self._again * len(new)
+        drawn = self._draw.sample(self._learnt, min(wanted, len(self._learnt)))
         return drawn + self._draw.choices([*new, *self._learnt], k=wanted - len(drawn))
 
 

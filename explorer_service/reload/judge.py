@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +50,7 @@ class VersionJudge:
         self._root = config.root
         self._appear_s = config.explorer.reload.appear_s
         self._ledger = ledger
-        self._missing_since: dict[int, float] = {}  # time.monotonic(); by version
-        self._missing: dict[int, str] = {}  # what is missing; by version
+        self._missing: dict[int, tuple[float, str]] = {}  # since when, time.monotonic(), and what; by version
 
     async def examine(self, row: VersionRow) -> TargetVersion | None:
         """A version that may go into an engine once it is staged, which checks its hashes, too.
@@ -69,21 +69,25 @@ class VersionJudge:
             target = await asyncio.to_thread(self._find, row, base)
         except VersionMissing as error:
             await asyncio.to_thread(self.require_mounted)
-            since = self._note(row, str(error))
-            if time.monotonic() - since < self._appear_s or row.served_at is not None:
+            self._note(row, str(error))
+            reason = self._why_given_up(row)
+            if reason is None or row.served_at is not None:
                 return None
-            raise VersionMissing(self._describe(row)) from error
-        self._missing_since.pop(row.version, None)
+            raise VersionMissing(reason) from error
+        self._missing.pop(row.version, None)
         return target
 
     def overdue(self, row: VersionRow) -> str | None:
         """Why a version that an engine has proven cannot be had here; None when it can, or may still appear."""
-        since = self._missing_since.get(row.version)
-        is_overdue = since is not None and time.monotonic() - since >= self._appear_s
-        return f"{self._describe(row)}; is root_dir mounted?" if is_overdue and row.served_at is not None else None
+        reason = None if row.served_at is None else self._why_given_up(row)
+        return None if reason is None else f"{reason}; is root_dir mounted?"
 
-    def _describe(self, row: VersionRow) -> str:
-        return f"{self._missing[row.version]}; it has been looked for during {self._appear_s:g} s"
+    def _why_given_up(self, row: VersionRow) -> str | None:
+        """What is missing of a version that had its time to appear; None: nothing is, or it may still appear."""
+        since, what = self._missing.get(row.version, (math.inf, ""))
+        if time.monotonic() - since < self._appear_s:
+            return None
+        return f"{what}; it has been looked for during {self._appear_s:g} s"
 
     def _find(self, row: VersionRow, base: Base | None) -> TargetVersion:
         manifest = require_well_formed(self._root, row, base)
@@ -100,12 +104,12 @@ class VersionJudge:
         if not version_folders(self._root):
             raise EngineError(f"{self._root / 'versions'} holds no version at all; is root_dir mounted?")
 
-    def _note(self, row: VersionRow, reason: str) -> float:
-        """Since when the version has been missing. Logged once."""
-        if row.version not in self._missing_since:
-            log.warning("version is not there yet", version=row.version, reason=reason, appear_s=self._appear_s)
-        self._missing[row.version] = reason
-        return self._missing_since.setdefault(row.version, time.monotonic())
+    def _note(self, row: VersionRow, what: str) -> None:
+        """The version is missing. Logged once."""
+        if row.version not in self._missing:
+            log.warning("version is not there yet", version=row.version, reason=what, appear_s=self._appear_s)
+        since, _ = self._missing.get(row.version, (time.monotonic(), what))
+        self._missing[row.version] = since, what
 
     def _base(self) -> Base | None:
         with self._ledger.read() as connection:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from explorer_service.errors import NotOwner
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.membership import Membership
-from shared.clock import asleep_s
+from shared.clock import SHORT_SLEEP_S, asleep_s
 from shared.config import EngineAddress, is_loopback
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
@@ -27,7 +27,6 @@ from shared.process import machine_name
 
 log = StageLogger("reload")
 POLL_S = 0.05  # how often an acknowledgement, or the end of another explorer's reload, is asked for
-_SHORT_SLEEP_S = 0.5  # a machine that was suspended for less need not ask who owns what
 
 
 class _Told(NamedTuple):
@@ -88,7 +87,7 @@ class EngineLeases:
         if heartbeat_at > acquired_at and self.key(url) not in self._membership.owned:
             return False  # the lease ran out while this explorer stood still, and another one has the engine
         renewed_at = max(acquired_at, heartbeat_at)  # every heartbeat renews all leases that are left
-        if (asleep := asleep_s()) > self._asleep_s + _SHORT_SLEEP_S:  # the database's clock went on meanwhile
+        if (asleep := asleep_s()) > self._asleep_s + SHORT_SLEEP_S:  # the database's clock went on meanwhile
             self._asleep_s, self._woke_at = asleep, time.monotonic()
         return self._woke_at < renewed_at and time.monotonic() < renewed_at + transitions.ENGINE_LEASE_S * 2 / 3
 

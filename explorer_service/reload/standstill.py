@@ -14,7 +14,7 @@ import time
 from explorer_service.engines.pool import Engine, EnginePool
 from explorer_service.membership import Membership
 from explorer_service.reload.ownership import EngineLeases
-from shared.clock import asleep_s, until_next_tick
+from shared.clock import SHORT_SLEEP_S, asleep_s, until_next_tick
 from shared.errors import LedgerError
 from shared.ledger.queries.explorers import LIVE_S
 from shared.log import StageLogger
@@ -23,7 +23,6 @@ log = StageLogger("reload")
 
 _LOOK_S = 1.0
 _LOOK_AGAIN_S = 0.1
-_SHORT_SLEEP_S = 0.5  # a machine that was suspended for less need not ask what it has missed
 
 
 class Standstill:
@@ -49,7 +48,7 @@ class Standstill:
 
     async def _look(self) -> None:
         membership, now, asleep = self._membership, time.monotonic(), asleep_s()
-        stood_still = now >= self._looked_at + LIVE_S or asleep > self._asleep_s + _SHORT_SLEEP_S
+        stood_still = now >= self._looked_at + LIVE_S or asleep > self._asleep_s + SHORT_SLEEP_S
         was_late = not membership.is_alone and membership.heartbeat_at >= self._in_time_at + LIVE_S
         if not stood_still:
             self._looked_at, self._asleep_s = now, asleep
