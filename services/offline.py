@@ -43,10 +43,8 @@ def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int
         status = run_trainer(alone, partial(_work, rows=rows, epochs=epochs, lasts=False))
         folder = Path(root) / version_path(1)
         (folder / MANIFEST).unlink()
-        for watched in (
-            *(private := Path(root) / "trainer" / trainer.name).glob("figures*.jsonl"),
-            private / "tensorboard",
-        ):
+        private = Path(root) / "trainer" / trainer.name
+        for watched in (*private.glob("figures*.jsonl"), private / "tensorboard"):
             if watched.exists():
                 watched.rename(folder / watched.name)
         folder.rename(out)
@@ -68,10 +66,10 @@ def _work(
 ) -> None:
     from trainer_service.choice import chosen_for
     from trainer_service.errors import Stopped
-    from trainer_service.offline import STOPPED, OfflineTrainer
+    from trainer_service.offline import OfflineTrainer
 
     try:
         with resumed(chosen_for(config, rows), ranks, stop, OfflineTrainer) as trainer:
             trainer.train(rows, epochs, stop, lasts=lasts)
-    except Stopped as exc:  # while it waited for a teacher
-        raise StartupError(STOPPED) from exc
+    except Stopped as exc:
+        raise StartupError("asked to stop before all epochs were done; nothing was published") from exc

@@ -19,7 +19,6 @@ from trainer_service.loop import Trainer
 from trainer_service.watch.record import Record, count_signals
 
 log = StageLogger("train")
-STOPPED = "asked to stop before all epochs were done; nothing was published"
 _UNKNOWN = ("logprob_gap",)  # bounds: a file's version numbers may be those of another root folder
 _LEFT_OUT = ("hints_contradicting", "hints_without_effect")  # figures of the algorithms
 
@@ -32,8 +31,9 @@ class OfflineTrainer(Trainer):
 
         lasts: whether the trainer of this name shall go on from it.
 
-        Raises StartupError, with nothing published, when it is asked to stop before, an update fails or crosses a bound
-        of the breaker, the breaker has tripped before, no update changes a weight, or a token id is not the model's.
+        Nothing is published where it raises: Stopped when it is asked to stop before; StartupError when an update fails
+        or crosses a bound of the breaker, the breaker has tripped before, no update changes a weight, or a token id is
+        not the model's.
         """
         try:
             self._breaker.require_free()
@@ -41,8 +41,6 @@ class OfflineTrainer(Trainer):
             self._publish()
             if lasts:
                 self._save_rest()
-        except Stopped as exc:
-            raise StartupError(STOPPED) from exc
         finally:
             self._give_back_leases()
         return self._progress.version
