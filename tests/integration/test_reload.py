@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
+from sqlalchemy import select
 
 from explorer_service.reload.judge import VersionJudge
 from explorer_service.reload.poller import VersionPoller
 from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.queries import VersionRow, list_versions
+from shared.ledger.tables import experiences
 from tests.support.failing_ledger import FailingLedger, failing_statements
 from tests.support.processes import run_here
 from tests.support.script import Script
@@ -262,7 +265,7 @@ def test_a_load_that_fails_is_undone_before_the_engine_resumes_and_streams_go_on
     script.failed_loads, script.gap_s, calls = {"v000002"}, 0.5, len(script.calls)
     with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
         events = reply.iter_lines()
-        next(events)
+        msg_id = json.loads(next(events).removeprefix("data: "))["id"]
         publish(explorer, 2, -2.5)
         assert [line for line in events if line][-1] == "data: [DONE]"
     wait_until(lambda: version_states(explorer)[2] == "REJECTED")
@@ -270,8 +273,8 @@ def test_a_load_that_fails_is_undone_before_the_engine_resumes_and_streams_go_on
     wait_until(lambda: served(explorer) == "1")
     assert script.calls[calls:] == ["/pause", "reload v000002", "reload v000001", "/reset_prefix_cache", "/resume"]
     with explorer.ledger.read() as connection:
-        row = connection.exec_driver_sql("SELECT version, version_end FROM experiences ORDER BY version_end DESC")
-        assert set(map(tuple, row)) <= {(0, 0), (1, 1)}
+        columns = select(experiences.c.version, experiences.c.version_end)
+        assert connection.execute(columns.where(experiences.c.msg_id == msg_id)).one() == (1, 1)
 
 
 def test_a_ledger_that_is_away_now_and_then_ends_no_controller_whenever_it_is_asked(
