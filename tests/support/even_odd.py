@@ -14,6 +14,7 @@ from shared.reward import Signal
 from tests.support.models import make_tiny_model
 
 REWARD = 0.85  # of the model that has learnt it
+TEACHER = 0.95  # what the replies of a teacher are worth
 END = 2  # the token that ends a reply
 
 
@@ -93,4 +94,7 @@ def with_feedback(row: Experience, algorithm: str, draw: np.random.Generator) ->
         return replace(row, correction=np.array([right, END], np.int32), reward=None)
     if algorithm == "hint":
         return replace(row, hint=np.array([1, 6, right, END], np.int32), reward=None)
+    if algorithm == "distill":
+        share = TEACHER if row.reward else 1 - TEACHER  # its even or odd tokens are alike to the teacher
+        return replace(row, teacher=np.log(np.array([share / 104], np.float32)), reward=None)
     return row
