@@ -114,6 +114,7 @@ _FIXED: dict[str, Any] = {"share": 0.05, "versions": 80}
 _AT_ONCE: dict[str, Any] = {"late": (0, 0), "versions": 60}
 _WRONG: dict[str, Any] = {"share": 0.5, "rows": 64, "versions": 100}
 _FLIPPED: dict[str, Any] = {**_WRONG, "rows": 128}  # noise is averaged over more rows
+_THUMBS: dict[str, Any] = {**_FLIPPED, "versions": 200}  # which say less than rewards
 
 
 def _old(**section: Any) -> Plan:
@@ -126,7 +127,8 @@ CASES: dict[str, Plan] = {
     "sparse/ppo": Plan(_alone("ppo", **PPO), each(reward), **_SPARSE),
     "sparse/reinforce_pp": Plan(REINFORCE, each(reward), **_SPARSE),
     "sparse/spo": Plan({**_alone("spo", **STEADY), **STEPS}, each(reward), **_SPARSE),
-    "sparse/kto": Plan(_alone("kto"), each(rating), rows=64, versions=60),
+    "sparse/kto": Plan({**_alone("kto"), **STEPS}, each(rating), rows=128, versions=200),
+    "sparse/kto with few ratings": Plan(_alone("kto"), each(rating), rows=64, versions=60),
     "sparse/kto without its bound": Plan(_alone("kto", clip=0.0), each(rating), rows=64, versions=60),
     "sparse/hint": Plan({**HINT, **AGAIN}, each(comment), versions=80),
     "sparse/hint without rehearsal": Plan(HINT, each(comment), versions=80),
@@ -156,8 +158,8 @@ CASES: dict[str, Plan] = {
     # a fifth of the rewards or ratings the wrong way round, and none
     "flipped/none": Plan(REINFORCE, each(reward), **_FLIPPED),
     "flipped/20 %": Plan(REINFORCE, flipped(0.2), **_FLIPPED),
-    "flipped/no ratings": Plan(REINFORCE, flipped_ratings(0.0), **_FLIPPED),
-    "flipped/20 % of ratings": Plan(REINFORCE, flipped_ratings(0.2), **_FLIPPED),
+    "flipped/no ratings": Plan(REINFORCE, flipped_ratings(0.0), **_THUMBS),
+    "flipped/20 % of ratings": Plan(REINFORCE, flipped_ratings(0.2), **_THUMBS),
     # old rows: 200 updates on what was sampled 16 versions before
     "old/clip": _old(importance_cap=1e9),
     "old/clip truncated": _old(),

@@ -1,4 +1,4 @@
-"""MLflow's tracking server or folder. Credentials are taken from its own environment variables."""
+"""MLflow's tracking server, or a database that it keeps. Credentials are taken from its own environment variables."""
 
 from __future__ import annotations
 
