@@ -82,13 +82,18 @@ class House:
     goal: str = ""
 
 
-def make_house(seed: int, kind: str | None = None, seen: bool = True, most: int | None = None) -> House:
-    """The house of this seed. kind: of KINDS, else drawn. most: receptacles; the others of the plan are left out."""
+def make_house(
+    seed: int, kind: str | None = None, seen: bool = True, most: int | None = None, room: str | None = None
+) -> House:
+    """The house of this seed. kind: of KINDS, else drawn. most: receptacles; the others of the plan are left out.
+
+    room: of ROOMS, else any in which there are tasks of that kind.
+    """
     draw = random.Random(f"house {seed} {kind} {seen} {most}")
     while True:
         wish = kind or draw.choice(KINDS)
         numbers = constants.TRAIN_SCENE_NUMBERS if seen else constants.TEST_SCENE_NUMBERS
-        rooms = constants.GOALS_VALID[wish]
+        rooms = {room} if room else constants.GOALS_VALID[wish]
         found = plan(draw.choice([n for n in numbers if room_of(n) in rooms]))
         made = _furnish(draw, wish, found, most)
         if made is not None:

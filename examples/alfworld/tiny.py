@@ -12,12 +12,13 @@ from examples import group_learning
 from examples.alfworld.houses import PICK, House, make_house, mangled, may_hold, pickable, type_of
 from examples.tiny_model import Demonstration, Recipe
 
-MOST = 5  # receptacles
-MAX_STEPS = 16  # in place of the world's 30
-STEPS, BATCH = 420, 24
-FEW, SHORT, LONG = 300, 5, 14  # so many steps with short walks, in which it learns names; then with long ones
-SHARE = 0.15  # of demonstrated choices that serve the task
-REFUSED = 0.15  # of steps before which something impossible is tried, which is not taught: what follows it is
+ROOM = "Bathroom"  # which has the fewest types of things
+MOST = 4  # receptacles
+MAX_STEPS = 12  # in place of the world's 30
+STEPS, BATCH = 700, 24
+FEW, SHORT, LONG = 500, 5, 10  # so many steps with short walks, in which it learns names; then with long ones
+SHARE = 0.35  # of demonstrated choices that serve the task
+REFUSED = 0.1  # of steps before which something impossible is tried, which is not taught: what follows it is
 TRAINING = range(400)  # seeds of houses: each is loaded for every episode in it
 HELD_OUT = range(1_000_000, 1_000_100)
 DEMONSTRATED = 2_000_000  # the first seed of houses that are neither
@@ -25,13 +26,13 @@ NOTHING = "Nothing happens."  # what is told after something impossible
 RULES = "House."  # in place of the agent's own: a tiny model has no use for the words
 
 ENGINE = {"max_model_len": 1536}
-TRAINER = group_learning.TRAINER | {"batch_size": 480, "learning_rate": 6.0e-4}
-LEARN = group_learning.LEARN | {"max_ready_rows": 960, "timeout_s": 120.0, "params": {"max_tokens": 24}}
+TRAINER = group_learning.TRAINER | {"batch_size": 384}
+LEARN = group_learning.LEARN | {"max_ready_rows": 768, "timeout_s": 120.0, "params": {"max_tokens": 24}}
 
 
 def task(seed: int) -> dict[str, Any]:
-    """A small house with a thing to be put somewhere."""
-    return {"seed": seed, "kind": PICK, "most": MOST}
+    """A small bathroom with a thing to be put somewhere."""
+    return {"seed": seed, "kind": PICK, "most": MOST, "room": ROOM}
 
 
 def recipe() -> Recipe:

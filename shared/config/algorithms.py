@@ -181,6 +181,9 @@ class KTOConfig(AlgorithmConfig):
     largest_weight: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
     """The rarer rating weighs more, so that ups and downs weigh alike; at most so many times as much as in equal parts;
     1: all weigh the same."""
+    taper: Flag = True
+    """A reply that is rated down weighs as many times less as it has become less likely since it was sampled; false: it
+    weighs the same."""
 
     @property
     def loads_base(self) -> bool:

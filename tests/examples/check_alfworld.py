@@ -17,7 +17,7 @@ pytest.importorskip("alfworld", reason="make examples could not build ALFWorld's
 
 from examples.alfworld import tiny
 from examples.alfworld.agent import RULES, Agent
-from examples.alfworld.houses import CLEAN, KINDS, LIGHT, PICK, TWO, House, make_house, plan, write
+from examples.alfworld.houses import CLEAN, KINDS, LIGHT, PICK, TWO, House, make_house, plan, room_of, write
 from examples.alfworld.reward import reward
 from examples.alfworld.world import MAX_STEPS, UNFINISHED, Household, downloaded, read_action
 from tests.examples.household_referee import Referee
@@ -167,6 +167,7 @@ def test_houses_are_made_from_their_seeds_and_seen_and_unseen_ones_share_no_plan
     assert len(plans[True]) > 60 and len(plans[False]) > 18
     assert {make_house(seed).kind for seed in range(100)} == set(KINDS)
     assert all(len(make_house(seed, most=5).receptacles) <= 5 for seed in range(100))
+    assert {room_of(make_house(seed, kind=PICK, room="Bathroom").plan) for seed in range(100)} == {"Bathroom"}
 
 
 def test_no_house_is_solved_before_anything_is_done():

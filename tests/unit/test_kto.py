@@ -14,7 +14,7 @@ from tests.support.batches import array, batch_of, loss_of, precomputed, sequenc
 from trainer_service.algorithms.kto import KTO, WINDOW
 from trainer_service.algorithms.seam import Batch, Needs
 
-ALGORITHM = KTO(KTOConfig(beta=0.5, clip=0))  # as in the paper
+ALGORITHM = KTO(KTOConfig(beta=0.5, clip=0, taper=False))  # as in the paper
 
 
 def rated(*sequences, **ratings: bool) -> Batch:
@@ -109,7 +109,7 @@ def test_a_rating_does_not_push_a_token_that_it_has_moved_beyond_the_clip():
     scores = {"reference": [array(-1, -1, -1)] * 4, "proximal": [array(-1, -1, -1)] * 4}
     moved = [(0.25, 0.1, -2.0), (-0.25, -0.1, 2.0)]  # |log 1.2| is 0.18
     logprobs = [torch.tensor([x - 1 for x in one], requires_grad=True) for one in moved]
-    loss, figures = loss_of(KTO(KTOConfig(beta=0.5, clip=0.2)), batch, precomputed(batch, **scores), logprobs)
+    loss, figures = loss_of(KTO(KTOConfig(beta=0.5, clip=0.2, taper=False)), batch, precomputed(batch, **scores), logprobs)
     loss.backward()
     same, _ = loss_of(ALGORITHM, rated(*batch.sequences[:2], s0=True, s1=False), precomputed(batch, **scores), logprobs)
     assert loss.item() == pytest.approx(same.item()), "the value of a reply is that of all of its tokens"
@@ -118,6 +118,21 @@ def test_a_rating_does_not_push_a_token_that_it_has_moved_beyond_the_clip():
     assert logprobs[0].grad.tolist() == pytest.approx([0, -slope, -slope])
     assert logprobs[1].grad.tolist() == pytest.approx([0, slope, slope])
     assert figures["clip_fraction"] == pytest.approx(1 / 3)
+
+
+def test_a_down_weighs_as_many_times_less_as_its_reply_has_become_less_likely():
+    """Of two tokens each: by the start of the batch e times less likely than when sampled, or e times likelier."""
+    batch = rated(*(sequence([0, 0]) for _ in range(4)), s0=True, s1=True, s2=False, s3=False)
+    units = ALGORITHM.units(batch)
+    behaviour = batch.sequences[0].behaviour
+    moved = [array(*(behaviour + one)) for one in (-0.5, 0.5, -0.5, 0.5)]
+    seen = precomputed(batch, proximal=[*moved, *moved], processed=[*moved, *moved])
+    for taper, expected in ((True, [1, 1, math.exp(-1), 1]), (False, [1, 1, 1, 1])):
+        constants, _ = KTO(KTOConfig(taper=taper)).constants(batch, units, seen, {})
+        assert [float(one[0]) for one in constants["weights"][:4]] == pytest.approx(expected)
+    batch.sequences[2].masked[:] = True
+    constants, _ = KTO(KTOConfig()).constants(batch, units, seen, {})
+    assert constants["weights"][2][0] == 1, "nobody knows what a mask left to choose from"
 
 
 def weights(memory: dict[str, float], *ups: bool, **settings: float) -> list[float]:

@@ -3,7 +3,8 @@
 What of ours corresponds to what of TRL's:
 
     dpo, clip 0                       DPOTrainer, sigmoid; with label_smoothing aot of one pair: conservative DPO
-    kto, clip 0, largest_weight 1     KTOTrainer; as there, z is that of the policy now, where our trainer takes that of
+    kto, clip 0, largest_weight 1,
+    taper false                       KTOTrainer; as there, z is that of the policy now, where our trainer takes that of
                                       the batch's beginning
     sft                               SFTTrainer, nll
     surrogate clip                    GRPOTrainer: mean sequences is grpo, tokens is bnpo and dapo, constant is dr_grpo;
@@ -91,7 +92,7 @@ def test_dpo_is_trl_s(name, pairs, smoothing):
 
 
 def test_kto_is_trl_s():
-    algorithm, logprobs = KTO(KTOConfig(beta=0.4, clip=0, largest_weight=1.0)), policy()
+    algorithm, logprobs = KTO(KTOConfig(beta=0.4, clip=0, largest_weight=1.0, taper=False)), policy()
     said = batch(ratings={0: True, 1: True, 2: False, 3: False})
     seen = {"proximal": arrays("policy", "others"), "reference": arrays("reference", "others_reference")}
     loss, figures = loss_of(algorithm, said, precomputed(said, **seen), logprobs)

@@ -5,13 +5,12 @@
     v(x, y) = σ( β (r − z) )  if rated up,   σ( β (z − r) )  if rated down                                     eq. 8
     loss    = E[ λ_y (1 − v(x, y)) ]
 
-The pairs (x_i, y_j) are only scored: z estimates how far π is from π_ref on prompts with replies of others.
-
 Departures:
 1. z is one number for the whole batch, of the policy at its start. A micro-batch's own would be noise.
-2. λ balances ups and downs (section 4.2 asks for λ_up n_up ≈ λ_down n_down), by the counts of this batch and of earlier
-   ones, of which no more than WINDOW ratings count.
-3. A token that has moved beyond `clip` within the batch, the way that its rating pushes it, has no gradient: without a
+2. λ balances ups and downs (section 4.2 asks for that), by the counts of this batch and of WINDOW ratings before it.
+3. A down also weighs min(1, π_prox(y|x) / π_behaviour(y|x)), π_prox being the policy at the start of the batch and
+   π_behaviour the one that sampled: what was unlearned since is not pushed further (Le Roux et al. 2025, TOPR).
+4. A token that has moved beyond `clip` within the batch, the way that its rating pushes it, has no gradient: without a
    bound, what bad replies share with good ones is unlearned with them.
 
 log π is at the temperature that the reply was sampled with. E is the mean over the rated sequences of the minibatch.
@@ -40,7 +39,7 @@ from trainer_service.algorithms.seam import (
     one_each,
     pick,
 )
-from trainer_service.algorithms.surrogates import held
+from trainer_service.algorithms.surrogates import drift_of, held
 
 WINDOW = 1024  # earlier ratings that the balance of ups and downs is taken over, besides the batch's
 
@@ -56,8 +55,8 @@ class KTO:
     def units(self, batch: Batch) -> list[Unit]:
         """The rated sequences; then as many mismatched ones, only to be scored; none with one rated sequence."""
         rated = sorted(batch.ratings)
-        neighbours = zip(rated, rated[1:] + rated[:1], strict=True) if len(rated) > 1 else ()
-        mismatched = [_answer_of_another(batch, place, other) for place, other in neighbours]
+        neighbours = zip(rated, rated[1:] + rated[:1], strict=True)
+        mismatched = [_answer_of_another(batch, place, other) for place, other in neighbours if place != other]
         return [*one_each(rated, Said.RATING), *(Unit((place,), trained=False) for place in mismatched)]
 
     def constants(
@@ -67,20 +66,21 @@ class KTO:
         policy, reference = ([one.sum(dtype=np.float64) for one in pick(logprobs, units)] for logprobs in scored)
         gained = [p - r for p, r in zip(policy, reference, strict=True)]
         gaps = [gap for gap, unit in zip(gained, units, strict=True) if not unit.trained]
-        kl = max(0.0, float(np.mean(gaps))) if gaps else 0.0
+        kl = max(0.0, float(np.mean(gaps or [0.0])))
         ups = [float(batch.ratings.get(unit.members[0], False)) for unit in units]
-        rated = len(batch.ratings)
-        weights = _balance(memory, sum(ups), rated - sum(ups), self.config.largest_weight)
+        weights = _balance(memory, sum(ups), len(batch.ratings) - sum(ups), self.config.largest_weight)
+        drifts = drift_of(batch, units, precomputed) if self.config.taper else [np.zeros(1, np.float32)] * len(units)
+        tapers = [1.0 if up else math.exp(min(0.0, one.sum())) for up, one in zip(ups, drifts, strict=True)]
         steep = [1 - math.tanh(self.config.beta * (gap - kl) / 2) ** 2 for gap in gained]  # 4 σ(m) (1 − σ(m))
         constants: Constants = {
             "proximal": proximal,
             "reference": [np.full(1, one, np.float32) for one in reference],
             "kl": [np.full(1, kl, np.float32)] * len(units),
             "sign": [np.full(1, 1.0 if up else -1.0, np.float32) for up in ups],
-            "weights": [np.full(1, weights[bool(up)], np.float32) for up in ups],
+            "weights": [np.full(1, weights[bool(up)] * one, np.float32) for up, one in zip(ups, tapers, strict=True)],
             "slopes": [np.full_like(one, slope) for one, slope in zip(proximal, steep, strict=True)],
         }
-        return constants, {"kl": kl, "rated": float(rated), "up_share": sum(ups) / rated}
+        return constants, {"kl": kl, "rated": float(len(batch.ratings)), "up_share": sum(ups) / len(batch.ratings)}
 
     def size(self, units: list[Unit], constants: Constants) -> float:
         return float(len(units))
@@ -106,8 +106,8 @@ def _answer_of_another(batch: Batch, place: int, other: int) -> int:
     room = max(len(one.token_ids) for one in batch.sequences) - (len(answer.token_ids) - begin)
     prompt_ids = prompt.token_ids[: prompt.actions[0]][-room:]
     moved = len(prompt_ids) - begin
-    token_ids = np.concatenate([prompt_ids, answer.token_ids[begin:]])
-    return batch.add(replace(answer, token_ids=token_ids, actions=answer.actions + moved, starts=answer.starts + moved))
+    ids = np.concatenate([prompt_ids, answer.token_ids[begin:]])
+    return batch.add(replace(answer, token_ids=ids, actions=answer.actions + moved, starts=answer.starts + moved))
 
 
 def _balance(memory: Memory, ups: float, downs: float, largest: float) -> dict[bool, float]:

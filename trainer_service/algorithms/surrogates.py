@@ -129,19 +129,22 @@ def policy_needs(config: SurrogateConfig) -> Needs:
     return Needs.PROXIMAL | reference | (Needs.ENTROPY if config.entropy_coef else Needs.NOTHING)
 
 
+def drift_of(batch: Batch, units: list[Unit], precomputed: Precomputed) -> list[Floats]:
+    """log π_prox/π_behaviour of the units' sequences: [A], both as the sampler processed them.
+
+    It is 0 where the sampler masked tokens, by a grammar or a bias: no model says what it then had to choose from.
+    """
+    return [
+        np.where(sequence.masked, np.float32(0), processed - sequence.behaviour)
+        for processed, sequence in zip(pick(precomputed.processed, units), pick(batch.sequences, units), strict=True)
+    ]
+
+
 def policy_constants(
     batch: Batch, units: list[Unit], precomputed: Precomputed, config: SurrogateConfig
 ) -> tuple[Constants, Figures]:
-    """What `policy_loss` takes beside advantages: log π_prox, w_t and more. And what there is to plot of them.
-
-    The ratio π_prox/π_behaviour is 1 where the sampler masked tokens, by a grammar or a bias: no model says what it
-    then had to choose from.
-    """
-    proximal, sequences = pick(precomputed.proximal, units), pick(batch.sequences, units)
-    drift = [
-        np.where(sequence.masked, np.float32(0), processed - sequence.behaviour)
-        for processed, sequence in zip(pick(precomputed.processed, units), sequences, strict=True)
-    ]
+    """What `policy_loss` takes beside advantages: log π_prox, w_t and more. And what there is to plot of them."""
+    proximal, drift = pick(precomputed.proximal, units), drift_of(batch, units, precomputed)
     constants = {"proximal": proximal, "weights": [importance_weights(one, config) for one in drift]}
     figures = _drift_figures(drift, constants["weights"])
     if config.surrogate == "topr":
