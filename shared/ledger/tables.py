@@ -29,7 +29,7 @@ from shared.experience import BatchState, State
 metadata = MetaData()
 
 Id = BigInteger().with_variant(Integer, "sqlite")  # SQLite's rowid is an INTEGER
-# conditions of indexes; a query repeats them word for word
+# conditions of indexes; a query repeats them word for word, as text()
 WAITS = f"teaches <> 0 AND state IN ('{State.RECORDED}', '{State.CONSUMED}')"  # a commit makes the row READY
 REHEARSABLE = "(taught & 22) <> 0"  # Lesson.COMMENT, CORRECTION, DEMONSTRATION: trained on words, or on an answer
 IS_QUARANTINED = "substr(reason, 1, 12) = 'quarantined:'"

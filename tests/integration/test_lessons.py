@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import select, update
 
 from shared.config import TrainerConfig
 from shared.experience import Experience
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.tables import WAITS, experiences
+from shared.ledger.tables import experiences
 from shared.reward import Lesson, Signal
 from shared.stop_request import StopRequest
 from tests.support.lessons import COMMENT, LEARNED, RUN, UP, claim, commit, publish, record, say, stands, train
+from tests.support.plans import plans_of
 from trainer_service.algorithms.registry import algorithm
 from trainer_service.algorithms.seam import Batch
 from trainer_service.claim import Claimer
@@ -260,13 +261,11 @@ def test_nothing_more_can_be_said_of_an_erased_row(ledger):
 
 
 def test_rows_that_wait_for_a_commit_are_found_by_an_index(ledger):
-    query = f"SELECT id FROM experiences WHERE {WAITS} AND id > 0 ORDER BY id"
-    with ledger.write() as connection:
-        if connection.dialect.name == "postgresql":
-            connection.execute(text("SET LOCAL enable_seqscan = off"))
-        explain = "EXPLAIN" if connection.dialect.name == "postgresql" else "EXPLAIN QUERY PLAN"
-        plan = str(connection.execute(text(f"{explain} {query}")).all())
-    assert "ix_experiences_teaching" in plan
+    record(ledger, "m")
+    say(ledger, "m", UP)
+    for scope in ({}, {"key_group": "g"}, {"before": 1e12}):
+        plans = plans_of(ledger, lambda connection, scope=scope: transitions.commit(connection, **scope))
+        assert "ix_experiences_teaching" in plans[0][1], plans[0]
 
 
 def test_rows_that_were_rewarded_before_do_not_earn_what_is_new_in_their_run(ledger):

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import Connection, select
 
 from shared.config import RewardConfig, TrainerConfig
 from shared.experience import Experience
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.tables import REHEARSABLE, experiences
+from shared.ledger.tables import experiences
 from shared.reward import Kind, Signal, learned_kinds
 from shared.stop_request import StopRequest
+from tests.support.plans import plans_of
 from tests.support.samples import sample
 from trainer_service.batch import make_batch
 from trainer_service.claim import Claimer
@@ -106,10 +107,8 @@ def test_only_written_answers_are_learnt_of_them_and_they_are_not_counted_as_new
 
 
 def test_what_can_be_rehearsed_is_found_by_an_index(ledger):
-    with ledger.write() as connection:
-        is_postgresql = connection.dialect.name == "postgresql"
-        if is_postgresql:
-            connection.execute(text("SET LOCAL enable_seqscan = off"))
-        query = f"SELECT id FROM experiences WHERE {REHEARSABLE} ORDER BY id DESC LIMIT 9"
-        plan = str(connection.execute(text(f"EXPLAIN {'' if is_postgresql else 'QUERY PLAN '}{query}")).all())
-    assert "ix_experiences_rehearsable" in plan
+    def draw(connection: Connection) -> None:
+        queries.draw_rehearsal(connection, 1.0, [], 0, WRITTEN, None, None)
+
+    statement, plan = plans_of(ledger, draw)[0]
+    assert "ix_experiences_rehearsable" in plan, (statement, plan)

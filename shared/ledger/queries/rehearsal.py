@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
-from sqlalchemy import Boolean, Connection, literal_column, select
+from sqlalchemy import Connection, select, text
 
 from shared.experience import Experience
 from shared.ledger.conditions import in_parts
@@ -34,7 +34,7 @@ def draw_rehearsal(
     """
     lessons = int(lessons_of(kinds))
     known_for = experiences.c.taught.bitwise_and(lessons) != 0
-    pool = select(experiences.c.id).where(literal_column(REHEARSABLE, Boolean), known_for)
+    pool = select(experiences.c.id).where(text(REHEARSABLE), known_for)
     fresh = {row.id for row in rows}
     newest = connection.execute(pool.order_by(experiences.c.id.desc()).limit(_NEWEST))
     known = sorted(set(newest.scalars()) - fresh)

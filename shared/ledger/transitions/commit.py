@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Boolean, ColumnElement, Connection, exists, literal_column, not_, or_, select, update
+from sqlalchemy import ColumnElement, Connection, exists, not_, or_, select, text, update
 
 from shared.experience import State, TrajectoryKey, trajectory_key
 from shared.ledger.conditions import AnyRow, in_group, in_parts, in_scope, in_trajectories, is_in, names_a_run
@@ -67,8 +67,8 @@ def commit_part(
     mine: list[ColumnElement[bool]] = [in_group(key_group)]
     if before is not None:
         mine.append(experiences.c.created_at < before)
-    waits = (literal_column(WAITS, Boolean), *mine, in_scope(task_id, run_id), experiences.c.id > after_id)
-    query = select(*(experiences.c[name] for name in _COLUMNS)).where(*waits).order_by(experiences.c.id)
+    scope = (*mine, in_scope(task_id, run_id), experiences.c.id > after_id)
+    query = select(*(experiences.c[name] for name in _COLUMNS)).where(text(WAITS), *scope).order_by(experiences.c.id)
     rows = connection.execute(query.limit(at_most)).all()
     committed = 0
     for start in range(0, len(rows), _AT_ONCE):
