@@ -18,7 +18,6 @@ SAID = {"signals": [Signal("reward", value=1.0), Signal("comment", text="no")], 
 CLAIM = {"owner": "trainer", "at_least": 1, "at_most": 4, "lease_s": 60.0}
 VERSION = {"version": 1, "parent": None, "kind": "full", "step": 1, "trainer": "trainer"}
 WORK: dict[str, Callable[[Connection], object]] = {
-    "record": lambda c: transitions.record(c, [sample("new"), sample("next", task_id="t1", run_id="r1")]),
     "feedback": lambda c: transitions.apply_feedback(c, msg_ids=["m3"], task_id=None, run_id=None, **SAID),
     "feedback for a run": lambda c: transitions.apply_feedback(c, msg_ids=[], task_id="t1", run_id="r3", **SAID),
     "feedback for a task": lambda c: transitions.apply_feedback(c, msg_ids=[], task_id="t2", run_id=None, **SAID),
