@@ -26,7 +26,7 @@ NOTHING = "Nothing happens."  # what is told after something impossible
 RULES = "House."  # in place of the agent's own: a tiny model has no use for the words
 
 ENGINE = {"max_model_len": 1536}
-TRAINER = group_learning.TRAINER | {"batch_size": 384}
+TRAINER = group_learning.TRAINER | {"batch_size": 384, "learning_rate": 1.5e-4}
 LEARN = group_learning.LEARN | {"max_ready_rows": 768, "timeout_s": 120.0, "params": {"max_tokens": 24}}
 
 
