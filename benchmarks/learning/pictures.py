@@ -16,7 +16,7 @@ PAGES: dict[str, tuple[str, ...]] = {  # file: cases
     "step_grpo": ("tasks/step_grpo",),
     "raft": ("sparse/raft",),
     "distill": ("sparse/distill",),
-    "kto": ("sparse/kto", "sparse/kto without its bound"),
+    "kto": ("sparse/kto", "sparse/kto without its taper"),
     "hint": ("comments/hint", "comments/hint of other rows", "comments/hint by sampled tokens"),
     "sft": ("corrections/sft",),
     "dpo": ("corrections/dpo",),
