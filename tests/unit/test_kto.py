@@ -109,7 +109,8 @@ def test_a_rating_does_not_push_a_token_that_it_has_moved_beyond_the_clip():
     scores = {"reference": [array(-1, -1, -1)] * 4, "proximal": [array(-1, -1, -1)] * 4}
     moved = [(0.25, 0.1, -2.0), (-0.25, -0.1, 2.0)]  # |log 1.2| is 0.18
     logprobs = [torch.tensor([x - 1 for x in one], requires_grad=True) for one in moved]
-    loss, figures = loss_of(KTO(KTOConfig(beta=0.5, clip=0.2, taper=False)), batch, precomputed(batch, **scores), logprobs)
+    bounded = KTO(KTOConfig(beta=0.5, clip=0.2, taper=False))
+    loss, figures = loss_of(bounded, batch, precomputed(batch, **scores), logprobs)
     loss.backward()
     same, _ = loss_of(ALGORITHM, rated(*batch.sequences[:2], s0=True, s1=False), precomputed(batch, **scores), logprobs)
     assert loss.item() == pytest.approx(same.item()), "the value of a reply is that of all of its tokens"
