@@ -24,7 +24,9 @@ from tests.support.processes import wait_for
 from tests.support.samples import sample
 from tests.support.trained_roots import BATCH, begin, newest, open_ledger, prepare
 
+REWARDED = ("reinforce_pp", "spo", "grpo", "rloo", "step_grpo")
 MIXES: dict[str, dict[str, Any]] = {
+    "rewards": {"algorithms": dict.fromkeys(REWARDED, 1.0)},
     "preferences": {"algorithms": {"dpo": 1.0, "kto": 1.0, "sft": 0.5}},
     "teachers": {"algorithms": {"raft": 1.0, "hint": 1.0, "distill": 1.0}, "raft": {"quantile": 0.5}},
 }
@@ -47,12 +49,15 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     lives: Lives, root: Path, model: Path, rows: list[Experience], **trainer: Any
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """One update. Returns the weights and the figures."""
+    """One update, of two tasks where an algorithm asks for them. Returns the weights and the figures."""
     prepare(root, model, **trainer)
     config, ledger = load_config(root / "flywheel.yaml"), open_ledger(root)
     learned = learned_kinds(config.trainer)
     with ledger.write() as connection:
-        transitions.record(connection, [sample(row.msg_id, tokens=row.tokens) for row in rows])
+        tasks = [{"task_id": f"t{number // 4}", "run_id": str(number)} for number in range(len(rows))]
+        named = tasks if "grpo" in config.trainer.parts else [{}] * len(rows)
+        samples = [sample(row.msg_id, tokens=row.tokens, **names) for row, names in zip(rows, named, strict=True)]
+        transitions.record(connection, samples)
         for number, row in enumerate(rows):
             said = [Signal("rating", text="up" if number % 3 else "down"), Signal("comment", text=f"w{number} w3")]
             if number % 2:
@@ -78,6 +83,7 @@ PREFERENCES = {"dpo/preferences": 6, "kto/rated": 8, "sft/learnt_tokens": 8}
 @pytest.mark.parametrize(
     ("mix", "stage", "share", "expected"),
     [
+        ("rewards", 3, 0.25, {}),
         ("preferences", 3, 1.0, PREFERENCES),
         ("preferences", 3, 0.25, PREFERENCES),
         ("teachers", 2, 0.25, {"hint/hints": 8}),  # an average of weights is whole on each rank
@@ -97,5 +103,6 @@ def test_two_ranks_learn_what_one_learns_from_all_that_was_said(
     for name, tensor in one.items():
         assert torch.allclose(two[name], tensor, atol=2e-5), name
     assert expected.items() <= figures.items()
+    assert {name.partition("/")[0] for name in figures} >= set(asked["algorithms"]), "each found something to learn"
     assert any(name.endswith("largest_key_share") for name in figures) == (share < 1)
     assert same == pytest.approx({**figures, "seconds": same["seconds"]}, rel=1e-3, abs=1e-4)
