@@ -70,13 +70,13 @@ def test_a_pin_that_nobody_uses_any_more_leaves_the_engine_and_keeps_no_files(st
 
 
 def test_a_request_that_waits_for_a_version_is_a_use_of_its_pin(start, scripted_engine):
-    explorer, script = start(unpin_after_s=0.2), scripted_engine.script
+    explorer, script = start(unpin_after_s=1.0), scripted_engine.script
     publish_and_wait(explorer, 1)
     unloading = threading.Event()
 
     def unload_slowly(said: str) -> None:
         if said.startswith("unloading agent@1"):
-            script.reload_s = 0.5  # longer than a pin without a use lasts
+            script.reload_s = 1.5  # longer than a pin without a use lasts
             unloading.set()
         elif said.startswith("unloaded"):
             script.reload_s = 0.0
