@@ -7,7 +7,7 @@
 
 Departures:
 1. z is one number for the whole batch, of the policy at its start. A micro-batch's own would be noise.
-2. λ balances ups and downs (section 4.2 asks for that), by the counts of this batch and of WINDOW ratings before it.
+2. λ balances ups and downs (section 4.2), by the counts of this batch and of up to WINDOW ratings before it.
 3. A down also weighs min(1, π_prox(y|x) / π_behaviour(y|x)), π_prox being the policy at the start of the batch and
    π_behaviour the one that sampled: what was unlearned since is not pushed further (Le Roux et al. 2025, TOPR).
 4. A token that has moved beyond `clip` within the batch, the way that its rating pushes it, has no gradient: without a
