@@ -13,7 +13,7 @@ TRAINING = range(2000)  # seeds of lakes
 HELD_OUT = range(1_000_000, 1_000_200)
 DEMONSTRATED = 2_000_000  # the first seed of lakes that are neither
 
-ENGINE = {"max_model_len": 640}
+ENGINE = {"max_model_len": 768}
 TRAINER = {
     "algorithm": "ppo",
     "batch_size": 256,
@@ -40,7 +40,7 @@ def recipe() -> Recipe:
         demonstrations=[_walk(seed) for seed in range(DEMONSTRATED, DEMONSTRATED + EPISODES)],
         teaches="to walk at random",
         vocabulary=700,
-        context=640,
+        context=768,
         steps=250,
         batch=32,
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
+from typing import NoReturn
 
 HELP = "the whole loop on this machine: a support desk that learns, or an example"
 LESSONS = ("ppo", "reinforce_pp", "spo", "grpo", "rloo", "step_grpo", "raft", "sft", "dpo", "kto", "hint", "distill")
@@ -35,7 +34,7 @@ def run(args: Namespace) -> int:
             print(f"{name:14} {about}")  # noqa: T201
         return 0
     if args.name:
-        return run_example(args.name, args.options)
+        run_example(args.name, args.options)
     from services.demo import Plan, run_demo
 
     plan = Plan(args.algorithm, args.kind, args.seed)
@@ -49,8 +48,11 @@ def examples() -> dict[str, str]:
     return {name: line.strip('"').partition(": ")[2] for name, line in first_lines.items()}
 
 
-def run_example(name: str, options: list[str]) -> int:
-    """Run an example under the Python that has its frameworks. Returns its exit status."""
+def run_example(name: str, options: list[str]) -> NoReturn:
+    """Become the example, under the Python that has its frameworks: whoever ends this process ends the example.
+
+    Raises StartupError.
+    """
     from shared.errors import StartupError
 
     if name not in examples():
@@ -60,9 +62,4 @@ def run_example(name: str, options: list[str]) -> int:
         raise StartupError(f"{python} is missing, which has the frameworks of the examples; run `make examples`")
     path = [str(REPOSITORY), str(REPOSITORY / "agent_sdk"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    process = subprocess.Popen([str(python), "-m", f"examples.{name}", *options], env=environment)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # the example has it, too, and ends in order
-            print("stopping", file=sys.stderr)  # noqa: T201
+    os.execve(python, [str(python), "-m", f"examples.{name}", *options], environment)  # noqa: S606 — no shell

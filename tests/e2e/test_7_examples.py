@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 
 from tests.e2e.conftest import Live
 from tests.support.processes import REPOSITORY
+from tests.support.servers import wait_until
 
 PYTHON = REPOSITORY / ".venv-examples" / "bin" / "python"
 FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
@@ -60,6 +65,36 @@ def test_worlds_rewards_and_agents_under_their_own_python():
         *("-o", "python_files=check_*.py", str(REPOSITORY / "tests" / "examples")),
         limit_s=240,
     )
+
+
+def programs_with(argument: str) -> set[int]:
+    """The ids of the processes that were started with this argument."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if argument.encode() in file.read_bytes().split(b"\0"):
+                found.add(int(file.parent.name))
+    return found
+
+
+def test_who_ends_the_command_ends_the_example(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-m", "services.cli", "demo", "frozen_lake", "--url", url, "--root", str(tmp_path)]
+        demo = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            asked, _ = silent.accept()  # the example runs
+            demo.terminate()
+            demo.wait(10)
+            with asked:
+                asked.settimeout(10)
+                while asked.recv(4096):
+                    pass  # until the example closes its connection
+            wait_until(lambda: not programs_with(str(tmp_path)))
+        finally:
+            for left in programs_with(str(tmp_path)):
+                os.kill(left, signal.SIGKILL)
 
 
 @pytest.mark.engine
