@@ -62,4 +62,4 @@ def run_example(name: str, options: list[str]) -> NoReturn:
         raise StartupError(f"{python} is missing, which has the frameworks of the examples; run `make examples`")
     path = [str(REPOSITORY), str(REPOSITORY / "agent_sdk"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    os.execve(python, [str(python), "-m", f"examples.{name}", *options], environment)  # noqa: S606 — no shell
+    os.execve(python, [str(python), "-m", f"examples.{name}", *options], environment)
