@@ -89,6 +89,7 @@ class AdapterController:
                 log.warning("pinned version not taken up", version=version, engine=self._engine.name, reason=reason)
                 self._refuse(version, reason)
             else:
+                self._shared.metrics.pins.labels("served").inc()
                 self._engine.refused.pop(version, None)
                 if self._engine.is_open:
                     await self._announce()
@@ -102,6 +103,7 @@ class AdapterController:
 
     def _refuse(self, version: int, reason: str, *, died: bool = False) -> None:
         """Callers who wait for the version are told why they do not get it."""
+        self._shared.metrics.pins.labels("failed").inc()
         backoff = self._deadly if died and version in self._engine.refused else self._backoff
         backoff.note(version, reason)
         self._pool.refuse(self._engine, version, reason)

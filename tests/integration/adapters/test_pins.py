@@ -28,12 +28,20 @@ def pinned(explorer: RunningExplorer) -> list[int]:
         return queries.pinned_versions(connection)
 
 
+def count(explorer: RunningExplorer, result: str) -> float:
+    """How many pinned versions were brought to engines with this result, as /metrics has it (renewed each second)."""
+    shown = f'flywheel_traffic_pins_total{{result="{result}"}} '
+    lines = explorer.http.get("/metrics").text.splitlines()
+    return sum(float(line.removeprefix(shown)) for line in lines if line.startswith(shown))
+
+
 def test_a_pinned_version_that_is_on_disk_is_loaded_on_demand(explorer, scripted_engine):
     publish_and_wait(explorer, 1, 2)
     wait_until(lambda: len(scripted_engine.script.adapters) == 1)
     assert said(explorer.chat(model="agent@1")) == "v000001"
     assert said(explorer.chat()) == "v000002"
     assert state(explorer, 1) == "RETIRED"
+    wait_until(lambda: count(explorer, "served") == 1)
 
 
 def test_the_pin_that_was_used_least_recently_goes_first(start, scripted_engine):
@@ -131,6 +139,7 @@ def test_a_pinned_version_that_takes_too_long_once_is_counted_and_the_second_tim
     assert (reply.status_code, "has not answered within 0.3 s" in reply.text) == (404, True)
     assert state(explorer, 1) == "SKIPPED"
     wait_until(lambda: state(explorer, 1) == "FAILED")
+    wait_until(lambda: count(explorer, "failed") == 2)
     script.hung = set()
     assert (served(explorer), said(explorer.chat())) == ("2", "v000002")
 
