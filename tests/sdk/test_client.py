@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -39,7 +39,8 @@ def answering(answer: Callable[[int, BaseHTTPRequestHandler], Answer | None]) ->
             for name, value in {**headers, "Content-Length": str(len(content))}.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content)
+            with suppress(ConnectionError):  # a client that gave up
+                self.wfile.write(content)
 
         do_GET = do_PUT = do_POST
 
