@@ -152,9 +152,7 @@ class LedgerWriter:
         except LedgerError as error:
             self._note_unavailable(str(error))
             outcomes = [(job, None, error) for job in group]
-        except (
-            Exception
-        ) as error:  # the boundary of this thread: every caller must hear of it, and the thread must live
+        except Exception as error:  # the thread's boundary: every caller has to hear of it, and the thread to live
             log.exception("not stored", jobs=len(group))
             outcomes = [(job, None, error) for job in group]
         else:
