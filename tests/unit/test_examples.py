@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from examples import serving
 from examples.tiny_model import Demonstration, Recipe, folder_of, make
 from services.commands.demo import examples, run_example
 from shared.errors import StartupError
@@ -49,6 +51,16 @@ def test_agents_worlds_and_rewards_know_nothing_of_the_tiny_model_or_the_service
 def test_an_unknown_example_is_refused_with_the_names_of_those_that_there_are():
     with pytest.raises(StartupError, match="frozen_lake"):
         run_example("nope", [])
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_a_base_model_is_made_by_threads_that_sleep_while_they_wait_unless_told_otherwise(given, monkeypatch):
+    monkeypatch.delenv(serving.WAIT_POLICY, raising=False)
+    if given:
+        monkeypatch.setenv(serving.WAIT_POLICY, given)
+    with serving.waiting_threads_sleep():
+        assert os.environ[serving.WAIT_POLICY] == (given or "PASSIVE")
+    assert os.environ.get(serving.WAIT_POLICY) == given
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
