@@ -13,13 +13,12 @@ from typing import Any
 
 from flywheel.async_client import AsyncClient
 from flywheel.config import LearnConfig
-from flywheel.errors import ConfigError, JudgeFailed, NothingKnown, NothingRecorded, TimedOut, TooManyFailures
+from flywheel.errors import ConfigError, JudgeFailed, NothingRecorded, TimedOut, TooManyFailures
 from flywheel.journal import Journal
 from flywheel.reward import Reward
-from flywheel.run import AsyncRun, Feedback
+from flywheel.run import AsyncRun, Feedback, send_all
 from flywheel.tasks import NamedTask
 from flywheel.transport import current_run
-from flywheel.wire import send_feedback
 from flywheel.workflow import Caller, score, within
 
 _WINDOW = 50  # attempts of which max_failed_share is a share
@@ -100,9 +99,10 @@ class Attempts:
         return 0
 
     def _run_id(self, number: int, attempt: int) -> str:
-        """New for each attempt of each start, so that the rows of a broken run are never reached again."""
-        session = self.journal.session
-        return str(number) if (session, attempt) == (1, 0) else f"{number}.{session}.{attempt}"
+        """New for each attempt of each start of each journal: the rows of a broken run are never reached again."""
+        session, token = self.journal.session, self.journal.token
+        name = f"{number}.{token}" if token else str(number)
+        return name if (session, attempt) == (1, 0) else f"{name}.{session}.{attempt}"
 
     async def _try(self, task: NamedTask, run: AsyncRun) -> Reward | None:
         run.pinned = run.model.with_params(**self.how.params)
@@ -121,10 +121,7 @@ class Attempts:
         run.take(reward)
         feedback = run.feedback()  # once: what is sent again after a crash has to be what was sent
         await self.journal.write(self._line(place, run, reward, outcome, time.monotonic() - began, feedback))
-        try:
-            for key, body in feedback:
-                await self.client.drive(send_feedback(body, key, False, self.client.explorer.retry_s))
-        except NothingKnown:
+        if not await self.client.drive(send_all(feedback, self.client.explorer.retry_s)):
             await self.journal.write({"kind": "void", "place": place})
             self.failures.failed(
                 NothingRecorded(f"run {run.run_id} of {run.task_id}: the explorer recorded no chat of it")

@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,9 +40,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 class Journal:
     """One folder's journal. Raises JournalMismatch when the folder holds that of other work.
 
-    `work` says what the work is; `session` counts the starts. Of earlier starts: `ended`, the places of runs that
-    ended, `unsent`, the lines whose feedback may not have arrived, `uncommitted`, the tasks of runs that ended and may
-    not be committed, and `evaluations`.
+    `work` says what the work is; `session` counts the starts; `token` tells its runs from those of any other journal.
+    Of earlier starts: `ended`, the places of runs that ended, `unsent`, the lines whose feedback may not have arrived,
+    `uncommitted`, the tasks of runs that ended and may not be committed, and `evaluations`.
     """
 
     def __init__(self, path: Path, work: dict[str, Any], resume: bool) -> None:
@@ -51,6 +52,7 @@ class Journal:
         self.uncommitted: set[str] = set()
         self.evaluations: list[dict[str, Any]] = []
         self.session = 1
+        self.token = ""  # none in journals that were begun before there were any
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = self._read(work, resume)
         self._file: BinaryIO = path.open("r+b" if path.exists() else "wb")
@@ -60,7 +62,8 @@ class Journal:
         self._thread = threading.Thread(target=self._write, name="flywheel-journal", daemon=True)
         self._thread.start()
         if whole == 0:
-            self.note({"kind": "head", "format": FORMAT, "work": work})
+            self.token = uuid.uuid4().hex[:8]
+            self.note({"kind": "head", "format": FORMAT, "work": work, "token": self.token})
         self.note({"kind": "session", "number": self.session})
 
     def _read(self, work: dict[str, Any], resume: bool) -> int:
@@ -83,7 +86,9 @@ class Journal:
 
     def _take(self, line: dict[str, Any]) -> None:
         kind, place = line.get("kind"), line.get("place", "")
-        if kind == "session":
+        if kind == "head":
+            self.token = line.get("token", "")
+        elif kind == "session":
             self.session = line["number"] + 1
         elif kind == "ended":
             self.ended.add(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -15,7 +16,6 @@ from typing import Any
 from flywheel.async_client import AsyncClient
 from flywheel.config import LearnConfig
 from flywheel.episode import Attempts, Failures
-from flywheel.errors import LearnError
 from flywheel.evaluation import Trial
 from flywheel.journal import Journal
 from flywheel.pace import Pacer
@@ -77,7 +77,7 @@ async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Repo
     try:
         with _CtrlC(learning):
             await learning.go(tasks)
-    except LearnError as exc:
+    except Exception as exc:
         learning.report.stopped = f"failed: {type(exc).__name__}"
         raise
     finally:
@@ -113,6 +113,8 @@ class _CtrlC(contextlib.AbstractContextManager[None]):
 
     def _stop(self) -> None:
         self._learning.report.stopped = "interrupted"
+        if self._learning.how.progress:
+            sys.stderr.write("\nstopping: what runs is finished; Ctrl-C once more breaks it off\n")
         self._learning.stopping.set()
         self._loop.remove_signal_handler(signal.SIGINT)
 

@@ -50,7 +50,7 @@ class Pacer:
         self._poll_s = poll_s
         self._patience_s = patience_s
         self._asked_at = float("-inf")
-        self._trained_at = time.monotonic()
+        self._missing_since: float | None = None  # time.monotonic(): of the first look that found nobody training
         self.status: Status | None = None
         self.waited_s = 0.0
         self._ready = 0  # rows, as the explorer said last
@@ -101,9 +101,9 @@ class Pacer:
             self._asked_at, self._ready = time.monotonic(), self.status.ready
             self._warn(self.status.batch_size)
             if self.status.is_training and self.status.held is None:
-                self._trained_at = self._asked_at
-            elif self._require_trainer and self._asked_at - self._trained_at >= self._patience_s:
-                raise NotTraining(self._why_not(self.status.held))
+                self._missing_since = None
+            else:
+                self._require_patience(self.status.held)
         return self.status
 
     def _warn(self, batch_size: int | None) -> None:
@@ -114,6 +114,13 @@ class Pacer:
                 "set, learn and the trainer wait for each other; give at least %d",
                 self._bound, batch_size, batch_size,
             )  # fmt: skip
+
+    def _require_patience(self, held: str | None) -> None:
+        """Nobody trains. Raises NotTraining when that has been seen for too long."""
+        if self._missing_since is None:
+            self._missing_since = self._asked_at
+        if self._require_trainer and self._asked_at - self._missing_since >= self._patience_s:
+            raise NotTraining(self._why_not(held))
 
     def _why_not(self, held: str | None) -> str:
         if held is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from flywheel.async_client import AsyncClient
     from flywheel.client import Client, Explorer
 
+log = logging.getLogger("flywheel")
 Credit = Literal["once", "each"] | Callable[[float, Sequence[str]], Sequence[float]]
 Feedback = tuple[str, dict[str, Any]]  # an Idempotency-Key and a body
 
@@ -171,11 +173,8 @@ class Run:
     def finish(self) -> Steps[None]:
         """Send what was said. Raises NothingRecorded when the explorer knows no chat of this run."""
         feedback = self.feedback()
-        try:
-            for key, body in feedback:
-                yield from send_feedback(body, key, False, self._explorer.retry_s)
-        except NothingKnown as exc:
-            raise self._nothing_recorded() from exc
+        if not (yield from send_all(feedback, self._explorer.retry_s)):
+            raise self._nothing_recorded()
         if feedback or any(run.msg_ids for run in (self, *self._children)):
             return
         if (yield from get_run(self.task_id, self.run_id, self._explorer.retry_s)) == []:
@@ -187,6 +186,25 @@ class Run:
             f"{len(self.msg_ids)} recorded and {self.unrecorded} unrecorded replies. Does the agent use run.model, "
             f"or flywheel.http_client() with base URL {self._explorer.url}/v1? Is `store` false? Does it hide errors?"
         )
+
+
+def send_all(feedback: Sequence[Feedback], retry_s: float) -> Steps[bool]:
+    """Send what was said of a run, its turns and its children. Returns False when the explorer knows none of them.
+
+    What it does not know beside others, such as a child that never spoke, is logged.
+    """
+    unknown = []
+    for key, body in feedback:
+        try:
+            yield from send_feedback(body, key, False, retry_s)
+        except NothingKnown:
+            unknown.append(body)
+    if unknown and len(unknown) == len(feedback):
+        return False
+    for body in unknown:
+        about = f"run {body['run_id']!r} of task {body['task_id']!r}" if body.get("run_id") else body.get("msg_ids")
+        log.warning("what was said of %s reached nothing: the explorer recorded no chat of it", about)
+    return True
 
 
 class SyncRun(Run):

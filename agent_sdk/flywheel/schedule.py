@@ -18,7 +18,7 @@ from flywheel.report import Report
 from flywheel.tasks import NamedTask, shuffled
 from flywheel.wire import send_feedback
 
-_DRAIN_S = 10.0  # what runs have to finish in after Ctrl-C
+_BREAK_OFF_S = 10.0  # what runs in flight have to finish in, once the work has failed
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class Learning:
             self.report.stopped = "interrupted"
             raise
         finally:
-            await self._drain()
+            await self._drain(_BREAK_OFF_S)
 
     async def _send_again(self) -> None:
         """What ended in an earlier start and may not have been sent: the keys are the same, so that it counts once."""
@@ -136,20 +136,26 @@ class Learning:
             raise self._error
 
     async def _until_ended(self) -> None:
-        """Wait for the runs in flight, as long as nothing stops the work; then for those that end in time."""
+        """Wait for the runs in flight; once the work is stopped, as long as a run may take."""
         stop = asyncio.create_task(self.stopping.wait())
         while self._running and not self.stopping.is_set():
             await asyncio.wait({*self._running, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
-        await self._drain()
+        await self._drain(self.how.timeout_s)
 
-    async def _drain(self) -> None:
-        """What does not end in time is broken, and never rewarded."""
-        if self._running:
-            _, late = await asyncio.wait(self._running, timeout=_DRAIN_S)
-            for job in late:
-                job.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+    async def _drain(self, seconds: float) -> None:
+        """Wait for what runs, after an error not for long. What does not end in time is broken, and never rewarded."""
+        began = time.monotonic()
+        while self._running:
+            limit_s = seconds if self._error is None else min(seconds, _BREAK_OFF_S)
+            left_s = began + limit_s - time.monotonic()
+            if left_s <= 0:
+                break
+            await asyncio.wait(self._running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        late = list(self._running)
+        for job in late:
+            job.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
     async def _evaluate_when_due(self) -> None:
         version = await self.pacer.version()

@@ -11,7 +11,7 @@ async def workflow(task, model, run):
         for turn in range(2):
             said = [{"role": "user", "content": f"{task['n']} {run.run_id} {turn}"}]
             await openai.chat.completions.create(model=model.name, messages=said)
-    if task["n"] % 5 == 0 and run.run_id.isdigit():
+    if task["n"] % 5 == 0 and run.run_id.count(".") == 1:  # the first attempt
         run.reward(99.0)
         raise RuntimeError("a broken attempt")
     return 1.0

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from flywheel.errors import NotTraining
 from flywheel.pace import Pacer
 from flywheel.results import Committed, Status
 
@@ -17,9 +18,10 @@ class Talker:
 
     def __init__(self, ready: int, batch_size: int | None = None) -> None:
         self.ready, self.batch_size = ready, batch_size
+        self.is_alive = True
 
     async def status(self) -> Status:
-        trainers = [{"alive": True}]
+        trainers = [{"alive": self.is_alive}]
         return Status({"rows": {"READY": self.ready}, "trainers": trainers, "batch_size": self.batch_size})
 
 
@@ -152,3 +154,20 @@ async def test_the_bound_is_two_batches_of_the_trainer(batch_size, bound):
     held = pacer(0, bound=None, batch_size=batch_size)
     await held.look()
     assert held.bound == bound
+
+
+async def test_a_trainer_that_comes_back_in_time_is_waited_for_however_long_nobody_looked(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("flywheel.pace.time.monotonic", lambda: now[0])
+    held = pacer(0)
+    await held.look()
+    held.explorer.is_alive = False
+    for moment in (1000.0, 1059.0):
+        now[0] = moment
+        await held.look()
+    now[0] = 1061.0
+    with pytest.raises(NotTraining, match="for 60 s"):
+        await held.look()
+    held.explorer.is_alive = True
+    now[0] += 2.0
+    assert (await held.look()).is_training

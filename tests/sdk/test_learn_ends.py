@@ -1,0 +1,85 @@
+"""learn over the real explorer: how it ends, and what a second one in another folder finds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from typing import Any
+
+import flywheel
+import pytest
+from flywheel import schedule
+
+from tests.sdk.conftest import COLLECT, TASKS, count, learn, rows, say_async
+
+
+async def breaks(task: Any, model: flywheel.Model) -> float:
+    await say_async(model)
+    raise ValueError("a fault of the agent")
+
+
+def test_the_runs_of_another_folder_are_other_runs_though_name_and_tasks_are_the_same(explorer, tmp_path):
+    learn(explorer, tmp_path, breaks, retries=0, max_failed_share=1.0)
+    learn(explorer, tmp_path, count, folder=tmp_path / "another")
+    found = Counter((row.state, row.reward is None) for row in rows(explorer))
+    assert found == {("RECORDED", True): 6, ("READY", False): 6}, "what broke is never rewarded"
+
+
+async def one_is_silent(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+    for name, reward in (("a", 1.0), ("silent", -1.0), ("c", 0.5)):
+        player = run.child(name)
+        if name != "silent":
+            await say_async(player.model)
+        player.reward(reward)
+    return 0.25
+
+
+def test_a_child_that_never_spoke_costs_the_others_nothing(explorer, tmp_path, caplog):
+    report = learn(explorer, tmp_path, one_is_silent)
+    assert (report.runs, report.rewarded, report.failures) == (6, 6, {})
+    assert Counter(row.reward for row in rows(explorer)) == {1.0: 6, 0.5: 6}
+    assert any("/silent" in message and "no chat" in message for message in caplog.messages)
+
+
+def test_a_run_left_by_hand_says_what_it_knows_of_its_children(client, explorer, caplog):
+    with client.run("t") as run:
+        for name in ("silent", "b"):
+            run.child(name).reward(1.0)
+        with run.child("b").model.openai(max_retries=0) as openai:
+            openai.chat.completions.create(model="agent", messages=[{"role": "user", "content": "hi"}])
+    assert [row.reward for row in rows(explorer)] == [1.0]
+    assert any("/silent" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("end", ["the time is up", "Ctrl-C"])
+def test_what_runs_when_the_work_is_ended_is_finished_and_rewarded(explorer, tmp_path, monkeypatch, end):
+    monkeypatch.setattr(schedule, "_BREAK_OFF_S", 0.1)
+
+    async def slow(task: Any, model: flywheel.Model) -> float:
+        await say_async(model)
+        if end == "Ctrl-C" and task["n"] == TASKS[0]["n"]:
+            signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0.6)
+        return 1.0
+
+    seconds = 0.2 if end == "the time is up" else None
+    report = learn(explorer, tmp_path, slow, TASKS, seconds=seconds)
+    assert report.stopped == ("time" if seconds else "interrupted")
+    assert report.rewarded == len(rows(explorer)) > 0
+    assert {row.state for row in rows(explorer)} == {"READY"}
+
+
+class Away(flywheel.AsyncClient):
+    """Nobody hears how the explorer is."""
+
+    async def status(self) -> Any:
+        raise flywheel.Unreachable("cut off")
+
+
+async def test_the_report_names_what_ended_the_work_whatever_it_was(explorer, tmp_path):
+    async with Away(explorer.url) as client:
+        with pytest.raises(flywheel.Unreachable):
+            await flywheel.alearn(count, TASKS, client=client, folder=tmp_path, **COLLECT)
+    assert json.loads((tmp_path / "report.json").read_text())["stopped"] == "failed: Unreachable"
