@@ -37,7 +37,7 @@ class AsyncClient(Base):
         url: str | None = None,
         *,
         key: str | None = None,
-        model: str = "agent",
+        model: str | None = None,
         timeout_s: float = 60.0,
         retry_s: float = 30.0,
         http: httpx.AsyncClient | None = None,

@@ -51,11 +51,12 @@ class Explorer:
 class Base:
     """What both clients are made of, and what needs no answer."""
 
-    def __init__(self, url: str | None, key: str | None, model: str, retry_s: float) -> None:
+    def __init__(self, url: str | None, key: str | None, model: str | None, retry_s: float) -> None:
         url = url or os.environ.get("FLYWHEEL_URL")
         if not url:
             raise ConfigError("no address of an explorer: give url, or set FLYWHEEL_URL=http://HOST:8010")
         key = key or os.environ.get("FLYWHEEL_KEY")
+        model = model or os.environ.get("FLYWHEEL_MODEL") or "agent"
         self.explorer = Explorer(self, wire.read_url(url), key, model, retry_s, Connections())
 
     @property
@@ -85,7 +86,9 @@ class Base:
 
 
 class Client(Base):
-    """An explorer, spoken to from threads. url, key: FLYWHEEL_URL and FLYWHEEL_KEY of the environment by default.
+    """An explorer, spoken to from threads. url, key, model: FLYWHEEL_URL, FLYWHEEL_KEY and FLYWHEEL_MODEL by default.
+
+    model: what the explorer's configuration calls it (model.name); without either, agent.
 
     What is sent twice counts once: each feedback carries an Idempotency-Key. No answer, 408, 429 and 503 are tried
     again for retry_s seconds, as Retry-After asks. Raises ConfigError before anything is sent, then Refused,
@@ -101,7 +104,7 @@ class Client(Base):
         url: str | None = None,
         *,
         key: str | None = None,
-        model: str = "agent",
+        model: str | None = None,
         timeout_s: float = 60.0,
         retry_s: float = 30.0,
         http: httpx.Client | None = None,

@@ -139,10 +139,14 @@ def test_an_address_that_is_none_is_refused(url, monkeypatch):
         flywheel.Client(url)
 
 
-def test_url_and_key_come_from_the_environment(monkeypatch):
+def test_url_key_and_the_model_s_name_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("FLYWHEEL_URL", "http://127.0.0.1:8010/v1/")
     monkeypatch.setenv("FLYWHEEL_KEY", "secret")
     with flywheel.Client() as client:
+        assert client.model().name == "agent"
+    monkeypatch.setenv("FLYWHEEL_MODEL", "desk")
+    with flywheel.Client() as client:
+        assert (client.model().name, client.model(3).name) == ("desk", "desk@3")
         assert (client.url, client.model().key) == ("http://127.0.0.1:8010", "secret")
 
 
