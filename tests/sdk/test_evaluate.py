@@ -30,7 +30,7 @@ def test_learn_evaluates_and_stops_early(explorer, tmp_path):
 
 
 def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, tmp_path):
-    newer = iter((2, 3))
+    newer = iter((2, None, 3))  # a version is in service until it was evaluated
 
     def serve(version: int) -> None:
         publish(explorer, version)
@@ -48,5 +48,21 @@ def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, 
     given: dict[str, Any] = {"eval_tasks": TASKS[:1], "eval_every_versions": 1, "at_once": 1, "stop": stop}
     report = learn(explorer, tmp_path, publishes, [{"n": n} for n in range(20)], **given)
     assert (report.stopped, report.version_first) == ("early", 1)
-    assert report.runs < 5
-    assert [evaluation.version for evaluation in report.evaluations] == [1, 2, 3]
+    assert report.runs < 10
+    assert [(evaluation.version, evaluation.n) for evaluation in report.evaluations] == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_an_evaluation_in_which_every_run_failed_is_no_result_that_stops_learn(explorer, tmp_path):
+    async def earns_little(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        await count(task, model)
+        if run.run_id == "eval" and fails:
+            raise RuntimeError("on purpose")
+        return -0.5
+
+    stopped = []
+    for fails in (True, False):  # noqa: B007 — the second start goes on with the first one's evaluation
+        given: dict[str, Any] = {"eval_tasks": TASKS[:1], "stop": flywheel.EarlyStop(patience=1)}
+        report = learn(explorer, tmp_path, earns_little, TASKS[:1], **given)
+        stopped.append(report.stopped)
+    assert [(one.n, one.mean) for one in report.evaluations] == [(0, 0.0), (1, -0.5)]
+    assert stopped == ["done", "done"]
