@@ -56,8 +56,7 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
         return task.digest, reward.value, reward.metrics
 
     done = await asyncio.gather(*(one(task) for task in tasks for _ in range(trial.runs_per_task)))
-    version = int(model.name.rpartition("@")[2]) if "@" in model.name else None
-    return _summary(version, done)
+    return _summary(model.version, done)
 
 
 def _summary(version: int | None, done: list[tuple[str, float | None, Mapping[str, float]]]) -> Evaluation:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import flywheel
+import pytest
 
 from tests.sdk.conftest import TASKS, count, learn, rows, say
 from tests.support.servers import publish, wait_until
@@ -50,6 +51,20 @@ def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, 
     assert (report.stopped, report.version_first) == ("early", 1)
     assert report.runs < 10
     assert [(evaluation.version, evaluation.n) for evaluation in report.evaluations] == [(1, 1), (2, 1), (3, 1)]
+
+
+@pytest.mark.parametrize("name", ["@cf/meta/llama-3.1-8b-instruct", "claude-3-5-sonnet@20240620"])
+def test_a_model_of_another_provider_has_no_version_whatever_its_name(name):
+    model = flywheel.Model.of("http://127.0.0.1:9/v1", name, key="k")
+    found = flywheel.evaluate(lambda task: 1.0, TASKS[:1], model=model, url="http://127.0.0.1:9")
+    assert (found.version, found.n) == (None, 1)
+
+
+def test_an_alias_of_the_explorer_s_model_has_no_version():
+    with flywheel.Client("http://127.0.0.1:9", model="agent@next") as client:
+        found = flywheel.evaluate(lambda task: 1.0, TASKS[:1], model=client.model(), url=client.url)
+        assert (found.version, found.n) == (None, 1)
+        assert flywheel.evaluate(lambda task: 1.0, TASKS[:1], model=client.model(7), url=client.url).version == 7
 
 
 def test_an_evaluation_in_which_every_run_failed_is_no_result_that_stops_learn(explorer, tmp_path):
