@@ -9,7 +9,7 @@ messages may not fit the trainee's replies; a simulated person may be unlike the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,23 +63,21 @@ class Conversation:
         if self._user is None:
             reply = self._serve(messages)
             return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._keep(messages, reply)
-        if inspect.iscoroutinefunction(self._agent):
-            return self._ask(messages)
         token = recording.set(self._recorded)
         try:
-            return self._keep(messages, self._agent(list(messages), self._production))
+            reply = self._agent(list(messages), self._production)
         finally:
             recording.reset(token)
+        return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._keep(messages, reply)
 
-    async def _ask(self, messages: list[Message]) -> Any:
-        token = recording.set(self._recorded)
+    async def _awaited(self, messages: list[Message], reply: Awaitable[Any]) -> Any:
+        """The reply of an agent that is awaited. Without a user the runner records what its tools return."""
+        token = None if self._user is None else recording.set(self._recorded)
         try:
-            return self._keep(messages, await self._agent(list(messages), self._production))
+            return self._keep(messages, await reply)
         finally:
-            recording.reset(token)
-
-    async def _awaited(self, messages: list[Message], reply: Any) -> Any:
-        return self._keep(messages, await reply)
+            if token is not None:
+                recording.reset(token)
 
     def _keep(self, messages: list[Message], reply: Any) -> Any:
         self.messages = [*messages, _as_message(reply)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -18,7 +17,7 @@ from flywheel.selection import Call, Chooser, SamplingRate, Selected, Selection,
 from flywheel.shadow import Replay, Shadow, ShadowOptions, Stats
 from flywheel.tools import ReadOnlyTools, Recording, recording
 from flywheel.transport import current_run
-from flywheel.workflow import Function
+from flywheel.workflow import Function, is_async
 
 
 class TrainingRunner:
@@ -136,7 +135,7 @@ class TrainingRunner:
             self._after(trainee, chosen, reply)
             return reply
 
-        return asynchronous if inspect.iscoroutinefunction(agent) else synchronous
+        return asynchronous if is_async(agent) else synchronous
 
     def conversation(
         self, agent: Function, *, production: Model | None = None, user: User | None = None, turns: int = 20

@@ -30,6 +30,12 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def is_async(function: Function) -> bool:
+    """Whether a call has to be awaited: of a coroutine function, or of an object whose `__call__` is one."""
+    target = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(target)
+
+
 class Caller:
     """Calls one function with those of the offered arguments that it takes: by their names, or else by position.
 
@@ -43,8 +49,7 @@ class Caller:
     def __init__(self, function: Function, offered: tuple[str, ...], pool: ThreadPoolExecutor | None) -> None:
         self.function = function
         self._pool = pool
-        target = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(target)
+        self._is_async = is_async(function)
         self._places = _places(function, offered)
 
     def arguments(self, *values: Any) -> tuple[Any, ...]:
@@ -54,7 +59,7 @@ class Caller:
     async def __call__(self, *values: Any) -> Any:
         """What the function returns."""
         arguments = self.arguments(*values)
-        if self.is_async:
+        if self._is_async:
             return await self.function(*arguments)
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
