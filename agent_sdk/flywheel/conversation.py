@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flywheel.errors import ConfigError
@@ -87,7 +89,7 @@ class Conversation:
         """The conversation is over: with a user the whole of it is replayed, if it is selected. Raises nothing."""
         if self._user is None or not self.messages:
             return
-        whole = _Whole(self._runner.trainee_of(self._agent), self._user, self._turns)
+        whole = partial(_Whole, self._runner.trainee_of(self._agent), self._user, self._turns)
         self._runner.offer(whole, self.messages, self.messages[-1]["content"], self._recorded)
         self.messages, self._recorded = [], []
 
@@ -95,9 +97,9 @@ class Conversation:
 class _Whole:
     """The trainee in a whole conversation with a user; what a shadow run calls."""
 
-    def __init__(self, agent: Function, user: User, turns: int) -> None:
-        self._agent = Caller(agent, ("request", "model"), None)
-        self._user = None if user == "recorded" else Caller(user, ("messages", "recorded"), None)
+    def __init__(self, agent: Function, user: User, turns: int, pool: Executor) -> None:
+        self._agent = Caller(agent, ("request", "model"), pool)
+        self._user = None if user == "recorded" else Caller(user, ("messages", "recorded"), pool)
         self._turns = turns
 
     async def __call__(self, recorded: list[Message], model: Model) -> list[Message]:

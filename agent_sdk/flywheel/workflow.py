@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,14 +39,15 @@ def is_async(function: Function) -> bool:
 class Caller:
     """Calls one function with those of the offered arguments that it takes: by their names, or else by position.
 
-    offered: the names of the arguments, in their order. Sync functions run in the pool, within the caller's context.
+    offered: the names of the arguments, in their order. Sync functions run in the pool, within the caller's context;
+    None is the event loop's own pool, which waits for a function that hangs.
 
     >>> caller = Caller(lambda task: task["n"] + 1, ("task", "model", "run"), None)
     >>> caller.arguments({"n": 1}, None, None)
     ({'n': 1},)
     """
 
-    def __init__(self, function: Function, offered: tuple[str, ...], pool: ThreadPoolExecutor | None) -> None:
+    def __init__(self, function: Function, offered: tuple[str, ...], pool: Executor | None) -> None:
         self.function = function
         self._pool = pool
         self._is_async = is_async(function)

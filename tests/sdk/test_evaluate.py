@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -51,6 +52,21 @@ def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, 
     assert (report.stopped, report.version_first) == ("early", 1)
     assert report.runs < 10
     assert [(evaluation.version, evaluation.n) for evaluation in report.evaluations] == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_a_sync_function_that_hangs_does_not_hold_up_an_evaluation():
+    release, found = threading.Event(), []
+    given: dict[str, Any] = {"model": 0, "url": "http://127.0.0.1:9", "timeout_s": 0.2}
+
+    def evaluates() -> None:
+        found.append(flywheel.evaluate(lambda task: release.wait(30), TASKS[:1], **given))
+
+    evaluating = threading.Thread(target=evaluates, daemon=True)
+    evaluating.start()
+    evaluating.join(5)
+    assert not release.is_set()
+    assert [(one.n, one.failed) for one in found] == [(0, 1)]
+    release.set()
 
 
 @pytest.mark.parametrize("name", ["@cf/meta/llama-3.1-8b-instruct", "claude-3-5-sonnet@20240620"])
