@@ -18,7 +18,7 @@ from flywheel.run import Credit
 class EarlyStop:
     """When evaluations stop learn: none of the last `patience` was better than the best before by min_delta.
 
-    at_least: not before an evaluation's mean reward reached it.
+    at_least: not before an evaluation's mean reward reached it. An evaluation in which every run failed does not count.
 
     >>> EarlyStop(patience=2).says_stop([0.5, 0.4, 0.5]), EarlyStop(patience=2).says_stop([0.5, 0.6, 0.4])
     (True, False)

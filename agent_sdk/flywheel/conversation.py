@@ -9,8 +9,10 @@ messages may not fit the trainee's replies; a simulated person may be unlike the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flywheel.errors import ConfigError
@@ -63,23 +65,21 @@ class Conversation:
         if self._user is None:
             reply = self._serve(messages)
             return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._keep(messages, reply)
-        if inspect.iscoroutinefunction(self._agent):
-            return self._ask(messages)
         token = recording.set(self._recorded)
         try:
-            return self._keep(messages, self._agent(list(messages), self._production))
+            reply = self._agent(list(messages), self._production)
         finally:
             recording.reset(token)
+        return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._keep(messages, reply)
 
-    async def _ask(self, messages: list[Message]) -> Any:
-        token = recording.set(self._recorded)
+    async def _awaited(self, messages: list[Message], reply: Awaitable[Any]) -> Any:
+        """The reply of an agent that is awaited. Without a user the runner records what its tools return."""
+        token = None if self._user is None else recording.set(self._recorded)
         try:
-            return self._keep(messages, await self._agent(list(messages), self._production))
+            return self._keep(messages, await reply)
         finally:
-            recording.reset(token)
-
-    async def _awaited(self, messages: list[Message], reply: Any) -> Any:
-        return self._keep(messages, await reply)
+            if token is not None:
+                recording.reset(token)
 
     def _keep(self, messages: list[Message], reply: Any) -> Any:
         self.messages = [*messages, _as_message(reply)]
@@ -89,7 +89,7 @@ class Conversation:
         """The conversation is over: with a user the whole of it is replayed, if it is selected. Raises nothing."""
         if self._user is None or not self.messages:
             return
-        whole = _Whole(self._runner.trainee_of(self._agent), self._user, self._turns)
+        whole = partial(_Whole, self._runner.trainee_of(self._agent), self._user, self._turns)
         self._runner.offer(whole, self.messages, self.messages[-1]["content"], self._recorded)
         self.messages, self._recorded = [], []
 
@@ -97,9 +97,9 @@ class Conversation:
 class _Whole:
     """The trainee in a whole conversation with a user; what a shadow run calls."""
 
-    def __init__(self, agent: Function, user: User, turns: int) -> None:
-        self._agent = Caller(agent, ("request", "model"), None)
-        self._user = None if user == "recorded" else Caller(user, ("messages", "recorded"), None)
+    def __init__(self, agent: Function, user: User, turns: int, pool: Executor) -> None:
+        self._agent = Caller(agent, ("request", "model"), pool)
+        self._user = None if user == "recorded" else Caller(user, ("messages", "recorded"), pool)
         self._turns = turns
 
     async def __call__(self, recorded: list[Message], model: Model) -> list[Message]:

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from flywheel.model import Model
 from flywheel.report import Evaluation
 from flywheel.run import AsyncRun, new_task_id
 from flywheel.tasks import NamedTask, Task, load_tasks
+from flywheel.threads import DaemonThreads
 from flywheel.transport import current_run
 from flywheel.workflow import Caller, Function, score, within
 
@@ -56,8 +56,7 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
         return task.digest, reward.value, reward.metrics
 
     done = await asyncio.gather(*(one(task) for task in tasks for _ in range(trial.runs_per_task)))
-    version = int(model.name.rpartition("@")[2]) if "@" in model.name else None
-    return _summary(version, done)
+    return _summary(model.version, done)
 
 
 def _summary(version: int | None, done: list[tuple[str, float | None, Mapping[str, float]]]) -> Evaluation:
@@ -121,7 +120,7 @@ async def aevaluate(
         elif model.connections is not None:
             model = replace(model, connections=client.explorer.connections)
         chats = model.untrained() if model.connections is not None else model
-        with ThreadPoolExecutor(at_once, "flywheel-evaluate") as pool:
+        with DaemonThreads(at_once, "flywheel-evaluate") as pool:
             offered = Caller(workflow, ("task", "model", "run"), pool)
             judging = None if judge is None else Caller(judge, ("task", "reply", "run"), pool)
             trial = Trial(offered, judging, runs_per_task, at_once, timeout_s, params or {})
@@ -132,7 +131,8 @@ def evaluate(workflow: Function, tasks: str | Path | Iterable[Task], **options: 
     """Run a workflow on tasks that nothing is learned from, and return what it earned.
 
     model: a Model, a version's number, or None for the version in service. Further options: url, key, judge,
-    runs_per_task, at_once, timeout_s, params (fields of chats, such as temperature).
+    runs_per_task, at_once, timeout_s, params (fields of chats, such as temperature). A run that takes longer than
+    timeout_s is counted as failed; a sync function goes on in its thread, which ends with the process.
 
     >>> evaluate(lambda task: 1.0, [], model=0, url="http://127.0.0.1:8010")
     Traceback (most recent call last):

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from flywheel.pace import Pacer
 from flywheel.report import Evaluation, Report, summarize
 from flywheel.schedule import Learning, show
 from flywheel.tasks import NamedTask, Task, digest_of, load_tasks
+from flywheel.threads import DaemonThreads
 from flywheel.workflow import Caller, Function, name_of
 
 
@@ -52,7 +52,7 @@ async def alearn(
     work |= {"workflow": name_of(workflow), "tasks": digest_of(named)}
     talker = client or AsyncClient(url, key=key, retry_s=300.0)
     journal = Journal(home / "journal.jsonl", work, resume)
-    pool = ThreadPoolExecutor(how.at_once, "flywheel-learn")
+    pool = DaemonThreads(how.at_once, "flywheel-learn")
     try:
         flow = Caller(workflow, ("task", "model", "run"), pool)
         judging = None if judge is None else Caller(judge, ("task", "reply", "run"), pool)
@@ -62,7 +62,7 @@ async def alearn(
         return await _learn(Learning(how, attempts, trial, pacer, held_out), named, home)
     finally:
         journal.close()
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown()
         if client is None:
             await talker.close()
 

@@ -59,6 +59,12 @@ class Model:
         """Whether this is the model that learns, and not one version of it or another model."""
         return self.connections is not None and "@" not in self.name
 
+    @property
+    def version(self) -> int | None:
+        """The explorer's version that this model is; None for the trainee, and for a model that is no explorer's."""
+        number = self.name.rpartition("@")[2] if self.connections is not None and "@" in self.name else ""
+        return int(number) if number.isdecimal() else None
+
     def with_params(self, **params: Any) -> Model:
         """The same model with further fields for its chats.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -15,10 +14,10 @@ from flywheel.errors import ConfigError
 from flywheel.model import Model
 from flywheel.run import Credit
 from flywheel.selection import Call, Chooser, SamplingRate, Selected, Selection, as_selection, current_mark
-from flywheel.shadow import Replay, Shadow, ShadowOptions, Stats
+from flywheel.shadow import Agent, Replay, Shadow, ShadowOptions, Stats
 from flywheel.tools import ReadOnlyTools, Recording, recording
 from flywheel.transport import current_run
-from flywheel.workflow import Function
+from flywheel.workflow import Caller, Function, is_async
 
 
 class TrainingRunner:
@@ -110,7 +109,7 @@ class TrainingRunner:
         Of a sync agent it is a sync function, of an async one an async one. It returns what the agent returned, or
         raises what the agent raised.
         """
-        trainee = self.trainee_of(agent)
+        trainee = functools.partial(Caller, self.trainee_of(agent), ("request", "model"))
 
         @functools.wraps(agent)
         async def asynchronous(request: Any) -> Any:
@@ -136,7 +135,7 @@ class TrainingRunner:
             self._after(trainee, chosen, reply)
             return reply
 
-        return asynchronous if inspect.iscoroutinefunction(agent) else synchronous
+        return asynchronous if is_async(agent) else synchronous
 
     def conversation(
         self, agent: Function, *, production: Model | None = None, user: User | None = None, turns: int = 20
@@ -152,7 +151,7 @@ class TrainingRunner:
         """The agent that replays in the place of this one."""
         return self._agent or agent
 
-    def offer(self, agent: Function, request: Any, reply: Any, recorded: Recording) -> None:
+    def offer(self, agent: Agent, request: Any, reply: Any, recorded: Recording) -> None:
         """Replay a request that production has answered, if it is selected. Raises nothing and does not wait."""
         chosen = self._before(request)
         if chosen is not None:
@@ -177,9 +176,7 @@ class TrainingRunner:
             self._count("watch", exc)
             return None
 
-    def _after(
-        self, agent: Function, chosen: tuple[Call, Selected | None, Recording | None] | None, reply: Any
-    ) -> None:
+    def _after(self, agent: Agent, chosen: tuple[Call, Selected | None, Recording | None] | None, reply: Any) -> None:
         """Hand a chosen call over. Raises nothing and does not wait."""
         if chosen is None:
             return

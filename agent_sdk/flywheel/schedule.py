@@ -176,7 +176,7 @@ class Learning:
         self.report.evaluations.append(found)
         self.attempts.journal.note({"kind": "evaluation", "result": asdict(found)})
         stop = self.how.stop
-        if stop is not None and stop.says_stop([one.mean for one in self.report.evaluations]):
+        if stop is not None and stop.says_stop([one.mean for one in self.report.evaluations if one.n]):
             self.report.stopped = "early"
             self.stopping.set()
 

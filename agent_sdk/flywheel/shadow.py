@@ -11,21 +11,24 @@ import logging
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
 from flywheel.async_client import AsyncClient
 from flywheel.errors import FlywheelError, UnsafeTool
+from flywheel.model import Model
 from flywheel.reward import read_reward
 from flywheel.run import AsyncRun, Credit, new_task_id
 from flywheel.selection import Call, Selected, Selection
+from flywheel.threads import DaemonThreads
 from flywheel.tools import ReadOnlyTools, Recording, ShadowGuard
 from flywheel.transport import current_run
 from flywheel.workflow import Caller, Function, within
 
 log = logging.getLogger("flywheel")
+Agent = Callable[[Executor], Callable[[Any, Model], Awaitable[Any]]]  # of the threads for its sync functions
 LAST_S = 5.0  # at least, for the commit of stop; and for runs to end that were cancelled
 
 
@@ -60,7 +63,7 @@ class Stats:
 class Replay:
     """A production call to replay: a copy of its request, and why. selected: None when that is still to be decided."""
 
-    agent: Function
+    agent: Agent
     request: Any
     call: Call
     selected: Selected | None
@@ -97,7 +100,7 @@ class Shadow:
         self._draining = False
         self._is_over = False  # no run begins any more
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pool = ThreadPoolExecutor(options.at_once, "flywheel-shadow")
+        self._pool = DaemonThreads(options.at_once, "flywheel-shadow")
         self._reward = Caller(options.reward, ("run", "reply"), self._pool)
         self._client = AsyncClient(options.url, key=options.key)
         self._thread = threading.Thread(target=self._main, name="flywheel-shadow", daemon=True)
@@ -156,7 +159,7 @@ class Shadow:
                 await asyncio.wait_for(self._commit(), max(LAST_S, self._drain_s))
             except asyncio.TimeoutError as exc:
                 self._failed("commit", exc)
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown()
 
     async def _work(self) -> None:
         while True:
@@ -216,7 +219,7 @@ class Shadow:
 
     async def _answer(self, replay: Replay, run: AsyncRun, guard: ShadowGuard) -> Any:
         """The trainee's reply; None when the run ended at a tool and is to be rewarded. Raises UnsafeTool."""
-        agent = Caller(replay.agent, ("request", "model"), self._pool)
+        agent = replay.agent(self._pool)
         request = replay.request if self._options.repeat_time == 1 else self._options.copy(replay.request)
         try:
             reply = await within(agent(request, run.model), self._options.timeout_s)

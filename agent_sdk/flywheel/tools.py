@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from flywheel.errors import ConfigError, UnsafeTool
 from flywheel.run import Run
 from flywheel.transport import current_run
+from flywheel.workflow import is_async
 
 F = TypeVar("F", bound=Callable[..., Any])
 Recording = list[tuple[str, str, Any]]  # name, arguments, result of production's calls
@@ -92,7 +93,7 @@ def _guarded(function: F, name: str, read_only: bool) -> F:
         _record(name, arguments(args, kwargs), result)
         return result
 
-    wrapped: Any = asynchronous if inspect.iscoroutinefunction(function) else synchronous
+    wrapped: Any = asynchronous if is_async(function) else synchronous
     return wrapped  # type: ignore[no-any-return]
 
 

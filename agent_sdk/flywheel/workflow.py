@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,21 +30,27 @@ class Result:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def is_async(function: Function) -> bool:
+    """Whether a call has to be awaited: of a coroutine function, or of an object whose `__call__` is one."""
+    target = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(target)
+
+
 class Caller:
     """Calls one function with those of the offered arguments that it takes: by their names, or else by position.
 
-    offered: the names of the arguments, in their order. Sync functions run in the pool, within the caller's context.
+    offered: the names of the arguments, in their order. Sync functions run in the pool, within the caller's context;
+    None is the event loop's own pool, which waits for a function that hangs.
 
     >>> caller = Caller(lambda task: task["n"] + 1, ("task", "model", "run"), None)
     >>> caller.arguments({"n": 1}, None, None)
     ({'n': 1},)
     """
 
-    def __init__(self, function: Function, offered: tuple[str, ...], pool: ThreadPoolExecutor | None) -> None:
+    def __init__(self, function: Function, offered: tuple[str, ...], pool: Executor | None) -> None:
         self.function = function
         self._pool = pool
-        target = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
-        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(target)
+        self._is_async = is_async(function)
         self._places = _places(function, offered)
 
     def arguments(self, *values: Any) -> tuple[Any, ...]:
@@ -54,7 +60,7 @@ class Caller:
     async def __call__(self, *values: Any) -> Any:
         """What the function returns."""
         arguments = self.arguments(*values)
-        if self.is_async:
+        if self._is_async:
             return await self.function(*arguments)
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()

@@ -130,6 +130,28 @@ def test_a_sync_agent_has_conversations_too(explorer):
     assert (runner.stats.seen, runner.stats.rewarded) == (2, 2)
 
 
+def calls_async(messages: list[Any], model: flywheel.Model | None) -> Any:
+    return agent(messages, model)
+
+
+class AsyncAgent:
+    async def __call__(self, messages: list[Any], model: flywheel.Model | None) -> str:
+        return await agent(messages, model)
+
+
+@pytest.mark.parametrize("user", [None, "recorded"])
+@pytest.mark.parametrize("awaited", [AsyncAgent(), calls_async])
+def test_an_agent_that_is_awaited_without_being_a_coroutine_function_has_conversations_too(explorer, user, awaited):
+    runner = flywheel.TrainingRunner(explorer.url, agent, lambda run, reply: 1.0, select=ALWAYS)
+    chat = runner.conversation(awaited, user=user)
+
+    async def turns() -> list[str]:
+        return [await chat.say(text) for text in ("hello", "thanks")]
+
+    assert asyncio.run(turns()) == ["production 1", "production 3"]
+    assert [message["content"] for message in chat.messages] == ["hello", "production 1", "thanks", "production 3"]
+
+
 @pytest.mark.parametrize("wrong", [{"user": "simulated"}, {"turns": 0}])
 def test_a_wrong_option_of_a_conversation_is_named(wrong):
     runner = flywheel.TrainingRunner("http://127.0.0.1:1", agent, lambda run, reply: 1.0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
 import flywheel
+import pytest
 
 from tests.sdk.conftest import TASKS, count, learn, rows, say
 from tests.support.servers import publish, wait_until
@@ -30,7 +32,7 @@ def test_learn_evaluates_and_stops_early(explorer, tmp_path):
 
 
 def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, tmp_path):
-    newer = iter((2, 3))
+    newer = iter((2, None, 3))  # a version is in service until it was evaluated
 
     def serve(version: int) -> None:
         publish(explorer, version)
@@ -48,5 +50,50 @@ def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, 
     given: dict[str, Any] = {"eval_tasks": TASKS[:1], "eval_every_versions": 1, "at_once": 1, "stop": stop}
     report = learn(explorer, tmp_path, publishes, [{"n": n} for n in range(20)], **given)
     assert (report.stopped, report.version_first) == ("early", 1)
-    assert report.runs < 5
-    assert [evaluation.version for evaluation in report.evaluations] == [1, 2, 3]
+    assert report.runs < 10
+    assert [(evaluation.version, evaluation.n) for evaluation in report.evaluations] == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_a_sync_function_that_hangs_does_not_hold_up_an_evaluation():
+    release, found = threading.Event(), []
+    given: dict[str, Any] = {"model": 0, "url": "http://127.0.0.1:9", "timeout_s": 0.2}
+
+    def evaluates() -> None:
+        found.append(flywheel.evaluate(lambda task: release.wait(30), TASKS[:1], **given))
+
+    evaluating = threading.Thread(target=evaluates, daemon=True)
+    evaluating.start()
+    evaluating.join(5)
+    assert not release.is_set()
+    assert [(one.n, one.failed) for one in found] == [(0, 1)]
+    release.set()
+
+
+@pytest.mark.parametrize("name", ["@cf/meta/llama-3.1-8b-instruct", "claude-3-5-sonnet@20240620"])
+def test_a_model_of_another_provider_has_no_version_whatever_its_name(name):
+    model = flywheel.Model.of("http://127.0.0.1:9/v1", name, key="k")
+    found = flywheel.evaluate(lambda task: 1.0, TASKS[:1], model=model, url="http://127.0.0.1:9")
+    assert (found.version, found.n) == (None, 1)
+
+
+def test_an_alias_of_the_explorer_s_model_has_no_version():
+    with flywheel.Client("http://127.0.0.1:9", model="agent@next") as client:
+        found = flywheel.evaluate(lambda task: 1.0, TASKS[:1], model=client.model(), url=client.url)
+        assert (found.version, found.n) == (None, 1)
+        assert flywheel.evaluate(lambda task: 1.0, TASKS[:1], model=client.model(7), url=client.url).version == 7
+
+
+def test_an_evaluation_in_which_every_run_failed_is_no_result_that_stops_learn(explorer, tmp_path):
+    async def earns_little(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        await count(task, model)
+        if run.run_id == "eval" and fails:
+            raise RuntimeError("on purpose")
+        return -0.5
+
+    stopped = []
+    for fails in (True, False):  # noqa: B007 — the second start goes on with the first one's evaluation
+        given: dict[str, Any] = {"eval_tasks": TASKS[:1], "stop": flywheel.EarlyStop(patience=1)}
+        report = learn(explorer, tmp_path, earns_little, TASKS[:1], **given)
+        stopped.append(report.stopped)
+    assert [(one.n, one.mean) for one in report.evaluations] == [(0, 0.0), (1, -0.5)]
+    assert stopped == ["done", "done"]

@@ -19,7 +19,7 @@ from flywheel.journal import read_lines
 from flywheel.workflow import Caller
 
 from shared.ledger import transitions
-from tests.sdk import learn_program
+from tests.sdk import hanging_program, learn_program
 from tests.sdk.conftest import COLLECT, TASKS, count, learn, rows, said, say, say_async
 from tests.support.processes import REPOSITORY
 from tests.support.servers import wait_until
@@ -137,6 +137,14 @@ def test_a_timeout_is_dropped_or_scored_as_one_chooses(explorer, tmp_path, on_ti
     report = learn(explorer, tmp_path, hang, timeout_s=1.0, on_timeout=on_timeout)
     assert (report.runs, report.failures) == (6, {"TimedOut": 6})
     assert [row.reward for row in rows(explorer) if row.reward is not None] == rewards
+
+
+@pytest.mark.parametrize("what", ["learn", "call", "conversation"])
+def test_a_sync_function_that_hangs_does_not_keep_the_process_from_ending(explorer, tmp_path, what):
+    program = [sys.executable, hanging_program.__file__, what, explorer.url, str(tmp_path / "runs")]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY / "agent_sdk")}
+    ended = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=30, check=True)
+    assert ended.stdout.strip() == str({"TimedOut": 1})
 
 
 def test_a_workflow_that_never_asks_the_model_is_told_so(explorer, tmp_path):

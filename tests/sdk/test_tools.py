@@ -13,7 +13,7 @@ import flywheel
 import pytest
 from flywheel import tools
 
-from tests.sdk.conftest import rows, said
+from tests.sdk.conftest import rows, said, say_async
 
 RUNS = 40
 _names = itertools.count()
@@ -230,6 +230,44 @@ def test_a_program_cannot_be_started_in_a_shadow_run(explorer):
 def test_guard_reads_the_flags_of_frameworks(name, flags, read_only):
     flywheel.guard([SimpleNamespace(name=name, func=lambda: None, **flags)])
     assert tools.is_read_only(name) is read_only
+
+
+class AsyncTool:
+    async def __call__(self, order: str) -> str:
+        return f"refunded {order}"
+
+
+def test_what_a_tool_object_that_is_awaited_returned_is_recorded(name):
+    token = tools.recording.set([])
+    try:
+        guarded = flywheel.tool(read_only=False, name=name)(AsyncTool())
+        assert asyncio.run(guarded("A1")) == "refunded A1"
+        assert tools.recording.get() == [(name, '{"order": "A1"}', "refunded A1")]
+    finally:
+        tools.recording.reset(token)
+
+
+class AsyncAgent:
+    """An agent that is an object: `await agent(request, model)`."""
+
+    def __init__(self, tool: Any) -> None:
+        self.tool = tool
+
+    async def __call__(self, request: str, model: flywheel.Model | None) -> str:
+        if model is not None:
+            await say_async(model)
+        return str(await self.tool("A1"))
+
+
+def test_an_agent_object_that_is_awaited_is_watched_as_an_async_one(explorer, name):
+    calls: list[Any] = []
+    agent = AsyncAgent(flywheel.tool(read_only=False, name=name)(AsyncTool()))
+    given: dict[str, Any] = {"tools": flywheel.RecordedTools(), "reward": lambda run, reply: 1.0}
+    runner = flywheel.TrainingRunner(explorer.url, select=lambda call: calls.append(call.reply) or True, **given)
+    with runner:
+        assert asyncio.run(runner.watch(agent)("hello")) == "refunded A1"
+    assert calls == ["refunded A1"]
+    assert (runner.stats.rewarded, runner.stats.unsafe) == (1, 0), runner.stats
 
 
 def test_guard_refuses_what_it_cannot_guard(name):
