@@ -23,10 +23,11 @@ from flywheel.workflow import Caller, Function, is_async
 class TrainingRunner:
     """Shadow traffic that cannot hurt: what production's agent answers is what callers get, at its speed.
 
-    agent: `agent(request, model)`, sync or async, the one that learns. reward: a function of (run, reply) that returns
-    what a reward function may, or None for none now. select: a strategy, or a function of a Call. repeat_time: runs of
-    each chosen request. tools: what happens to writing tools. copy: how a request is copied, before production can
-    change it. Everything but the copy of a chosen request happens in a thread and an event loop of the runner's own.
+    url, key, model: as of Client. agent: `agent(request, model)`, sync or async, the one that learns. reward: a
+    function of (run, reply) that returns what a reward function may, or None for none now. select: a strategy, or a
+    function of a Call. repeat_time: runs of each chosen request. tools: what happens to writing tools. copy: how a
+    request is copied, before production can change it. Everything but the copy of a chosen request happens in a thread
+    and an event loop of the runner's own.
 
     >>> runner = TrainingRunner("http://127.0.0.1:8010", reward=lambda run, reply: 1.0)
     >>> serve = runner.watch(lambda request, model: f"reply to {request}", production=None)
@@ -41,6 +42,7 @@ class TrainingRunner:
         reward: Function | None = None,
         *,
         key: str | None = None,
+        model: str | None = None,
         select: Selection | Chooser | None = None,
         repeat_time: int = 1,
         commit_every_s: float = 300.0,
@@ -63,8 +65,8 @@ class TrainingRunner:
         self._tools = ReadOnlyTools() if tools is None else tools
         self._copy = copy
         self._options = ShadowOptions(
-            url, key, reward, self._select, repeat_time, commit_every_s, at_once, queue, timeout_s, self._tools, credit,
-            copy, on_error,
+            url, key, model, reward, self._select, repeat_time, commit_every_s, at_once, queue, timeout_s, self._tools,
+            credit, copy, on_error,
         )  # fmt: skip
         self._shadow: Shadow | None = None
         self._lock = threading.Lock()

@@ -76,6 +76,7 @@ class ShadowOptions:
 
     url: str | None
     key: str | None
+    model: str | None
     reward: Function
     select: Selection
     repeat_time: int
@@ -102,7 +103,7 @@ class Shadow:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool = DaemonThreads(options.at_once, "flywheel-shadow")
         self._reward = Caller(options.reward, ("run", "reply"), self._pool)
-        self._client = AsyncClient(options.url, key=options.key)
+        self._client = AsyncClient(options.url, key=options.key, model=options.model)
         self._thread = threading.Thread(target=self._main, name="flywheel-shadow", daemon=True)
         self._thread.start()
         self._started.wait()

@@ -38,9 +38,8 @@ def main(args: Namespace) -> int:
         client = flywheel.Client(url, model=args.model)
         tickets = args.held_out or HELD_OUT
         before = of_version_in_service(client, lambda model: evaluate(url, model, prompt, tickets))
-        books, figures = asyncio.run(
-            go_live(url, seconds=60 * args.minutes, seed=args.seed, prompt=prompt, shuffled=args.shuffled)
-        )
+        live = {"seconds": 60 * args.minutes, "seed": args.seed, "shuffled": args.shuffled}
+        books, figures = asyncio.run(go_live(url, prompt=prompt, model=args.model, **live))
         after = of_version_in_service(client, lambda model: evaluate(url, model, prompt, tickets))
     found = {"example": "shadow", "seed": args.seed, "shuffled": args.shuffled}
     for name, one in (("before", before), ("after", after)):

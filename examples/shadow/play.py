@@ -72,12 +72,13 @@ async def go_live(
     seconds: float,
     seed: int,
     prompt: Mapping[str, str],
+    model: str = "agent",
     shuffled: bool = False,
     per_s: float = CUSTOMERS_PER_S,
 ) -> tuple[Books, dict[str, Any]]:
     """Serve customers for some time, shadowed. Returns the books and all counts.
 
-    shuffled: each run gets the rating of an earlier one.
+    model: its name at the explorer. shuffled: each run gets the rating of an earlier one.
     """
     books, desk, ratings, tickets = Books(), Office(), Ratings(), dict[str, Ticket]()
     began, earlier, draw = time.monotonic(), deque[float](maxlen=256), random.Random(seed)
@@ -92,7 +93,7 @@ async def go_live(
         return draw.choice(earlier)
 
     with serve(office(desk)) as office_url, serve(strong_model) as strong, serve(ratings.answer) as page:
-        runner = _trainee(url, rated, seed)
+        runner = _trainee(url, model, rated, seed)
         production = flywheel.Model.of(f"{strong}/v1", "strong", key="unused")
         answered = runner.watch(support, production=production)
         people = asyncio.create_task(simulated_people(page, tickets, seed=seed))
@@ -113,10 +114,11 @@ async def go_live(
 
 
 def _trainee(
-    url: str, rated: Callable[[flywheel.Run, str | None], Awaitable[float | None]], seed: int
+    url: str, model: str, rated: Callable[[flywheel.Run, str | None], Awaitable[float | None]], seed: int
 ) -> flywheel.TrainingRunner:
     return flywheel.TrainingRunner(
         url,
+        model=model,
         reward=rated,
         select=flywheel.SamplingRate(SHARE, seed=seed) & flywheel.Marked(),
         repeat_time=RUNS_PER_CALL,

@@ -52,6 +52,16 @@ def test_every_call_is_answered_by_production_and_the_chosen_ones_are_trained(ex
     assert not runner.running
 
 
+def test_the_trainee_asks_for_the_model_by_the_name_that_was_given(explorer):
+    names = []
+    runner = flywheel.TrainingRunner(
+        explorer.url, lambda _, model: names.append(model.name), score, model="desk", select=flywheel.SamplingRate(1.0)
+    )
+    with runner:
+        runner.watch(lambda *_: "production", production=PRODUCTION)({})
+    assert names == ["desk"]
+
+
 def test_a_sync_agent_is_watched_as_one(explorer):
     def sync_agent(request: str, model: flywheel.Model | None) -> str:
         return "production" if model is None else str(say(model).choices[0].message.content)
