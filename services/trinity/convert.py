@@ -23,6 +23,10 @@ THEIR_DEFAULTS: dict[str, Any] = {  # Trinity's own where ours are others
     "model.lora.rank": 32,
     "model.lora.alpha": 32,
 }
+_TRAINED = (  # what begins so decides what is learned, and from what
+    *("trainer.", "model.", "tasks", "learn.params.", "learn.runs_per_task", "learn.epochs", workflow.FILE),
+    *("examples.", "engine.max_model_len", "engine.dtype", f"{ARGUMENTS}."),
+)
 _OPEN = ("deepspeed", "params", "eval_params")  # sections that take any key
 _LOST_KL = "in the place of the KL term that is lost"
 _NO_TASKS = "there is no task set: an agent in use brings its own tasks"
@@ -141,9 +145,10 @@ def _ours(done: Conversion, name: str, settings: Settings, given: Given) -> Sett
                 raise NotNeeded("off")
             raise NoCounterpart(f"Flywheel has no {path}; go without it", changes_training=path.startswith("trainer."))
         if path in done.settings and done.settings[path] != value:
+            mend = "write the rows of both into one file" if path == "tasks" else "choose one of them"
             raise NoCounterpart(
-                f"{path} is set by {done.source.get(path, path)} already; choose one of them",
-                changes_training=path.startswith("trainer."),
+                f"{path} is set by {done.source.get(path, path)} already; {mend}",
+                changes_training=path.startswith(_TRAINED),
             )
     return ours
 
