@@ -88,7 +88,10 @@ def _write(args: Namespace, tree: dict[str, Any]) -> None:
 
 def _seen_from(folder: Path, path: str) -> str:
     """A path that is relative to here, relative to a folder."""
-    given = Path(path).expanduser()
+    try:
+        given = Path(path).expanduser()
+    except RuntimeError as exc:
+        raise ConfigError(f"{path}: the user has no home folder here; write the whole path") from exc
     return path if given.is_absolute() or folder == Path.cwd() else os.path.relpath(given, folder)
 
 

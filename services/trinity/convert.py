@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.trinity import algorithms, table, workflow
-from services.trinity.key import Fate, Given, NoCounterpart, NotNeeded, Settings
-from services.trinity.takes import ARGUMENTS, is_hub_name
+from services.trinity.key import Fate, Given, NoCounterpart, NotNeeded, Settings, refusal
+from services.trinity.takes import ARGUMENTS, is_hub_name, words
 from services.trinity.takes_trainer import kl
 from shared.config import ALGORITHMS, Config
 from shared.errors import ConfigError
@@ -23,7 +23,12 @@ THEIR_DEFAULTS: dict[str, Any] = {  # Trinity's own where ours are others
     "model.lora.rank": 32,
     "model.lora.alpha": 32,
 }
+_TRAINED = (  # what begins so decides what is learned, and from what
+    *("trainer.", "model.", "tasks", "learn.params.", "learn.runs_per_task", "learn.epochs", workflow.FILE),
+    *("examples.", "engine.max_model_len", "engine.dtype", f"{ARGUMENTS}."),
+)
 _OPEN = ("deepspeed", "params", "eval_params")  # sections that take any key
+_LOST_KL = "in the place of the KL term that is lost"
 _NO_TASKS = "there is no task set: an agent in use brings its own tasks"
 _TEMPERATURE = "send it with each chat, as Trinity's proxy does, or write it into the model's generation_config.json"
 
@@ -76,9 +81,9 @@ class Conversion:
 
     @property
     def arguments(self) -> list[str]:
-        """engine.extra_args: a flag, and its value if it has one."""
+        """engine.extra_args: flags, and the values of those that have some."""
         given = {path: value for path, value in self.settings.items() if path.startswith(ARGUMENTS)}
-        return [part for path, value in given.items() for part in (path[len(ARGUMENTS) + 1 :], value) if part]
+        return [word for path, value in given.items() for word in words(path[len(ARGUMENTS) + 1 :], value)]
 
 
 def convert(given: Given) -> Conversion:
@@ -91,8 +96,8 @@ def convert(given: Given) -> Conversion:
     for name, value in given.items():
         try:
             done.lines.append(_line(done, name, value, given))
-        except (TypeError, ValueError, AttributeError) as exc:
-            raise ConfigError(f"{name}={value!r} is no value that Trinity takes; correct it") from exc
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as exc:
+            raise refusal(name, value) from exc
     _add_defaults(done, given)
     if is_hub_name(str(done.settings.get("model.path"))):
         done.remarks.append(f"model.path is {done.settings['model.path']}: download it, and name its folder")
@@ -140,9 +145,10 @@ def _ours(done: Conversion, name: str, settings: Settings, given: Given) -> Sett
                 raise NotNeeded("off")
             raise NoCounterpart(f"Flywheel has no {path}; go without it", changes_training=path.startswith("trainer."))
         if path in done.settings and done.settings[path] != value:
+            mend = "write the rows of both into one file" if path == "tasks" else "choose one of them"
             raise NoCounterpart(
-                f"{path} is set by {done.source.get(path, path)} already; choose one of them",
-                changes_training=path.startswith("trainer."),
+                f"{path} is set by {done.source.get(path, path)} already; {mend}",
+                changes_training=path.startswith(_TRAINED),
             )
     return ours
 
@@ -178,13 +184,16 @@ def _add_defaults(done: Conversion, given: Given) -> None:
     of_algorithm = {
         f"trainer.ALGORITHM.{name}": value for name, value in algorithms.counterpart(given).defaults.items()
     }
-    for template, value in {**THEIR_DEFAULTS, **of_algorithm, **kl(None, given)}.items():
+    kl_term = kl(None, given)
+    kl_lost = any(line.key.startswith("algorithm.kl_") for line in done.lost)
+    for template, value in {**THEIR_DEFAULTS, **of_algorithm, **kl_term}.items():
         path = template.replace("ALGORITHM", ours)
         foreign = path.startswith("trainer.ppo.") and ours != "ppo"
         foreign |= path.startswith("model.lora.") and done.settings.get("model.kind") != "lora"
         if not foreign and exists(path) and path not in done.settings:
             done.settings[path] = value
-            done.remarks.append(f"{path} is {value}: Trinity's default, where ours is another")
+            why = _LOST_KL if kl_lost and template in kl_term else "Trinity's default, where ours is another"
+            done.remarks.append(f"{path} is {value}: {why}")
 
 
 def _nested(settings: dict[str, Any], arguments: list[str]) -> dict[str, Any]:

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from shared.errors import ConfigError
+
 _CHOICE = re.compile(r"\{([^{}]*)\}")
+_LONGEST = 100  # characters of a value that an error shows
 
 
 class Fate(StrEnum):
@@ -33,12 +36,32 @@ class NoCounterpart(Exception):
         self.changes_training = changes_training
 
 
+def refusal(name: str, value: Any) -> ConfigError:
+    """The error for a value that cannot be read."""
+    shown = repr(value)
+    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+    return ConfigError(f"{name}={shown} is no value that Trinity takes; correct it")
+
+
 class Given(dict[str, Any]):
     """The values of a Trinity configuration by dotted key; items of lists stand under their numbers."""
 
     def first(self, *names: str, default: Any = None) -> Any:
         """The first of these keys that has a value."""
         return next((self[name] for name in names if self.get(name) is not None), default)
+
+    def whole(self, *names: str, default: int, most: int | None = None) -> int:
+        """The first of these keys that has a value, a whole number from 1 to `most`. Raises ConfigError."""
+        name = next((name for name in names if self.get(name) is not None), None)
+        if name is None:
+            return default
+        try:
+            number = int(self[name])
+        except (TypeError, ValueError, OverflowError) as exc:
+            raise refusal(name, self[name]) from exc
+        if number < 1 or (most is not None and number > most):
+            raise refusal(name, self[name])
+        return number
 
 
 Settings = Mapping[str, Any]

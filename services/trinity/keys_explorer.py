@@ -94,6 +94,8 @@ ENGINE: tuple[Key, ...] = (
     lost(_MODEL_OF + "extra_engine_args.logprobs_mode", "logprobs are those that tokens were sampled by",
          ("processed_logprobs",), changes_training=True),
     unneeded(_MODEL_OF + "extra_engine_args.{model,served_model_name}", "model.path and model.name say it"),
+    *(moved(f"{_MODEL_OF}extra_engine_args.{name}", "engine.extra_args",
+            take=argument(f"--{name.replace('_', '-')}", (False,))) for name in takes.WITHOUT_NO),
     moved(_MODEL_OF + "extra_engine_args.**", "engine.extra_args", take=takes.engine_argument),
     moved(_MODEL_OF + "enable_log_requests", "engine.extra_args", take=argument("--enable-log-requests", (False,))),
     unneeded(_MODEL_OF + "{enable_openai_api,enable_openai_client,enable_history,use_v1,api_key,name}", _WIRE),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from services.trinity.algorithms import TRINITY, TRL, Algorithm
 from services.trinity.key import Key
 from services.trinity.table import KEYS
+from services.trinity.takes_trainer import ESTIMATORS, STAND_IN
 
 
 def tables() -> dict[str, str]:
@@ -15,6 +16,7 @@ def tables() -> dict[str, str]:
         "keys": "\n".join(["| Trinity | Flywheel | |", "|---|---|---|", *map(_key_row, KEYS)]),
         "algorithms": _algorithms("algorithm_type", TRINITY),
         "trl": _algorithms("TRL 1.16", TRL),
+        "kl": "\n".join(["| Trinity | in the reward | in the loss |", "|---|---|---|", *map(_kl_row, ESTIMATORS)]),
     }
 
 
@@ -32,6 +34,12 @@ def _key_row(key: Key) -> str:
     off = ", ".join(f"`{value}`".lower() for value in key.off or () if value not in ("", {}, [], None))
     remarks = (key.note, off and f"not needed with {off}", "changes training" if key.changes_training else "")
     return f"| `{key.names}` | {ours} | {'; '.join(filter(None, remarks))} |"
+
+
+def _kl_row(theirs: str) -> str:
+    ours = (ESTIMATORS[theirs].get(where) for where in ("reward", "loss"))
+    cells = (f"`{name}`" if name else f"`{STAND_IN}`, and training changes" for name in ours)
+    return f"| `{theirs}` | {' | '.join(cells)} |"
 
 
 def _algorithms(theirs: str, table: dict[str, Algorithm]) -> str:

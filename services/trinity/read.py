@@ -33,8 +33,15 @@ def read(files: Sequence[Path], environ: Mapping[str, str]) -> tuple[Given, list
     Raises ConfigError: a file is unreadable, a variable is not set, or the two disagree.
     """
     remarks: list[str] = []
-    found = [_resolved(_flat(_tree(file)), file, environ, remarks) for file in files]
+    found = [_resolved(_given(file), file, environ, remarks) for file in files]
     return (found[0] if len(found) == 1 else _together(found, files, remarks)), remarks
+
+
+def _given(file: Path) -> Given:
+    try:
+        return _flat(_tree(file))
+    except RecursionError as exc:
+        raise ConfigError(f"{file} is nested too deeply, or a value contains itself; correct it") from exc
 
 
 def _tree(file: Path) -> dict[str, Any]:
@@ -48,6 +55,8 @@ def _tree(file: Path) -> dict[str, Any]:
         mark = getattr(exc, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{file} is not YAML{where}; correct that line") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{file} holds a number or a date that does not exist; correct it") from exc
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds no keys; name Trinity's YAML file")
     return tree
@@ -107,7 +116,7 @@ def _plain(text: str) -> Any:
     """A number, true, false or null that a variable holds; any other text as it is."""
     try:
         value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
     return value if isinstance(value, int | float | bool | None) else text
 

@@ -15,7 +15,11 @@ from shared.config import refusal_of_argument
 _ROLLOUT = "explorer.rollout_model."
 _URLS = ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///")
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+_LAST_PORT = 65535
+_MOST_GPUS = 1024  # of one engine
 ARGUMENTS = "engine.extra_args"
+WITHOUT_NO = ("disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb")
+"""Arguments of vLLM's that only turn something on: they have no form with `--no-`."""
 PROCESSES = {
     "serve": "start `flywheel engine` and `flywheel explorer`",
     "train": "start `flywheel trainer`",
@@ -59,9 +63,11 @@ def loopback(value: Any, _given: Given) -> Settings:
 
 def engines(_value: Any, given: Given) -> Settings:
     """The engines: ports in a row, and to each its own GPUs where there are several."""
-    count = int(given.first(f"{_ROLLOUT}engine_num", "explorer.engine_num", default=1))
-    gpus = int(given.first(f"{_ROLLOUT}tensor_parallel_size", "explorer.tensor_parallel_size", default=1))
-    port = int(given.first(f"{_ROLLOUT}base_port", default=8101))
+    port = given.whole(f"{_ROLLOUT}base_port", default=8101, most=_LAST_PORT)
+    ports = _LAST_PORT + 1 - port
+    count = given.whole(f"{_ROLLOUT}engine_num", "explorer.engine_num", default=1, most=ports)
+    sizes = (f"{_ROLLOUT}tensor_parallel_size", "explorer.tensor_parallel_size")
+    gpus = given.whole(*sizes, default=1, most=_MOST_GPUS)
     found: list[dict[str, Any]] = [
         {"name": f"e{number}", "url": f"http://127.0.0.1:{port + number}"} for number in range(count)
     ]
@@ -72,12 +78,12 @@ def engines(_value: Any, given: Given) -> Settings:
 
 
 def argument(flag: str, off: tuple[Any, ...] = ()) -> Take:
-    """An argument of vLLM's: none for a value in `off`, the flag alone for true."""
+    """An argument of vLLM's: none for a value in `off`."""
 
     def take(value: Any, _given: Given) -> Settings:
         if value in (*off, "", {}):
             raise NotNeeded("as vLLM does by itself")
-        return {f"{ARGUMENTS}.{flag}": _text(value)}
+        return {f"{ARGUMENTS}.{flag}": value}
 
     return take
 
@@ -86,20 +92,37 @@ def engine_argument(_value: Any, given: Given) -> Settings:
     """All of extra_engine_args that engines may be started with; a section's keys follow vLLM's dots."""
     prefix = f"{_ROLLOUT}extra_engine_args."
     extra = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
-    arguments = {f"--{name.replace('_', '-')}": _text(value) for name, value in extra.items()}
-    return {f"{ARGUMENTS}.{name}": text for name, text in arguments.items() if refusal_of_argument(name) is None}
+    named = {_flag(name): value for name, value in extra.items() if value is not None and name not in WITHOUT_NO}
+    return {f"{ARGUMENTS}.{flag}": value for flag, value in named.items() if refusal_of_argument(flag) is None}
+
+
+def _flag(name: str) -> str:
+    """A name of vLLM's as an argument; what follows its first dot is a key of JSON, which stays as it is."""
+    head, dot, rest = name.partition(".")
+    return f"--{head.replace('_', '-')}{dot}{rest}"
+
+
+def words(flag: str, value: Any) -> list[str]:
+    """An argument on the command line: a list in words of its own; of true the flag alone, of false its form with no.
+
+    A key of JSON, which has a dot in its name, takes JSON instead.
+    """
+    if "." not in flag and isinstance(value, bool):
+        return [flag if value else f"--no-{flag.removeprefix('--')}"]
+    if "." not in flag and isinstance(value, list):
+        return [flag, *map(_text, value)]
+    return [flag, _text(value)]
 
 
 def _text(value: Any) -> str:
-    """A value on a command line; true is a flag without one."""
-    return "" if value is True else value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def chunked_prefill(value: Any, _given: Given) -> Settings:
     """On by itself in vLLM."""
     if value:
         raise NotNeeded("as vLLM does by itself")
-    return {f"{ARGUMENTS}.--no-enable-chunked-prefill": ""}
+    return {f"{ARGUMENTS}.--enable-chunked-prefill": False}
 
 
 def thinking(value: Any, _given: Given) -> Settings:
@@ -153,7 +176,7 @@ def database_url(value: Any, _given: Given) -> Settings:
 def publish_every(_value: Any, given: Given) -> Settings:
     """Updates between two versions: the trainer's interval, else the one of both."""
     names = ("trainer_sync_interval", "sync_interval", "sync_iteration_interval")
-    return {"trainer.publish_every": given.first(*(f"synchronizer.{name}" for name in names), default=1)}
+    return {"trainer.publish_every": given.whole(*(f"synchronizer.{name}" for name in names), default=1)}
 
 
 def eval_every(value: Any, given: Given) -> Settings:

@@ -7,11 +7,19 @@ from typing import Any
 from services.trinity import algorithms
 from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
 from services.trinity.takes import database_url, publish_every
+from shared.config import ALGORITHMS
 
-_ESTIMATORS = {  # Trinity's by ours: of the penalty in the reward, and of the term in the loss
-    "reward": {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"},
-    "loss": {"k2": "k2", "k3": "k3", "low_var_kl": "k3"},
+STAND_IN = "k2"  # for an estimator that is missing here
+ESTIMATORS = {  # Trinity's by ours, in the reward and in the loss
+    "k1": {"reward": "k1"},
+    "k2": {"reward": "k2", "loss": "k2"},
+    "k3": {"reward": "k3", "loss": "k3"},
+    "low_var_kl": {"reward": "k3", "loss": "k3"},
+    "corrected_k3": {"reward": "k3"},
+    "abs": {},
 }
+_ONE_TERM = "KL counts in the reward or in the loss, and Trinity has both; kl_in: reward is written"
+_KEYS_OF_KL = {"reward": "algorithm.kl_penalty_fn", "loss": "algorithm.kl_loss_fn"}
 
 
 def database(value: Any, given: Given) -> Settings:
@@ -27,8 +35,8 @@ def batch_size(value: Any, given: Given) -> Settings:
     """The trainer's batch, where it is given by the tasks of a step alone."""
     if given.get("buffer.train_batch_size"):
         raise NotNeeded("learn keeps the trainer's pace by the rows that wait")
-    runs = given.first("algorithm.repeat_times", "explorer.repeat_times", default=1)
-    return {"trainer.batch_size": int(value) * int(runs)}
+    runs = given.whole("algorithm.repeat_times", "explorer.repeat_times", default=1)
+    return {"trainer.batch_size": int(value) * runs}
 
 
 def save_every(value: Any, given: Given) -> Settings:
@@ -70,37 +78,65 @@ def same_as_algorithm(value: Any, given: Given) -> Settings:
     raise NoCounterpart("a part of the algorithm with us; choose one that has it", changes_training=True)
 
 
-def kl(_value: Any, given: Given) -> Settings:
-    """The KL term: the penalty in the reward; else the one in the loss. With an estimator that we have not: another."""
-    penalty = given.first("algorithm.kl_penalty_fn", default="none")
+def _kl_terms(given: Given) -> dict[str, tuple[Any, str]]:
+    """Coefficient and estimator of the KL terms that Trinity has: in the reward, in the loss, in both or in neither."""
     own = "none" if algorithms.theirs(given) in algorithms.WITHOUT_KL else "k2"
-    loss = given.first("algorithm.kl_loss_fn", default=own)
-    if penalty != "none":
-        return _kl("reward", given.first("algorithm.kl_penalty_fn_args.kl_coef", default=0.001), penalty)
-    coefficient = given.first("algorithm.kl_loss_fn_args.kl_coef", default=0.001)
-    return _kl("loss", 0.0 if loss == "none" else coefficient, loss)
+    defaults = {"reward": "none", "loss": own}
+    found = {}
+    for where, key in _KEYS_OF_KL.items():
+        estimator = str(given.first(key, default=defaults[where]))
+        coefficient = given.first(f"{key}_args.kl_coef", default=0.001)
+        if estimator != "none" and coefficient:
+            found[where] = coefficient, estimator
+    return found
 
 
-def _kl(where: str, coefficient: float, estimator: str) -> Settings:
-    if not coefficient:
+def kl(_value: Any, given: Given) -> Settings:
+    """The KL term: the one in the reward, else the one in the loss."""
+    terms = _kl_terms(given)
+    if not terms:
         return {"trainer.ALGORITHM.kl_coef": 0.0}
-    own = _ESTIMATORS[where].get(estimator, "k2")
+    where = next(iter(terms))
+    coefficient, theirs = terms[where]
+    own = ESTIMATORS.get(theirs, {}).get(where, STAND_IN)
     return {"trainer.ALGORITHM.kl_coef": coefficient, "trainer.ALGORITHM.kl": own, "trainer.ALGORITHM.kl_in": where}
 
 
-def kl_loss(value: Any, given: Given) -> Settings:
-    """The estimator in the loss."""
-    settings = kl(value, given)
-    if value not in (*_ESTIMATORS["loss"], "none") and settings["trainer.ALGORITHM.kl_coef"]:
-        raise NoCounterpart("in the loss KL is k2's or k3's; flywheel.yaml says k2", changes_training=True)
-    return settings
+def kl_term(where: str) -> Take:
+    """The estimator of a KL term. Of two terms, and of estimators that are missing, it says that training changes."""
+
+    def take(value: Any, given: Given) -> Settings:
+        terms, ours = _kl_terms(given), algorithms.ours(given)
+        if where not in terms:
+            if terms:
+                raise NotNeeded("off")
+            return kl(value, given)
+        if "kl_coef" not in ALGORITHMS[ours].model_fields:
+            raise NoCounterpart(f"{ours} has no KL term here; go without it", changes_training=True)
+        if len(terms) > 1 and (where == "loss" or given.get(_KEYS_OF_KL["loss"]) is None):
+            raise NoCounterpart(_ONE_TERM, changes_training=True)
+        if where not in ESTIMATORS.get(str(value), {}):
+            raise NoCounterpart(f"in the {where} KL is {_known(where)}; {STAND_IN} is written", changes_training=True)
+        return kl(value, given)
+
+    return take
 
 
-def kl_penalty(value: Any, given: Given) -> Settings:
-    """The estimator of the penalty in the reward."""
-    if value not in (*_ESTIMATORS["reward"], "none"):
-        raise NoCounterpart("in the reward KL is k1's, k2's or k3's; flywheel.yaml says k2", changes_training=True)
-    return kl(value, given)
+def _known(where: str) -> str:
+    *others, last = sorted({ours[where] for ours in ESTIMATORS.values() if where in ours})
+    return f"{', '.join(others)} or {last}"
+
+
+def kl_coef(where: str) -> Take:
+    """The coefficient of a KL term, unless the other one counts."""
+
+    def take(value: Any, given: Given) -> Settings:
+        terms = _kl_terms(given)
+        if terms and where != next(iter(terms)):
+            raise NotNeeded(f"the KL term in the {next(iter(terms))} counts")
+        return kl(value, given)
+
+    return take
 
 
 def loss_mean(value: Any, _given: Given) -> Settings:
@@ -120,9 +156,9 @@ def warmup(value: Any, _given: Given) -> Settings:
 
 def minibatches(value: Any, given: Given) -> Settings:
     """Steps in each pass; Trinity gives the rows of one."""
-    rows = given.get("buffer.train_batch_size")
-    rows = rows or batch_size(given.first("buffer.batch_size", default=value), given)["trainer.batch_size"]
-    return {"trainer.minibatches": max(1, round(int(rows) / int(value)))}
+    rows = given.whole("buffer.train_batch_size", default=0)
+    rows = rows or batch_size(given.whole("buffer.batch_size", default=int(value)), given)["trainer.batch_size"]
+    return {"trainer.minibatches": max(1, round(rows / int(value)))}
 
 
 def critic(setting: str) -> Take:

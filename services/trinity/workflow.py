@@ -10,6 +10,7 @@ from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
 FILE = "workflow.py"
 REWARD, PROMPT = f"{FILE}:reward", f"{FILE}:PROMPT"  # what else stands in it
 _SETS = "buffer.explorer_input."
+_TASK_SET = re.compile(r"buffer\.explorer_input\.(taskset|tasksets\.\d+)\.")
 _CHATS = ("simple_workflow", "math_workflow", "math_boxed_workflow")
 EXAMPLES = {
     "agentscope_react_workflow": "math",
@@ -68,6 +69,7 @@ async def workflow(task, model: flywheel.Model):
 
 def workflow(value: Any, given: Given) -> Settings:
     """Our example for an environment of Trinity's; else the file, which is complete for Trinity's single chats."""
+    _require_same(value, given, "default_workflow_type")
     name = _plain(value)
     return {f"examples.{EXAMPLES[name]}": value} if name in EXAMPLES else {FILE: value}
 
@@ -76,7 +78,19 @@ def reward(value: Any, given: Given) -> Settings:
     """The reward of a workflow that has none by itself."""
     if example(given):
         raise NotNeeded("the example has a reward of its own")
+    _require_same(value, given, "default_reward_fn_type")
     return {REWARD: value}
+
+
+def _require_same(value: Any, given: Given, name: str) -> None:
+    """Raise unless the first task set has this value, too: learn runs one workflow and one reward over all tasks."""
+    counts = _of_set(given, name)
+    if value == counts:
+        return
+    places = {found.group() for key in given if (found := _TASK_SET.match(key))}
+    if value in [given.first(f"{place}{name}", f"{_SETS}{name}") for place in places]:
+        raise NoCounterpart(f"{counts} counts for all tasks; learn the others by themselves", changes_training=True)
+    raise NotNeeded("the task sets have their own")
 
 
 def same(known: str) -> Take:
@@ -109,13 +123,13 @@ def text(given: Given) -> str:
     if name not in _CHATS:
         return _HEAD.format(name=shown, rewards="") + _OWN.format(name=shown)
     prompt, own_reward = _of_set(given, "format.system_prompt"), _of_set(given, "default_reward_fn_type")
-    trinity = own_reward or _REWARD_OF.get(name)
+    trinity = str(own_reward or _REWARD_OF.get(name, ""))
     adds_prompt = prompt is None and name != "simple_workflow"
     chat = _CHAT.format(
-        prompt=prompt or "",
+        prompt=str(prompt or ""),
         remark=f"  # {_OWN_PROMPT.format(name=name)}" if adds_prompt else "",
-        question=_of_set(given, "format.prompt_key") or "prompt",
-        answer=_of_set(given, "format.response_key") or "response",
+        question=str(_of_set(given, "format.prompt_key") or "prompt"),
+        answer=str(_of_set(given, "format.response_key") or "response"),
     )
     if trinity not in _REWARDS:
         written = _OWN_REWARD.format(name=_shown(trinity, "your reward function"))

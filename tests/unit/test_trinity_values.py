@@ -1,0 +1,140 @@
+"""Values that Trinity-RFT's keys may have by mistake, arguments of the engine, and keys that contradict one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services import cli
+from services.trinity import table
+from services.trinity.convert import convert
+from services.trinity.key import Fate, Given, expand
+from shared.errors import ConfigError
+from tests.support.trinity_files import KINDS, as_yaml, converted
+
+TASKS = "buffer.explorer_input."
+EXTRA = "explorer.rollout_model.extra_engine_args."
+MODEL = {"model.model_path": "/m"}
+NAMES = sorted({name.replace("**", "x").replace("*", "0") for key in table.KEYS for name in expand(key.names)})
+ODD = (0, -1, "", None, [], {}, True, False, 0.5, 10**400, 1e308, float("inf"), float("nan"), "text", [1], {"a": 1})
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def lost(**keys: object) -> list[str]:
+    """The keys that are marked as changing training."""
+    return [line.key for line in convert(Given({**MODEL, **keys})).lost]
+
+
+def arguments(**extra: object) -> list[str]:
+    return convert(Given({**MODEL, **{EXTRA + name: value for name, value in extra.items()}})).arguments
+
+
+def exit_status(keys: dict[str, object]) -> int:
+    Path("trinity.yaml").write_text(as_yaml(keys), encoding="utf-8")
+    return cli.main(["convert-config", "trinity.yaml"])
+
+
+def test_a_second_task_set_that_is_left_out_ends_with_1_and_is_marked(capsys):
+    sets = [
+        {"path": "a.jsonl", "rollout_args": {"temperature": 1.0}},
+        {"path": "b.jsonl", "rollout_args": {"temperature": 0.5}},
+    ]
+    assert exit_status({**MODEL, "mode": "both", f"{TASKS}tasksets": sets}) == 1
+    said = capsys.readouterr().out
+    assert f"! {TASKS}tasksets.1.path " in said and "write the rows of both into one file" in said
+    assert f"! {TASKS}tasksets.1.rollout_args.temperature " in said
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("buffer.total_epochs", "data.total_epochs"),
+        ("algorithm.repeat_times", "explorer.repeat_times"),
+        ("model.max_model_len", "model.max_token_len"),
+        ("model.lora_configs.0.lora_rank", "model.lora_configs.1.lora_rank"),
+        ("model.custom_chat_template", "model.chat_template_path"),
+        (f"{TASKS}tasksets.0.default_workflow_type", f"{TASKS}tasksets.1.default_workflow_type"),
+        (f"{TASKS}tasksets.0.default_reward_fn_type", f"{TASKS}tasksets.1.default_reward_fn_type"),
+    ],
+)
+def test_one_of_two_values_that_is_left_out_changes_training(first, second):
+    assert lost(**{f"{TASKS}tasksets.0.path": "a.jsonl", first: 2, second: 3}) == [second]
+
+
+def test_one_of_two_values_on_which_no_training_depends_is_left_out_without_a_mark():
+    eval_sets = {f"{TASKS}eval_tasksets.{number}.path": f"{number}.jsonl" for number in range(2)}
+    assert not lost(**{f"{TASKS}taskset.path": "a.jsonl", **eval_sets})
+
+
+def test_an_environment_that_only_the_second_task_set_has_is_lost():
+    names = {0: "math_workflow", 1: "frozen_lake_workflow"}
+    workflows = {f"{TASKS}tasksets.{number}.default_workflow_type": name for number, name in names.items()}
+    assert lost(**workflows) == [f"{TASKS}tasksets.1.default_workflow_type"]
+
+
+def test_a_default_that_every_task_set_replaces_is_not_needed():
+    own, default = f"{TASKS}taskset.default_workflow_type", f"{TASKS}default_workflow_type"
+    done = convert(Given({**MODEL, default: "simple_workflow", own: "math_workflow"}))
+    assert [line.fate for line in done.lines if line.key == default] == [Fate.NOT_NEEDED] and not done.lost
+    assert "What Trinity's math_workflow does" in done.workflow()
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"enable_chunked_prefill": False}, ["--no-enable-chunked-prefill"]),
+        ({"enable_chunked_prefill": True}, ["--enable-chunked-prefill"]),
+        ({"limit": None, "swap_space": 2}, ["--swap-space", "2"]),
+        ({"disable_log_stats": False, "swap_space": 2}, ["--swap-space", "2"]),
+        ({"disable_log_stats": True}, ["--disable-log-stats"]),
+        ({"cudagraph_capture_sizes": [1, 2]}, ["--cudagraph-capture-sizes", "1", "2"]),
+        ({"compilation_config.fast_moe_cold_start": False}, ["--compilation-config.fast_moe_cold_start", "false"]),
+        ({"compilation_config.fast_moe_cold_start": True}, ["--compilation-config.fast_moe_cold_start", "true"]),
+    ],
+)
+def test_an_argument_of_the_engine_is_written_as_vllm_reads_it(extra, expected):
+    assert arguments(**extra) == expected
+
+
+def test_a_flag_that_two_keys_set_differently_is_said():
+    off, on = f"{EXTRA}enforce_eager", "explorer.rollout_model.enforce_eager"
+    assert lost(**{on: True, off: False}) == [off]
+
+
+def test_a_number_that_others_are_divided_by_is_named_where_it_is_no_divisor():
+    with pytest.raises(ConfigError, match=r"^synchronizer.sync_interval=0 is no value that Trinity takes; correct it"):
+        converted(as_yaml({**MODEL, "trainer.save_interval": 10, "synchronizer.sync_interval": 0}))
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: repr(value)[:9])
+def test_a_key_with_an_odd_value_is_converted_or_refused_in_one_line(value):
+    for name in NAMES:
+        try:
+            done = convert(Given({**KINDS["grpo_lora"], "algorithm.kl_penalty_fn": "k1", name: value}))
+        except ConfigError as error:
+            assert "\n" not in str(error)
+        else:
+            assert done.flywheel() and (done.learn() is None or compile(done.workflow(), "workflow.py", "exec"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["name: 2024-02-30", "name: &a [*a]", f"name: {'[' * 2000}{']' * 2000}", f"name: {'9' * 5000}"],
+    ids=["date", "anchor", "depth", "digits"],
+)
+def test_a_file_that_holds_no_plain_values_is_refused_in_one_line(text, capsys):
+    Path("trinity.yaml").write_text(f"model: {{model_path: /m}}\n{text}\n", encoding="utf-8")
+    assert cli.main(["convert-config", "trinity.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "trinity.yaml" in line
+
+
+def test_a_home_folder_that_does_not_exist_is_refused_in_one_line(capsys):
+    assert exit_status({"model.model_path": "~nobody-of-this-name/m"}) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "flywheel: ~nobody-of-this-name/m: the user has no home folder here; write the whole path"
