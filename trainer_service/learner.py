@@ -22,11 +22,11 @@ from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.batch import make_batch
 from trainer_service.broadcast import pack_rows, unpack_rows
 from trainer_service.errors import RankLost, UpdateError
+from trainer_service.harmless import Likelihood, harmless_row
 from trainer_service.kinds import kind_of
 from trainer_service.ranks import Ranks, together
 from trainer_service.resume import SavedState, StateStore
 from trainer_service.state_files import read_state, write_state
-from trainer_service.trajectories import harmless_row
 from trainer_service.update import Stats, Updater
 
 # What an update raises: PyTorch's errors are RuntimeErrors, that of too little memory is one of them.
@@ -204,10 +204,12 @@ class Learner:
         self.restore()
 
     def try_harmless_update(self) -> None:
-        """An update with a harmless row."""
+        """An update with a harmless row, and steps whatever the algorithms make of that."""
         self._ranks.order("try_harmless_update")
+        batch = make_batch([harmless_row()])
         with together():
-            self._update.update(make_batch([harmless_row()]), step=0, version=0)
+            self._update.update(batch, step=0, version=0)
+            self._update.try_steps(batch, Likelihood())
 
     def follow(self, stop: StopRequest) -> None:
         """On the other ranks: do what rank 0 does, until it ends. Raises RankLost."""

@@ -130,12 +130,6 @@ def _build(rows: Iterable[Experience], unknown: Collection[int]) -> Collection[_
     return building.values()
 
 
-def harmless_row() -> Experience:
-    """Three tokens that every model knows, with the reward 1: an update with it fails only for other reasons."""
-    tokens = Tokens(np.zeros(1, np.int32), np.array([1, 0], np.int32), np.full(2, -1.0, np.float32))
-    return Experience(0, "harmless", 0, None, None, None, "harmless", 0, 1.0, 0.0, tokens, Sampling())
-
-
 def sequence_of(row: Experience) -> TokenSequence:
     """A row as a sequence of one turn, without rewards."""
     n_prompt, n_reply = len(row.tokens.prompt_ids), len(row.tokens.reply_ids)

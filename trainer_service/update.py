@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from shared.config import TrainerConfig
-from trainer_service.algorithms.seam import Batch, Floats, Memory, Needs, Precomputed, Unit
+from trainer_service.algorithms.seam import Algorithm, Batch, Floats, Memory, Needs, Precomputed, Unit
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.drift import Drift
 from trainer_service.errors import UpdateError
@@ -109,6 +109,17 @@ class Updater:
             prefix = f"{name}/" if len(self._parts) > 1 else ""
             stats |= {prefix + key: value for key, value in shown.items()}
         return stats | moved | {"seconds": time.perf_counter() - started}
+
+    def try_steps(self, batch: Batch, algorithm: Algorithm) -> None:
+        """Train on a batch twice by an algorithm that needs nothing, so that the second time shows what the first made.
+
+        Raises UpdateError when a gradient is not finite.
+        """
+        units = algorithm.units(batch)
+        constants, _ = algorithm.constants(batch, units, Precomputed([], [], [], [], []), {})
+        norms = [self._train(batch, [Work(Part(algorithm), units, constants, {})], step=0) for _ in range(2)]
+        if not np.isfinite(norms).all():
+            raise UpdateError("a gradient is not finite")
 
     def _gather(self, precomputed: dict[str, list[Floats]]) -> dict[str, list[Floats]]:
         """What all ranks have computed: of each array the first that is not empty."""
