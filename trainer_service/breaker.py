@@ -40,6 +40,10 @@ _BOUNDS = {  # setting: the figure, and the fix
         "logprob_gap_mean",
         "look at whether the engine computes what the trainer does: precision, version",
     ),
+    "outside_cut": (
+        "outside_cut",
+        "look at whether the engine samples as its rows say: precision, version, parameters",
+    ),
     "reward_drop": ("reward_drop", "look at the newest rewards: the model is worse, or its tasks are others"),
 }
 

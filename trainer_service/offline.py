@@ -19,7 +19,7 @@ from trainer_service.loop import Trainer
 from trainer_service.watch.record import Record, count_signals
 
 log = StageLogger("train")
-_UNKNOWN = ("logprob_gap",)  # bounds: a file's version numbers may be those of another root folder
+_UNKNOWN = ("logprob_gap", "outside_cut")  # bounds: a file's version numbers may be those of another root folder
 _LEFT_OUT = ("hints_contradicting", "hints_without_effect")  # figures of the algorithms
 
 

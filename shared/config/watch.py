@@ -32,6 +32,8 @@ class BreakerConfig(Section):
     """Norm of the critic's gradient before it is clipped."""
     logprob_gap: Positive | None = 1.0
     """Mean distance between engine's and trainer's logprobs of rows that the same weights sampled, nats."""
+    outside_cut: Share | None = 0.1
+    """Share of these tokens that the trainer finds outside of what top-p, top-k or min-p let the engine sample."""
     reward_drop: Positive | None = 1.5
     """How far the mean reward of the last versions may be below that of those before, in standard deviations over both;
     2 is the most there can be."""

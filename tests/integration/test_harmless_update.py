@@ -51,6 +51,8 @@ def test_it_steps_every_model_whatever_the_algorithm_learns_from(tmp_path, base,
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_with_settings_that_no_update_survives_the_trainer_ends_and_no_row_is_blamed(tmp_path, base, algorithm):
-    with learner(tmp_path, base, algorithm=algorithm, learning_rate=1e38) as made:
-        with pytest.raises(StartupError, match="learning_rate"):
-            made.require_harmless_update("it failed")
+    with (
+        learner(tmp_path, base, algorithm=algorithm, learning_rate=1e38) as made,
+        pytest.raises(StartupError, match="learning_rate"),
+    ):
+        made.require_harmless_update("it failed")

@@ -24,7 +24,7 @@ from trainer_service.models import named_weights
 from trainer_service.parts import Part
 from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
-from trainer_service.update import Updater
+from trainer_service.update import Updater, _stats
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +220,15 @@ def test_staleness_is_counted_from_the_last_version_also_when_several_updates_ma
     assert stats["logprob_gap_max"] == 0, "the weights are no version's"
     stats = update.update(batch, step=1, version=5)
     assert stats["staleness_versions"] == 0.5, "the newer version was withdrawn after a crash"
+
+
+def test_a_token_that_rounding_puts_outside_of_the_cut_is_counted_and_left_out_of_the_gap(base, rows):
+    batch = rows_batch(rows[:4])
+    processed = [sequence.behaviour.copy() for sequence in batch.sequences]
+    processed[1][-1] = -np.inf
+    stats = _stats(batch, processed, set(range(4)), version=0, ahead=0)
+    assert stats["logprob_gap_mean"] == stats["logprob_gap_max"] == 0
+    assert stats["outside_cut"] == pytest.approx(1 / stats["tokens"])
 
 
 def test_a_row_that_crossed_a_reload_says_nothing_of_the_gap_to_the_engine(tmp_path, base, rows):

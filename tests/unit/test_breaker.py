@@ -14,7 +14,7 @@ from trainer_service.patience import PatientLedger
 
 HEALTHY = {
     "change_of_update": 0.1, "kl_of_update": 0.02, "kl_to_base": 1.5, "entropy_after": 0.4, "grad_norm_policy": 3.0,
-    "grad_norm_critic": 40.0, "logprob_gap_mean": 0.01,
+    "grad_norm_critic": 40.0, "logprob_gap_mean": 0.01, "outside_cut": 0.002,
 }  # fmt: skip
 SPOILED = [
     ("change_of_update", "change_of_update", 0.55),
@@ -25,6 +25,7 @@ SPOILED = [
     ("policy_grad_norm", "grad_norm_policy", 2e4),
     ("critic_grad_norm", "grad_norm_critic", 2e6),
     ("logprob_gap", "logprob_gap_mean", 1.1),
+    ("outside_cut", "outside_cut", 0.11),
 ]
 
 

@@ -74,6 +74,13 @@ def test_a_batch_of_the_policys_own_samples_is_worth_all_of_its_tokens():
     assert figures["kl_to_sampler"] == 0
 
 
+def test_a_token_at_the_edge_of_what_could_be_sampled_says_nothing_of_the_distance_to_the_sampler():
+    batch = batch_of(sequence([0.0, 0.0], behaviour=[-1.0, -1.0]))
+    seen = precomputed(batch, processed=[array(-1.0 + math.log(2), -math.inf)])
+    _, figures = policy_constants(batch, one_each([0]), seen, ReinforcePPConfig(kl_coef=0))
+    assert figures["kl_to_sampler"] == pytest.approx(1 - math.log(2))
+
+
 def test_what_a_grammar_forced_has_the_weight_one():
     batch = batch_of(sequence([0.0, 0.0], behaviour=[-9.0, -1.0]))
     batch.sequences[0].masked[0] = True

@@ -165,7 +165,8 @@ def _drift_figures(drift: list[Floats], weights: list[Floats]) -> Figures:
     """How far the samplers' policies are from π_prox, by the untruncated ratios of all tokens.
 
     effective_sample_size: (Σ ρ)² / (n Σ ρ²), the share of the n tokens that as many of π_prox's own would be worth
-    (Kong 1992). kl_to_sampler: KL(π_behaviour‖π_prox) for each token.
+    (Kong 1992). kl_to_sampler: KL(π_behaviour‖π_prox) for each token that π_prox could sample: at the edge of top-p,
+    top-k and min-p rounding alone decides about a token.
     """
     flat, weight = np.concatenate(drift), np.concatenate(weights)
     log_ratio = flat.astype(np.float64).clip(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -174,7 +175,7 @@ def _drift_figures(drift: list[Floats], weights: list[Floats]) -> Figures:
         "importance_weight": float(weight.mean()),
         "masked_fraction": float((weight == 0).mean()),
         "effective_sample_size": float(ratio.mean() ** 2 / (ratio**2).mean()),
-        "kl_to_sampler": float((ratio - 1 - log_ratio).mean()),
+        "kl_to_sampler": float((ratio - 1 - log_ratio)[np.isfinite(flat)].sum() / max(1, np.isfinite(flat).sum())),
     }
 
 
