@@ -58,10 +58,10 @@ class OpenStreams:
     @asynccontextmanager
     async def opened(self, msg_id: str, run: RunName) -> AsyncIterator[None]:
         """Around a stream, until its rows are stored or never will be. Raises LedgerError."""
-        if not self._membership.is_alone:
-            await self._tell({msg_id: run})
         opened = self._open[msg_id] = _Open(run, asyncio.Event())
         try:
+            if not self._membership.is_alone:
+                await self._tell({msg_id: run})
             yield
         finally:
             del self._open[msg_id]
@@ -74,16 +74,18 @@ class OpenStreams:
             for msg_id, run in runs.items():
                 transitions.open_stream(connection, msg_id, self._membership.id, run)
 
+        self._told.update(runs)  # before it is stored: whoever leaves meanwhile has to take it back
         await self._writer.write(open_all)
-        self._told.update(runs)
 
     async def _tell_all(self) -> None:
         """There are other explorers now: tell them of the streams that began before. Raises LedgerError."""
         untold = {name: self._open[name].run for name in sorted(self._open.keys() - self._told)}
-        if untold:
-            await self._tell(untold)
-            for msg_id in [name for name in untold if name not in self._open]:  # it ended meanwhile
-                await self._close(msg_id)
+        try:
+            if untold:
+                await self._tell(untold)
+        except LedgerError:  # the next time, those that are open then
+            self._told -= untold.keys() & self._open.keys()
+            raise
 
     async def _close(self, msg_id: str) -> None:
         """Tell the others that it has ended; if the ledger is away, with the end of the next stream."""

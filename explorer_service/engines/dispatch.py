@@ -194,7 +194,8 @@ class Dispatcher:
 
     async def _require_known(self, slot: EngineSlot, response: EngineResponse) -> None:
         """Raise AdapterForgotten when the engine says that there is no model of the name by which it knew a version."""
-        if slot.model.encode() in await response.peek():
+        unknown = f"The model `{slot.model}` does not exist."
+        if slot.version and _message_of(await response.peek()).startswith(unknown):
             response.close()
             reason = f"it has no adapter {slot.model}, which it had loaded"
             if slot.engine.is_open:
@@ -214,6 +215,22 @@ class Dispatcher:
         if is_fault and slot.engine.is_open:
             self.pool.withdraw(slot.engine, reason)
         return EngineLost(slot.engine.name, reason)
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+def _message_of(content: bytes) -> str:
+    """The message of an error as the engine writes it; else nothing."""
+    try:
+        return msgspec.json.decode(content, type=_Refusal).error.message
+    except msgspec.DecodeError:
+        return ""
 
 
 def _is_shortage(error: BaseException | None) -> bool:

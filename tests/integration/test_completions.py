@@ -131,6 +131,13 @@ def test_logprobs_of_a_completion_are_asked_for_whatever_a_chat_would_have_set(e
     assert [row["state"] for row in rows(explorer)] == ["RECORDED"]
 
 
+@pytest.mark.parametrize("kind", [["x"], {"a": 1}, 7, None])
+def test_a_part_of_a_message_whose_type_is_no_text_is_the_engine_s_business(explorer, scripted_engine, kind):
+    messages = [{"role": "user", "content": [{"type": kind, "text": "hi"}]}]
+    assert explorer.http.post("/chat", json={"messages": messages}).status_code == 200
+    assert scripted_engine.script.bodies[-1]["messages"] == messages
+
+
 @SURFACES
 def test_what_the_engine_would_refuse_reaches_it_unchanged(explorer, scripted_engine, path, body):
     explorer.http.post(path, json={**body, "return_token_ids": "perhaps"})

@@ -82,3 +82,16 @@ def test_a_row_of_which_something_is_said_while_it_is_to_be_removed_keeps_its_to
         left = connection.execute(select(experiences.c.id).join(payloads)).scalars().all()
         said = connection.execute(select(signals.c.kind).order_by(signals.c.id)).scalars().all()
     assert (left, said) == (ids, ["reward", "comment"])
+
+
+def test_what_is_said_while_rewards_are_made_anew_is_the_last_word(ledger):
+    record_ready(ledger, rows(1))
+    how = (RewardConfig(), frozenset(("reward",)))
+
+    def reward(connection: Connection) -> None:
+        about: dict[str, Any] = {"msg_ids": ["m0"], "task_id": None, "run_id": None, "rule": RewardConfig()}
+        transitions.apply_feedback(connection, **about, signals=[Signal("reward", value=-7.0)])
+
+    meet(ledger, lambda c: transitions.recompute_rewards(c, *how), reward)
+    with ledger.read() as connection:
+        assert connection.execute(select(experiences.c.reward)).scalar() == -7.0

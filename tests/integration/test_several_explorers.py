@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import httpx
 import psutil
 import pytest
 from sqlalchemy import select, update
@@ -136,6 +137,20 @@ def test_a_stream_that_began_before_there_was_another_explorer_is_waited_for_too
     streaming.join()
     assert receipts == [{"msg_id": ids[0], "state": "applied"}]
     wait_until(lambda: open_streams_of(first) == 0)
+
+
+def test_a_caller_who_leaves_while_the_others_are_told_of_its_stream_leaves_no_stream_behind(both):
+    first, second = both
+    wait_until(lambda: not any(one.deps.membership.is_alone for one in both))
+    first.http.post("/run/t/1/chat", json={"messages": []}).raise_for_status()
+    with first.ledger.write() as connection:  # somebody else's transaction
+        if connection.dialect.name == "postgresql":
+            connection.exec_driver_sql("LOCK TABLE open_streams IN EXCLUSIVE MODE")
+        with pytest.raises(httpx.TimeoutException):
+            first.http.post("/run/t/1/chat", json={"messages": [], "stream": True}, timeout=0.2)
+        time.sleep(0.2)  # the explorer has noticed
+    wait_until(lambda: open_streams_of(first) == 0)
+    assert second.http.post("/feedback", json={"task_id": "t", "run_id": 1, "reward": 1}).json()["applied"] == 1
 
 
 def begin_stream(explorer: RunningExplorer, path: str = "/chat") -> tuple[threading.Thread, list[str]]:

@@ -39,6 +39,7 @@ _LOGGED = ("msg_id", "choice", "kind", "name", "value", "text", "scope", "key_na
 # SQLite would give the numbers of deleted signals out again, and a batch knows by its last one what came later
 _NEXT_NUMBER = """SELECT 1 + max(coalesce((SELECT max(id) FROM signals), 0),
     coalesce((SELECT last_signal FROM batches ORDER BY id DESC LIMIT 1), 0))"""
+_UNTRAINED = (State.RECORDED, State.READY)
 _MANY = 50  # targets, for which statements are planned anew
 _COPIED_ROWS = 16  # from this many rows on PostgreSQL's COPY is faster than inserts
 ReceiptState = Literal["applied", "updated", "duplicate", "unknown", "already_trained", "expired"]
@@ -174,9 +175,9 @@ class _Application:
         lessons = lessons_of(one.kind for one in found if one.kind not in WORDS) & ~_given(row)
         if row.taught != EVERY_LESSON:  # it was not erased
             new = (one.kind for one in found if is_new(one, self._of(row), row.taught, row.last_signal))
-            waits = lessons_of(one.kind for one in found if one.kind in WORDS) & row.teaches & ~_given(row)
-            lessons |= lessons_of(new) | waits
-        if row.state not in (State.RECORDED, State.READY):  # it is trained on again only for what is learned from
+            waits = lessons_of(one.kind for one in found if one.kind in WORDS) & ~_given(row)
+            lessons |= lessons_of(new) | (waits if row.state in _UNTRAINED else waits & row.teaches)
+        if row.state not in _UNTRAINED:  # it is trained on again only for what is learned from
             lessons &= lessons_of(self._feedback.learned)
         return row.state != State.DISCARDED and lessons != 0
 
@@ -247,8 +248,9 @@ def _repeats(log: list[Signal], signals: Sequence[Signal]) -> bool:
 
 
 def _place(signal: Signal) -> tuple[str, str | None, bool]:
-    """A later signal of the same place replaces an earlier one."""
-    return signal.kind, signal.name, signal.scope == "message"
+    """A later signal of the same place replaces an earlier one; each reply that another is preferred over has its own."""
+    about = signal.text if signal.kind == "preferred_over" else signal.name
+    return signal.kind, about, signal.scope == "message"
 
 
 def _set_credit(connection: Connection, ids: Sequence[int], credit: Credit, **more: str | None) -> None:
@@ -268,8 +270,10 @@ def recompute_rewards(
     same = (tables.signals.c.msg_id == experiences.c.msg_id, tables.signals.c.choice == experiences.c.choice)
     about = select(tables.signals.c.id).where(*same)
     columns = (experiences.c[name] for name in _COLUMNS)
-    mine = (experiences.c.id > after_id, experiences.c.state.in_((State.RECORDED, State.READY)), about.exists())
+    mine = (experiences.c.id > after_id, experiences.c.state.in_(_UNTRAINED), about.exists())
     query = select(*columns).where(*mine).order_by(experiences.c.id).limit(MAX_PARAMETERS)
+    if connection.dialect.name == "postgresql":
+        query = query.with_for_update()  # SQLite's BEGIN IMMEDIATE has locked all already
     rows = list(connection.execute(query))
     log = load_signals(connection, rows)
     changed = 0
