@@ -248,7 +248,7 @@ def _repeats(log: list[Signal], signals: Sequence[Signal]) -> bool:
 
 
 def _place(signal: Signal) -> tuple[str, str | None, bool]:
-    """A later signal of the same place replaces an earlier one; each reply that another is preferred over has its own."""
+    """A later signal of the same place replaces an earlier one. Each reply that a row is preferred over has its own."""
     about = signal.text if signal.kind == "preferred_over" else signal.name
     return signal.kind, about, signal.scope == "message"
 
