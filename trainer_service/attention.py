@@ -33,6 +33,11 @@ class Layout:
     def folded(self) -> bool:
         return any(node.parent >= 0 for node in self.nodes)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Of the nodes: without folding, of the sequences."""
+        return [node.end - node.start for node in self.nodes]
+
     def kwargs(self, device: torch.device) -> dict[str, Any]:
         """What a model is to be called with: for our attention, and for layers that carry a state along the row."""
         if self.folded:
@@ -42,7 +47,7 @@ class Layout:
 
     def _boundaries(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if ("boundaries", device) not in self._kept:
-            lengths = torch.tensor([node.end - node.start for node in self.nodes], device=device)
+            lengths = torch.tensor(self.lengths, device=device)
             starts = F.pad(lengths.cumsum(0), (1, 0)).int()
             numbers = torch.arange(len(self.nodes), device=device, dtype=torch.int32)
             self._kept["boundaries", device] = starts, numbers.repeat_interleave(lengths).unsqueeze(0)
@@ -62,7 +67,7 @@ class Layout:
         if ("variable", device) not in self._kept:
             pieces = [[self.nodes[n] for n in found] for found in self.paths()]
             places = [torch.arange(piece.start, piece.end) for found in pieces for piece in found]
-            queries = torch.tensor([node.end - node.start for node in self.nodes])
+            queries = torch.tensor(self.lengths)
             keys = torch.tensor([node.depth + node.end - node.start for node in self.nodes])
             starts = (F.pad(lengths.cumsum(0), (1, 0)).int().to(device) for lengths in (queries, keys))
             index = torch.cat(places).to(device) if self.folded else None
@@ -110,7 +115,8 @@ def attend(
     softcap: float | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as Transformers calls it: [1, T, H, D]. Without a layout each row is one sequence.
+    """Attention as Transformers calls it: [1, T, H, D]. Without a layout each row, of as many as there are, is one
+    sequence.
 
     Raises NotImplementedError for what it does not know, attention sinks for one.
     """
@@ -124,8 +130,7 @@ def attend(
     options = _Options(layout, scaling, sliding_window, softcap)
     if _has_kernel(query_1HTD, value_1GTD, softcap):
         return _by_kernel(query_1HTD, key_1GTD, value_1GTD, options), None
-    sizes = [node.end - node.start for node in layout.nodes]
-    queries, keys, values = (torch.split(t, sizes, dim=2) for t in (query_1HTD, key_1GTD, value_1GTD))
+    queries, keys, values = (torch.split(t, layout.lengths, dim=2) for t in (query_1HTD, key_1GTD, value_1GTD))
     outputs = [
         _node(node, queries[found[-1]], _join(keys, found), _join(values, found), options)
         for node, found in zip(layout.nodes, layout.paths(), strict=True)

@@ -15,6 +15,7 @@ import numpy as np
 from shared.config import Config, TrainerConfig
 from shared.errors import StartupError
 from shared.experience import Experience, Other, State, TrajectoryKey, choice_name, trajectory_key
+from shared.ledger.conditions import split_name
 from shared.ledger.given import UNUSABLE, names_of, number_of, read_rows, signals_of, time_of, tokens_of
 from shared.ledger.queries.lease import check_rewards
 from shared.ledger.queries.preferences import prefer
@@ -72,15 +73,15 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
     credit = credit_of(signals, config.reward, learned)
     check_rewards(credit.reward, credit.turn_reward, credit.outcome)
     names = names_of(row)
-    msg_id = names["msg_id"] or f"row-{number}"
+    msg_id, choice = names["msg_id"] or f"row-{number}", number_of(row, "choice")
     experience = Experience(
         id=number,
         msg_id=msg_id,
-        choice=number_of(row, "choice"),
+        choice=choice,
         parent_id=names["parent_id"],
         task_id=names["task_id"],
         run_id=names["run_id"],
-        conversation_id=names["conversation_id"] or msg_id,
+        conversation_id=names["conversation_id"] or choice_name(msg_id, choice),
         version=number_of(row, "version"),
         reward=credit.reward,
         created_at=time_of(row, 0.0),
@@ -120,12 +121,17 @@ def learns_from(config: TrainerConfig) -> str:
 
 
 def batches_of(rows: Iterable[Experience], config: Config, epoch: int) -> list[list[Experience]]:
-    """The batches of one epoch: whole trajectories, or tasks, in an order that the seed decides."""
+    """The batches of one epoch: whole trajectories, or tasks, in an order that the seed decides.
+
+    Where whole tasks are kept together, so are the choices of a message without a task.
+    """
     settings = config.trainer
     by_task = any(settings.settings_of(name).together == "task" for name in settings.parts)
     together: dict[TrajectoryKey, list[Experience]] = {}
     for row in rows:
-        key = (None, row.task_id) if by_task and row.task_id is not None else trajectory_key(row)
+        key = trajectory_key(row)
+        if by_task:
+            key = (split_name(row.conversation_id)[0],) if row.task_id is None else (None, row.task_id)
         together.setdefault(key, []).append(row)
     groups = list(together.values())
     batches: list[list[Experience]] = [[]]

@@ -54,7 +54,8 @@ class Learner:
         self._ranks = ranks
         self._states = states
         self._update, self.policy = build()
-        self._parent: list[ProbeSequence] | None = None  # what the next version's probe is compared with; None: not yet
+        self._parent: list[ProbeSequence] = []  # what the next version's probe is compared with
+        self._parent_of: int | None = None  # the version that said it; None: nothing is remembered
         self.saved: SavedState | None = None  # the last one, to which `restore` returns
 
     @property
@@ -100,8 +101,8 @@ class Learner:
         self._ranks.order("train", pack_rows(rows), step, version, ahead)
         try:
             with together():
-                if self._parent is None:
-                    self._parent = kind_of(self.policy).remember()
+                if self._parent_of != version:
+                    self._parent, self._parent_of = kind_of(self.policy).remember(), version
                 return self._update.update(make_batch(rows), step=step, version=version, ahead=ahead)
         except _FAILURES as exc:
             agreed = isinstance(exc, UpdateError)
@@ -117,26 +118,28 @@ class Learner:
         return lambda name: self.backend.whole(named[name])
 
     def write_version(self, root: Path, **about: Any) -> Manifest:
-        """Write the policy as a version's folder. about: see `write_full_version`. Raises DiskFull and VersionError."""
+        """Write the policy as a version's folder. about: see `write_full_version`. Raises DiskFull and VersionError.
+
+        Until the version is one that `train` names, it may be written again, after a full disk.
+        """
         kind = kind_of(self.policy)
         asked = kind.ask(root)
         self._ranks.order("join_version", asked)
-        probe = kind.probe(asked, self._parent or [])
+        probe = kind.probe(asked, self._parent)
         with self._alone_if_full():
             manifest = kind.write(root, self.weights(), probe, **about)
-        self._remember_version()
+        self._tell_past()
         return manifest
 
     def join_version(self, asked: JSON) -> None:
         """On the other ranks: take part in `write_version`."""
-        kind_of(self.policy).probe(asked, self._parent or [])
+        kind_of(self.policy).probe(asked, self._parent)
         read = self.weights()
         for name in asked["names"]:
             read(name)
-        self._remember_version()
+        self._tell_past()
 
-    def _remember_version(self) -> None:
-        self._parent = None
+    def _tell_past(self) -> None:
         if self._update.past is not None:
             self._update.past.written()
 
@@ -167,7 +170,8 @@ class Learner:
         assert self._states is not None
         self._ranks.order("join_load")
         self._update.memory = self._ranks.broadcast_json(self._states.load(self.backend, saved, self._update.past))
-        self.saved, self._parent = saved, None
+        self.saved = saved
+        self._forget_parent()
 
     def join_load(self) -> None:
         """On the other ranks: take part in `load`."""
@@ -175,14 +179,17 @@ class Learner:
         if self._update.past is not None:
             self._update.past.load(None)
         self._update.memory = self._ranks.broadcast_json(None)
-        self._parent = None
+        self._forget_parent()
+
+    def _forget_parent(self) -> None:
+        self._parent, self._parent_of = [], None
 
     def restore(self) -> None:
         """Make all anew and load the last saved state: a failed update leaves parts of itself behind."""
         self._ranks.order("restore")
         self.close()
         self._update, self.policy = self._build()
-        self._parent = None
+        self._forget_parent()
         if self.saved is not None:
             self.load(self.saved)
 

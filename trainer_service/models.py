@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -131,21 +132,34 @@ def score_actions(model: Any, micro: MicroBatch, **wanted: Any) -> Scores:
     if isinstance(layer, head.ScoringHead):
         question = head.Question(micro.actions_K, micro.sampling, **wanted)
         return layer.score(hidden_states(model.base_model, micro), question)
-    logits_KV = model(**inputs(model, micro)).logits[0, micro.keep_K]
+    logits_KV = _as_row(model(**inputs(model, micro)).logits, micro)[micro.keep_K]
     wide_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
     return score(wide_KV, micro.actions_K, micro.sampling, **wanted)
 
 
 def hidden_states(trunk: Any, micro: MicroBatch) -> Tensor:
     """What a model without its head makes of the positions that predict actions: [K, hidden size]."""
-    hidden_1TD: Tensor = trunk(**inputs(trunk, micro)).last_hidden_state
-    return hidden_1TD[0, micro.keep_K]
+    return _as_row(trunk(**inputs(trunk, micro)).last_hidden_state, micro)[micro.keep_K]
 
 
 def inputs(model: Any, micro: MicroBatch) -> dict[str, Any]:
     """The keywords that a model is called with for a micro-batch."""
+    if micro.apart:
+        ids_BT = pad_sequence(list(torch.split(micro.input_ids_1T[0], micro.layout.lengths)), batch_first=True)
+        positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        return {"input_ids": ids_BT, "position_ids": positions_BT, "use_cache": False}
     row = {"input_ids": micro.input_ids_1T, "position_ids": micro.position_ids_1T, "use_cache": False}
     if model.config._attn_implementation != attention.NAME:
         assert not micro.layout.folded, "only our attention computes folded rows"
         return row
     return {**row, **micro.layout.kwargs(micro.input_ids_1T.device)}
+
+
+def _as_row(made_BTX: Tensor, micro: MicroBatch) -> Tensor:
+    """What a model made of each token of a micro-batch, one after another: [T, X].
+
+    What fills rows up stands behind the sequences, where no token of theirs sees it.
+    """
+    if not micro.apart:
+        return made_BTX[0]
+    return torch.cat([made_TX[:length] for made_TX, length in zip(made_BTX, micro.layout.lengths, strict=True)])

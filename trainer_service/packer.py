@@ -28,7 +28,7 @@ class Packer:
     def pack(
         self, sequences: Sequence[TokenSequence], places: Sequence[int], units: Sequence[Sequence[int]] = ()
     ) -> list[MicroBatch]:
-        """The named sequences on this rank's device. units: those that must share a row."""
+        """The named sequences on this rank's device. units: those that must share a micro-batch."""
         if not places:
             return []
         return [micro.to(self._device) for micro in pack(sequences, places, self._max_tokens, self._rows, units)]

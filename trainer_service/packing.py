@@ -28,7 +28,7 @@ class Rows(Enum):
 
     FOLDED = "folded"  # several sequences a row, common beginnings once
     PACKED = "packed"  # several sequences a row, each whole
-    SINGLE = "single"  # one sequence a row
+    SINGLE = "single"  # one sequence a row: the members of a unit stand side by side
 
 
 def fewest(found: Iterable[Rows]) -> Rows:
@@ -38,7 +38,7 @@ def fewest(found: Iterable[Rows]) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed trajectories for one forward pass."""
+    """Packed trajectories for one forward pass: in one row, or, where `apart`, in a row of their own each."""
 
     input_ids_1T: Tensor
     position_ids_1T: Tensor  # each token's position in its trajectory
@@ -49,6 +49,7 @@ class MicroBatch:
     members: list[int]  # indices into the batch, in the order of their actions
     lengths: list[int]  # how many actions each member has
     tokens_in: int  # of all members; the row has fewer where they begin alike
+    apart: bool = False  # one after another here; the model is given a row for each, filled up to equal lengths
 
     def to(self, device: torch.device) -> MicroBatch:
         """The micro-batch with its tensors on a device; itself when they are there already."""
@@ -101,7 +102,7 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack the named trajectories into as few rows as possible.
 
-    max_tokens: of one row; a longer trajectory gets a row of its own. units: members that must share a row.
+    max_tokens: of one row; a longer trajectory gets a row of its own. units: members that must share a micro-batch.
     """
     names = list(dict.fromkeys(members))
     number = {name: position for position, name in enumerate(names)}
@@ -110,7 +111,10 @@ def pack(
     alone = set(range(len(names))).difference(*kept)
     items = sorted([*kept, *([index] for index in alone)], key=lambda unit: order.rank[unit[0]])
     bins = _join(_trees(order, items, max_tokens), max_tokens if rows is not Rows.SINGLE else 0)
-    return [_collate(trajectories, order, names, found) for found in bins]
+    return [
+        replace(_collate(trajectories, order, names, found), apart=rows is Rows.SINGLE and len(found) > 1)
+        for found in bins
+    ]
 
 
 def _trees(order: Order, units: list[list[int]], max_tokens: int) -> list[_Row]:

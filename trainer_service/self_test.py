@@ -125,7 +125,8 @@ def _trouble(
     if rows is Rows.FOLDED and model.config._attn_implementation != attention.NAME:
         return "its attention is not ours"
     device = expected[0].device
-    micros = [micro.to(device) for micro in pack(sequences, range(len(sequences)), 1024, rows)]
+    units = [(0, len(sequences) - 1)]  # of which a model of single rows is given two rows at once
+    micros = [micro.to(device) for micro in pack(sequences, range(len(sequences)), 1024, rows, units)]
     try:
         distances = []
         for micro in micros:
@@ -149,7 +150,7 @@ def _leak(model: Any, micro: MicroBatch) -> float:
     for number, node in enumerate(nodes):
         roots.append(number if node.parent < 0 else roots[node.parent])
     first = torch.tensor([root == 0 for root in roots])
-    lengths = torch.tensor([node.end - node.start for node in nodes])
+    lengths = torch.tensor(micro.layout.lengths)
     mine_T = first.repeat_interleave(lengths).to(micro.keep_K.device)
     others_K = ~mine_T[micro.keep_K]
     if not others_K.any():

@@ -79,6 +79,7 @@ class Trajectory:
     unmerged: Counter[str] = field(default_factory=Counter)  # why turns after the first began sequences: how many
     key_group: str | None = None  # two groups of keys may name their tasks alike
     key: str | None = None  # that set the reward of its newest turn with one
+    msg_id: str = ""  # the message that it begins with: without a task, other choices of it are other attempts
 
     @property
     def has_alternatives(self) -> bool:
@@ -163,7 +164,7 @@ class _Builder:
     """A trajectory, turn by turn."""
 
     def __init__(self, first: Experience) -> None:
-        self._trajectory = Trajectory(first.task_id, key_group=first.key_group)
+        self._trajectory = Trajectory(first.task_id, key_group=first.key_group, msg_id=first.msg_id)
         self._ends = _Ends()
         self._last: list[str] = []  # the name of the row that each sequence ends with
         self._ending: set[str] = set()  # these names

@@ -50,6 +50,27 @@ def test_a_run_of_which_no_reward_was_said_waits_for_no_others_of_its_task_and_i
     assert claimed(1) == ["a-rewarded-0", "a-rewarded-1"]
 
 
+def test_choices_of_a_message_without_a_task_are_claimed_together_where_rewards_are_compared(explorer):
+    ledger = explorer.ledger
+    with ledger.write() as connection:
+        for name in ("m", "other"):
+            transitions.record(connection, [sample(name, choice=choice) for choice in range(3)])
+            names = [f"{name}#{choice}" for choice in range(3)]
+            for one in names[: 2 if name == "m" else 3]:
+                given = {"rule": RewardConfig(), "task_id": None, "run_id": None, "msg_ids": [one]}
+                transitions.apply_feedback(connection, signals=[Signal("reward", value=1.0)], **given)
+        transitions.commit(connection)
+
+    def claimed(whole: transitions.Whole) -> list[tuple[str, int]]:
+        with ledger.write() as connection:
+            transitions.give_back(connection, owner="t")
+            batch = transitions.claim(connection, owner="t", at_least=1, at_most=3, lease_s=60, whole=whole)
+            return [(row.msg_id, row.choice) for row in queries.load_lease(connection, batch).rows]
+
+    assert claimed("task") == [("m", 0), ("m", 1), ("other", 0), ("other", 1), ("other", 2)]
+    assert claimed("run") == [("m", 0), ("m", 1), ("other", 0)], "a failing row can stand alone"
+
+
 def test_a_claimer_waits_as_long_as_the_most_patient_of_its_algorithms():
     said = {"grpo": {"group_size": 4, "group_timeout_s": 9}, "rloo": {"group_timeout_s": 5}}
     used = TrainerConfig.model_validate({"algorithms": {"grpo": 1, "rloo": 1, "ppo": 1}, **said})

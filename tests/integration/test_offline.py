@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.config import load_config
 from shared.errors import ConfigError, StartupError
+from shared.experience import choice_name
+from shared.ledger import queries, transitions
 from shared.ledger.queries import find_trainer, list_versions
-from shared.reward import Lesson
+from shared.reward import Lesson, Signal
 from tests.support.experiences import make_experiences, rows
 from tests.support.models import make_tiny_model
 from tests.support.processes import run_here, wait_for
+from tests.support.samples import sample
 from tests.support.trained_roots import BATCH, begin, open_ledger, prepare, weights
 from trainer_service.export import batches_of, read_export
 
@@ -173,6 +177,30 @@ def test_batches_keep_trajectories_whole_in_an_order_that_the_seed_decides(confi
     assert all(
         len({r.id for r in batch} & {3 * n, 3 * n + 1, 3 * n + 2}) in (0, 3) for batch in first for n in range(10)
     )
+
+
+def test_choices_of_a_message_are_trajectories_of_their_own_as_on_the_ledger(config, tmp_path, model):
+    choices = [{**ROW, "choice": choice, "reply_ids": [7 + choice]} for choice in (0, 1)]
+    read = read_export(rows_of(tmp_path / "rows.jsonl", *choices), config, model)
+    with contextlib.closing(open_ledger(tmp_path)) as ledger, ledger.write() as connection:
+        transitions.record(connection, [sample("m", choice=choice) for choice in (0, 1)])
+        said = {"signals": [Signal("reward", value=1.0)], "rule": config.reward, "task_id": None, "run_id": None}
+        transitions.apply_feedback(connection, msg_ids=["m"], **said)
+        transitions.commit(connection)
+        batch = transitions.claim(connection, owner="t", at_least=2, at_most=2, lease_s=60)
+        leased = queries.load_lease(connection, batch).rows
+    assert [row.conversation_id for row in read] == [row.conversation_id for row in leased] == ["m", "m#1"]
+
+
+def test_batches_keep_choices_of_a_message_together_where_rewards_are_compared(config):
+    grouped = config.model_copy(update={"trainer": config.trainer.model_copy(update={"algorithm": "grpo"})})
+    choices = [
+        replace(rows(1)[0], id=n, msg_id=f"m{n // 3}", choice=n % 3, conversation_id=choice_name(f"m{n // 3}", n % 3))
+        for n in range(30)
+    ]
+    for batch in batches_of(choices, grouped, 1):
+        found = [row.msg_id for row in batch]
+        assert all(found.count(name) == 3 for name in found)
 
 
 def test_token_ids_that_the_model_does_not_know_are_refused_before_an_update(config, tmp_path, lives):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import weakref
 from itertools import product
 from pathlib import Path
@@ -135,6 +136,18 @@ def test_the_probe_holds_the_tokens_on_which_a_version_and_its_parent_differ(sta
             (ours,), (theirs,) = (compute_probe(by, [one.token_ids]) for by in (own, parent))
             assert ours.logprobs[-1] == pytest.approx(one.logprob, abs=1e-5)
             assert theirs.logprobs[-1] == pytest.approx(one.parent_logprob, abs=1e-5)
+
+
+def test_a_version_that_is_written_again_is_told_apart_from_its_parent_as_the_first_time(tmp_path):
+    """The disk filled up when its state was saved: its folder was deleted, and both are made anew."""
+    model = make_tiny_model(tmp_path / "base")
+    with learner_of(tmp_path, model, 0) as learner:
+        learner.train(make_experiences(model, 8), step=0, version=0, ahead=0)
+        probes = []
+        for _ in range(2):
+            probes.append(read_manifest(folder := publish(tmp_path, learner, 1)).probe)
+            shutil.rmtree(folder)
+    assert probes[0].contrasts and probes[1] == probes[0]
 
 
 def test_every_other_file_of_the_model_is_in_every_version(tmp_path):

@@ -40,10 +40,11 @@ def ledger(tmp_path, database_url):
     opened.close()
 
 
-def make_ready(ledger: Ledger, said: dict[str, Signal], **about: Any) -> None:
+def make_ready(ledger: Ledger, said: dict[str, Signal], *, known: bool = False, **about: Any) -> None:
+    """known: the rows are in the ledger."""
     about |= {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": learned_kinds(config())}
     with ledger.write() as connection:
-        transitions.record(connection, [sample(name) for name in said])
+        transitions.record(connection, [] if known else [sample(name) for name in said])
         for name, signal in said.items():
             transitions.apply_feedback(connection, msg_ids=[name], signals=[signal], **about)
         transitions.commit(connection)
@@ -92,6 +93,24 @@ def test_no_state_changes_and_what_there_is_bounds_the_draw(ledger):
     with ledger.write() as connection:
         assert transitions.give_back(connection, owner="trainer") == 4, "rehearsed rows are nobody's lease"
         assert connection.execute(query).all() == before
+
+
+def test_rows_that_were_erased_or_quarantined_are_not_in_the_pool(ledger):
+    with ledger.write() as connection:
+        for name in ("shown-0", "corrected", "new-0"):  # trained on, and never trained on
+            transitions.erase(connection, msg_id=name)
+    make_ready(ledger, {"shown-1": UP}, known=True)
+    with ledger.write() as connection:
+        batch = transitions.claim(connection, owner="trainer", at_least=1, at_most=64, lease_s=60)
+        rows = queries.load_lease(connection, batch, kinds=WRITTEN | {"rating"}).rows
+        again = next(row.id for row in rows if row.msg_id == "shown-1")
+        transitions.quarantine(connection, {again: "the update failed with it alone"})
+        fresh = [row for row in rows if row.id != again]
+        drawn = queries.draw_rehearsal(connection, 3.0, fresh, 0, WRITTEN, None, None)
+        assert sorted(row.msg_id for row in drawn) == [f"shown-{number}" for number in range(2, 10)]
+        for seed in range(20):
+            drawn = queries.draw_rehearsal(connection, 1 / 3, fresh, seed, {"demonstration"}, None, None)
+            assert len(drawn) == 1, "nothing is drawn in vain"
 
 
 def test_only_written_answers_are_learnt_of_them_and_they_are_not_counted_as_new(ledger):

@@ -105,6 +105,11 @@ def test_runs_are_compared_when_they_began_alike_and_are_one_sequence_each():
     assert pairs_of(batch, best_over_worst=True) == []
 
 
+def test_runs_of_two_groups_of_keys_are_not_compared_where_these_name_their_tasks_alike():
+    runs = [replace(run("a", reward), key_group=group) for reward, group in ((1.0, "x"), (0.0, "y"), (0.5, "x"))]
+    assert pairs_of(Batch.of(runs), best_over_worst=True) == [(0, 2)]
+
+
 def test_what_somebody_said_of_two_runs_counts_for_more_than_their_rewards():
     batch = replace(Batch.of([run("a", 1.0), run("a", 0.0)]), pairs=[(1, 0)])
     assert pairs_of(batch, best_over_worst=True) == [(1, 0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -90,6 +91,16 @@ def test_alternatives_of_a_message_without_a_task_are_a_group():
     got, figures = advantages(RLOO(RLOOConfig(**FREE)), rows)
     assert [one[0] for one in got] == pytest.approx([0.75, -0.75, 0])
     assert figures["groups"] == 1
+
+
+def test_choices_of_a_message_without_a_task_are_a_group_also_where_one_of_them_was_continued():
+    """Each choice is a conversation of its own, named by its first exchange; here the second one has another turn."""
+    said = [(1, "m", 1.0), (2, "m#1", None), (3, "m#2", 0.5)]
+    rows = [replace(row(n, None, None, reward, conversation_id=c), msg_id="m", choice=n - 1) for n, c, reward in said]
+    rows.append(row(4, None, None, 0.0, conversation_id="m#1", prompt=(1, 2, 52, 51, 9), parent_id="m#1"))
+    got, figures = advantages(RLOO(RLOOConfig(**FREE)), [*rows, row(5, None, None, 0.2)])
+    assert [one[0] for one in got[:3]] == pytest.approx([0.75, -0.75, 0.0])
+    assert (figures["groups"], figures["groups_of_one"]) == (2, 1)
 
 
 def test_a_run_in_several_sequences_is_one_run():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from shared.experience import Sampling
 from tests.support import architectures
-from trainer_service import attention
+from trainer_service import attention, head
 from trainer_service.models import ActorCritic, ValueHead, prepare, score_actions
 from trainer_service.packing import Rows, gather, pack, packing_figures, scatter
 from trainer_service.trajectories import TokenSequence, sequence_alone
@@ -142,6 +142,31 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(name, rows, kin
     found = gradients(ours)
     for key, gradient in gradients(theirs).items():
         assert float((found[key] - gradient).norm() / gradient.norm()) < tolerance, key
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("keeps_head", [False, True])
+@pytest.mark.parametrize("name", architectures.NAMES)
+def test_members_of_a_unit_are_computed_each_alone_where_a_row_holds_one_sequence(name, keeps_head):
+    torch.set_num_threads(1)
+    theirs = architectures.make(name, attn_implementation="eager").to(torch.float64)
+    ours = copy.deepcopy(theirs)
+    prepare(ours)
+    if keeps_head:
+        head.remove(ours)
+    batch = branches()
+    expected = [alone(theirs, one) for one in batch]
+    micros = pack(batch, range(5), 1000, Rows.SINGLE, units=[(3, 0, 4)])
+    assert sorted(sorted(micro.members) for micro in micros) == [[0, 3, 4], [1], [2]]
+    sum(x.sum() for x in expected).backward()
+    for micro in micros:
+        logprobs_K = score_actions(ours, micro)["logprobs"]
+        wanted_K = torch.cat([expected[index] for index in micro.members])
+        torch.testing.assert_close(logprobs_K, wanted_K, rtol=1e-6, atol=1e-6)
+        logprobs_K.sum().backward()
+    found = gradients(ours)
+    for key, gradient in gradients(theirs).items():
+        assert float((found[key] - gradient).norm() / gradient.norm()) < 1e-5, key
 
 
 def varlen_by_hand(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):

@@ -7,12 +7,14 @@ import copy
 import pytest
 import torch
 
+from shared.errors import StartupError
 from tests.support import architectures
 from tests.unit.test_packing import alone, branches
 from trainer_service import attention, head, self_test
 from trainer_service.errors import RankLost
+from trainer_service.logprobs import Scores
 from trainer_service.models import prepare, score_actions
-from trainer_service.packing import Rows, pack
+from trainer_service.packing import MicroBatch, Rows, pack
 from trainer_service.ranks import together
 from trainer_service.self_test import check_rows
 
@@ -90,10 +92,22 @@ def test_attention_that_ours_does_not_know_stays_the_models_own(caplog, monkeypa
     attention.use(model)
 
 
-def test_a_model_that_is_right_nowhere_is_refused(monkeypatch):
-    from shared.errors import StartupError
+def test_a_model_that_mixes_the_sequences_of_one_pass_is_refused(monkeypatch):
+    right = self_test.score_actions
 
-    monkeypatch.setattr(self_test, "score_actions", lambda *_: {"logprobs": torch.zeros(())})
+    def mix(model: torch.nn.Module, micro: MicroBatch) -> Scores:
+        scores = right(model, micro)
+        return {"logprobs": scores["logprobs"] - len(micro.members) + 1}
+
+    monkeypatch.setattr(self_test, "score_actions", mix)
+    model = architectures.make("llama")
+    prepare(model)
+    with pytest.raises(StartupError, match="llama gives other logprobs than its own forward pass"):
+        check_rows(model)
+
+
+def test_a_model_that_is_right_nowhere_is_refused(monkeypatch):
+    monkeypatch.setattr(self_test, "score_actions", lambda _, micro: {"logprobs": torch.zeros(len(micro.actions_K))})
     model = architectures.make("llama")
     prepare(model)
     with pytest.raises(StartupError, match="llama gives other logprobs than its own forward pass"):

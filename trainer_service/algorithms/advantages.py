@@ -176,8 +176,9 @@ def attempts(
 ) -> list[Attempt]:
     """The attempts of a batch. units: one for each sequence. prompt_tokens: how many of them name a system prompt.
 
-    Attempts at one task are a group, and so are alternatives of a trajectory without a task. Two turns of a group are
-    compared when as many turns of their own trajectories came before them.
+    Attempts at one task are a group. Without a task the alternatives of a trajectory are one, and so are trajectories
+    that begin with choices of one message. Two turns of a group are compared when as many turns of their own
+    trajectories came before them.
     """
     rewards, penalties = given_rewards(batch, units, config, memory), kl_penalties(units, precomputed, config)
     earned = [returns(one, 1.0) for one in rewards]
@@ -190,7 +191,7 @@ def attempts(
         task = None if trajectory.task_id is None else (trajectory.key_group, trajectory.task_id)
         prompt = trajectory.sequences[0].token_ids[: min(prompt_tokens, int(trajectory.sequences[0].actions[0]))]
         levels = ("", _digest("prompt", prompt.tolist()), *(() if task is None else (_digest("task", task),)))
-        group = (position,) if task is None else task
+        group = task or trajectory.msg_id or position
         for turn, spans in _parts(trajectory, own, [len(rewards[one]) for one in own], by_turn=by_turn):
             first, begin, _ = spans[0]
             penalty = sum(float(penalties[one][start:].sum()) for one, start, _ in spans) if penalties else 0.0

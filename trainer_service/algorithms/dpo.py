@@ -103,16 +103,18 @@ class DPO:
 
 
 def _best_over_worst(batch: Batch) -> list[tuple[int, int]]:
-    """Of each task and prompt: the run of the highest return and that of the lowest, unless they are equal.
+    """Of each task of a group of keys, and prompt: the run of the highest return and that of the lowest, unless they
+    are equal.
 
     A run whose turns did not merge into one sequence is left out.
     """
-    runs: dict[tuple[str, bytes], list[tuple[float, int]]] = {}
+    runs: dict[tuple[str | None, str, bytes], list[tuple[float, int]]] = {}
     for trajectory, places in zip(batch.trajectories, batch.members, strict=True):
         rewards = [r for r in (trajectory.outcome, *trajectory.turn_rewards) if r is not None]
         if trajectory.task_id is not None and rewards and len(places) == 1:
             sequence = batch.sequences[places[0]]
             prompt = sequence.token_ids[: sequence.actions[0]].tobytes()
-            runs.setdefault((trajectory.task_id, prompt), []).append((sum(rewards), places[0]))
+            key = trajectory.key_group, trajectory.task_id, prompt
+            runs.setdefault(key, []).append((sum(rewards), places[0]))
     ends = [(max(found), min(found)) for found in runs.values()]
     return [(best[1], worst[1]) for best, worst in ends if best[0] > worst[0]]

@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
-from sqlalchemy import Connection, select, text
+from sqlalchemy import Connection, not_, select, text
 
-from shared.experience import Experience
+from shared.experience import Experience, State
 from shared.ledger.conditions import in_parts
 from shared.ledger.queries.lease import load_rows
 from shared.ledger.tables import REHEARSABLE, experiences
-from shared.reward import Kind, lessons_of
+from shared.reward import EVERY_LESSON, Kind, lessons_of
 
 _NEWEST = 100_000  # rows, among which is drawn
 
@@ -29,12 +29,15 @@ def draw_rehearsal(
     """Rows that were trained on for signals of these kinds: at most `share` of as many as `rows`, rounded up; none of
     `rows`.
 
-    Drawn by the seed and by `rows`, so that the same batch is completed by the same rows after a crash. What is drawn
-    and cannot be used is left out: a correction of a whole, which is about that whole's last reply.
+    None was quarantined or erased. They are drawn by the seed and by `rows`, so that the same batch is completed by the
+    same ones after a crash. What is drawn and cannot be used is left out: a correction of a whole, which is about that
+    whole's last reply.
     """
     lessons = int(lessons_of(kinds))
     known_for = experiences.c.taught.bitwise_and(lessons) != 0
-    pool = select(experiences.c.id).where(text(REHEARSABLE), known_for)
+    is_erased = experiences.c.taught == int(EVERY_LESSON)
+    is_kept = (experiences.c.state != State.DISCARDED, not_(is_erased))
+    pool = select(experiences.c.id).where(text(REHEARSABLE), known_for, *is_kept)
     fresh = {row.id for row in rows}
     newest = connection.execute(pool.order_by(experiences.c.id.desc()).limit(_NEWEST))
     known = sorted(set(newest.scalars()) - fresh)

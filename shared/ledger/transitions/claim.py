@@ -20,6 +20,7 @@ from sqlalchemy import (
     not_,
     or_,
     select,
+    union_all,
     update,
 )
 
@@ -56,7 +57,7 @@ def claim(
 
     at_most: rows; a batch exceeds it by what its last trajectory needs to stay whole.
     group_rows: largest number of rows that are claimed together; a trajectory of more is claimed in parts.
-    whole: what is claimed together: trajectories, or all runs of a task.
+    whole: what is claimed together: trajectories, or all runs of a task, and all choices of a message without one.
     runs_of_task: a run with a reward is left while its task has fewer ready ones, until nothing was said of them for
     `wait_s`; None: for good.
     share_per_key: largest part of `at_most` whose rewards one key has set; this limit may split a trajectory.
@@ -151,24 +152,31 @@ def _has_runs(at_least: int, quiet_since: float | None) -> ColumnElement[bool]:
 
 def _oldest(eligible: list[ColumnElement[bool]], at_most: int, after_id: int) -> Select[Any]:
     """The rows in whose order trajectories are claimed."""
-    columns = (experiences.c[name] for name in ("id", "key_group", "task_id", "run_id", "conversation_id"))
+    columns = (experiences.c[name] for name in ("id", "msg_id", "key_group", "task_id", "run_id", "conversation_id"))
     here = [*eligible, *is_ready(after_id)]
     return select(*columns).where(*here).order_by(experiences.c.id).limit(at_most)
 
 
 def _mates(oldest: Select[Any], eligible: list[ColumnElement[bool]], group_rows: int, whole: Whole) -> CTE:
-    """The rows of the trajectories of the oldest, each with its trajectory's first; of a long one the oldest rows."""
+    """The rows of the trajectories of the oldest, each with its trajectory's first; of a long one the oldest rows.
+
+    A row without a run and a conversation stands alone, or with the other choices of its message.
+    """
     rows = oldest.cte("oldest")
     in_task = rows.c.task_id.is_not(None) if whole == "task" else names_a_run(rows)
     in_conversation = not_(in_task) & rows.c.conversation_id.is_not(None)
     task = ("task_id",) if whole == "task" else ("task_id", "run_id")
     is_named = experiences.c.task_id.is_not(None) if whole == "task" else names_a_run()
+    others = [*eligible, not_(is_named)]
     runs = _turns(rows, "runs", in_task, task, eligible)
-    turns = _turns(rows, "conversations", in_conversation, ("conversation_id",), [*eligible, not_(is_named)])
-    ranked = runs.union_all(turns).subquery("turns")
+    turns = _turns(rows, "conversations", in_conversation, ("conversation_id",), others)
+    is_alone = not_(in_task) & rows.c.conversation_id.is_(None)
+    choices = _turns(rows, "choices", is_alone, ("msg_id",), [*others, experiences.c.conversation_id.is_(None)])
+    ranked = union_all(runs, turns, *([choices] if whole == "task" else [])).subquery("turns")
     together = select(ranked.c.id, ranked.c.first_id).where(ranked.c.rank <= group_rows)
-    alone = select(rows.c.id, rows.c.id.label("first_id")).where(not_(in_task), rows.c.conversation_id.is_(None))
-    return together.union_all(alone).cte("mates")
+    if whole == "task":
+        return together.cte("mates")
+    return together.union_all(select(rows.c.id, rows.c.id.label("first_id")).where(is_alone)).cte("mates")
 
 
 def _turns(
