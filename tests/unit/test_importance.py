@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from shared.config import ReinforcePPConfig
 from tests.support.batches import array, batch_of, precomputed, sequence
 from trainer_service.algorithms.seam import one_each
-from trainer_service.algorithms.surrogates import importance_weights, policy_constants
+from trainer_service.algorithms.surrogates import drift_of, importance_weights, policy_constants
 
 RATIOS = np.log(array(0.25, 1.0, 1.5, 8.0))  # their product is 3, its fourth root 1.316
 
@@ -74,11 +75,14 @@ def test_a_batch_of_the_policys_own_samples_is_worth_all_of_its_tokens():
     assert figures["kl_to_sampler"] == 0
 
 
-def test_a_token_at_the_edge_of_what_could_be_sampled_says_nothing_of_the_distance_to_the_sampler():
-    batch = batch_of(sequence([0.0, 0.0], behaviour=[-1.0, -1.0]))
-    seen = precomputed(batch, processed=[array(-1.0 + math.log(2), -math.inf)])
-    _, figures = policy_constants(batch, one_each([0]), seen, ReinforcePPConfig(kl_coef=0))
-    assert figures["kl_to_sampler"] == pytest.approx(1 - math.log(2))
+def test_a_token_that_the_policy_s_cut_leaves_out_has_the_ratio_before_the_cut():
+    batch = batch_of(sequence([0.0, 0.0, 0.0], behaviour=[-1.0, -1.0, -1.0]))
+    seen = replace(
+        precomputed(batch, processed=[array(-1.0 + math.log(2), -math.inf, -math.inf)]),
+        proximal=[array(-1.5, -1.1, -9.0)],
+    )
+    (drift,) = drift_of(batch, one_each([0]), seen)
+    assert drift == pytest.approx([math.log(2), -0.1, -8.0], abs=1e-6)
 
 
 def test_what_a_grammar_forced_has_the_weight_one():

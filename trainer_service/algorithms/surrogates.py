@@ -133,10 +133,14 @@ def drift_of(batch: Batch, units: list[Unit], precomputed: Precomputed) -> list[
     """log π_prox/π_behaviour of the units' sequences: [A], both as the sampler processed them.
 
     It is 0 where the sampler masked tokens, by a grammar or a bias: no model says what it then had to choose from.
+    A token that top-p, top-k or min-p cuts off by π_prox has log π_prox before the cut: at the edge, where rounding
+    decides, that is near; of a policy that has moved away it is low.
     """
+    now = zip(pick(precomputed.processed, units), pick(precomputed.proximal, units), strict=True)
+    known = [np.where(np.isneginf(cut), uncut, cut) for cut, uncut in now]
     return [
-        np.where(sequence.masked, np.float32(0), processed - sequence.behaviour)
-        for processed, sequence in zip(pick(precomputed.processed, units), pick(batch.sequences, units), strict=True)
+        np.where(sequence.masked, np.float32(0), one - sequence.behaviour)
+        for one, sequence in zip(known, pick(batch.sequences, units), strict=True)
     ]
 
 
@@ -165,8 +169,7 @@ def _drift_figures(drift: list[Floats], weights: list[Floats]) -> Figures:
     """How far the samplers' policies are from π_prox, by the untruncated ratios of all tokens.
 
     effective_sample_size: (Σ ρ)² / (n Σ ρ²), the share of the n tokens that as many of π_prox's own would be worth
-    (Kong 1992). kl_to_sampler: KL(π_behaviour‖π_prox) for each token that π_prox could sample: at the edge of top-p,
-    top-k and min-p rounding alone decides about a token.
+    (Kong 1992). kl_to_sampler: KL(π_behaviour‖π_prox) for each token.
     """
     flat, weight = np.concatenate(drift), np.concatenate(weights)
     log_ratio = flat.astype(np.float64).clip(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -175,7 +178,7 @@ def _drift_figures(drift: list[Floats], weights: list[Floats]) -> Figures:
         "importance_weight": float(weight.mean()),
         "masked_fraction": float((weight == 0).mean()),
         "effective_sample_size": float(ratio.mean() ** 2 / (ratio**2).mean()),
-        "kl_to_sampler": float((ratio - 1 - log_ratio)[np.isfinite(flat)].sum() / max(1, np.isfinite(flat).sum())),
+        "kl_to_sampler": float((ratio - 1 - log_ratio).mean()),
     }
 
 
