@@ -27,7 +27,11 @@ CannotGroup, JobFailed            how a group of writes failed; only the writer 
 
 from __future__ import annotations
 
+import re
+
 from shared.errors import EngineError, FlywheelError
+
+_ADDRESS = re.compile(r"https?://[^\s;,)]+")
 
 
 class EngineUnavailable(EngineError):
@@ -109,3 +113,8 @@ class VersionNotServed(FlywheelError):
 
 class CallerLeft(Exception):
     """The caller closed its connection; nobody waits for the answer."""
+
+
+def without_addresses(reason: str) -> str:
+    """A reason as callers may read it: where engines are is known to admins alone."""
+    return _ADDRESS.sub("(its address)", reason)

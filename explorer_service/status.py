@@ -16,7 +16,7 @@ from starlette.responses import Response
 from explorer_service.api.errors import ApiError, unavailable
 from explorer_service.deps import Deps
 from explorer_service.engines.pool import EngineState
-from explorer_service.errors import VersionNotServed
+from explorer_service.errors import VersionNotServed, without_addresses
 from shared.config import AUTO
 from shared.ledger.queries import ledger_status, list_versions
 
@@ -80,9 +80,13 @@ async def answer_metrics(_request: Request, deps: Deps) -> Response:
 
 
 async def answer_versions(request: Request, deps: Deps) -> Response:
-    """GET /versions: every version, oldest first."""
+    """GET /versions: every version, oldest first; of engines' addresses only to admins."""
     deps.auth.require(request, "chat", "feedback")
-    return _json({"versions": [asdict(row) for row in await deps.reader.read(list_versions)]})
+    versions = [asdict(row) for row in await deps.reader.read(list_versions)]
+    if not _is_admin(request, deps):
+        for version in versions:
+            version["reason"] = without_addresses(version["reason"] or "") or None
+    return _json({"versions": versions})
 
 
 async def answer_status(request: Request, deps: Deps) -> Response:

@@ -20,6 +20,7 @@ from explorer_service.chat.request import ChatRequest
 from explorer_service.deps import Deps
 from explorer_service.engines.dispatch import Exchange
 from explorer_service.engines.slot import EngineSlot
+from explorer_service.errors import InvalidReply
 from explorer_service.record import record
 from shared.ledger.transitions import RunName
 
@@ -55,6 +56,7 @@ def describe(chat: ChatRequest, slot: EngineSlot) -> dict[str, str]:
 async def relay(exchange: Exchange, chat: ChatRequest, deps: Deps) -> AsyncIterator[bytes]:
     """The engine's events as they come, and `[DONE]` once the rows are stored."""
     captured: list[bytes] = []
+    event = b""
     is_first, model, asked = True, exchange.slot.model, chat.route.asked
     async for event in split_events(exchange.chunks()):
         if is_first:
@@ -67,6 +69,8 @@ async def relay(exchange: Exchange, chat: ChatRequest, deps: Deps) -> AsyncItera
             captured.append(event)
         if shown := redact(event, chat):
             yield rename(shown, model, asked)
+    if chat.recorded and event != DONE:
+        raise InvalidReply(f"engine {exchange.slot.engine.name} ended a stream without [DONE]")
 
 
 async def split_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from sqlalchemy import Connection
 
 from explorer_service.engines.pool import EnginePool
-from explorer_service.errors import VersionNotServed
+from explorer_service.errors import VersionNotServed, without_addresses
 from explorer_service.ledger_reader import LedgerReader
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.reload.poller import VersionPoller
@@ -131,4 +131,5 @@ def _reason_against(connection: Connection, version: int) -> str | None:
         return f"version {version} does not exist; {there}"
     if not row.has_files:
         return f"version {version} is not on disk any more; {there}"
-    return f"version {version} is {row.state} and does not serve ({row.reason}); {there}"
+    reason = without_addresses(row.reason or "")
+    return f"version {version} is {row.state} and does not serve ({reason}); {there}"

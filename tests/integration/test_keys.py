@@ -7,7 +7,7 @@ import threading
 
 from explorer_service.api.auth import doubtful_keys
 from shared.config import ExplorerConfig
-from tests.support.servers import wait_until
+from tests.support.servers import publish, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -129,3 +129,19 @@ def test_a_feedback_key_that_reaches_nothing_is_named_at_the_start():
     assert not doubtful_keys(ExplorerConfig.model_validate({"keys": [hashed("chat", "chat"), rate]}))
     (doubt,) = doubtful_keys(ExplorerConfig.model_validate({"keys": [chat, hashed("rate", "feedback", group="b")]}))
     assert "'rate' has group 'b'" in doubt
+
+
+def test_engines_addresses_are_for_admins_alone(scripted_engine, start_explorer):
+    keys = [hashed("chat", "chat"), hashed("root", "admin")]
+    explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
+    scripted_engine.script.wrong_probe_for.add("v000002")
+    for version in (0, 1, 2):
+        publish(explorer, version)
+
+    def reason(**headers: str) -> str:
+        versions = explorer.http.get("/versions", headers=headers).json()["versions"]
+        return str(versions[-1]["reason"])
+
+    wait_until(lambda: "computes other logprobs" in reason(**as_key("root")))
+    assert scripted_engine.url in reason(**as_key("root"))
+    assert scripted_engine.url not in reason(**as_key("chat")) and "(its address)" in reason(**as_key("chat"))
