@@ -17,7 +17,9 @@ from shared.experience import Experience, Tokens
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state, find_trainer, list_versions, quarantined
 from shared.ledger.tables import experiences, trainers
+from shared.reward import Signal
 from tests.support.experiences import make_experiences, record_ready, trainer_config
+from tests.support.lessons import commit, say
 from tests.support.lives import Life, Lives
 from tests.support.processes import wait_for, write_config
 
@@ -213,12 +215,22 @@ def test_one_bad_row_of_64_is_quarantined_and_all_others_are_trained(kind, ranks
     assert "Traceback" not in said(tmp_path)
 
 
-def test_when_every_update_fails_no_row_is_blamed(tmp_path, lives, model, rows):
+def correct(ledger: Ledger, rows: list[Experience]) -> None:
+    """Say of each row what would have been the right answer."""
+    for row in rows:
+        say(ledger, row.msg_id, Signal("correction", text="w3 w4"))
+    commit(ledger)
+
+
+@pytest.mark.parametrize(("algorithm", "ranks"), [("ppo", 1), ("sft", 1), ("dpo", 2)])
+def test_when_every_update_fails_no_row_is_blamed(algorithm, ranks, tmp_path, lives, model, rows):
     """A learning rate with a slip of the pen makes the weights infinite, whatever the rows are."""
-    prepare(tmp_path, model, rows[:BATCH], learning_rate=1e38)
+    prepare(tmp_path, model, rows[:BATCH], algorithm=algorithm, ranks=ranks, learning_rate=1e30)
+    with_ledger(tmp_path, lambda ledger: correct(ledger, rows[:BATCH]))
     with begin(lives, tmp_path) as trainer:
         assert trainer.wait(100) == 1
-    assert "learning_rate" in last_line(tmp_path)
+    assert re.search("updates fail whatever the rows are .* lower trainer.learning_rate", said(tmp_path))
+    assert "Traceback" not in said(tmp_path)
     assert counts(tmp_path)["DISCARDED"] == 0
 
 
