@@ -20,7 +20,7 @@ TRAINER = {
     "algorithm": "ppo",
     "batch_size": 192,
     "max_staleness_versions": 4,
-    "learning_rate": 5.0e-4,
+    "learning_rate": 2.5e-4,
     "max_tokens_per_micro_batch": 1536,
     "epochs": 2,
     "minibatches": 4,
