@@ -10,19 +10,22 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shared.config import SFTConfig
 from shared.errors import DiskFull, StartupError
 from shared.experience import JSON, Experience
 from shared.probe import ProbeSequence
 from shared.stop_request import StopRequest
 from shared.versions import Manifest
+from trainer_service.algorithms.sft import SFT
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.batch import make_batch
 from trainer_service.broadcast import pack_rows, unpack_rows
 from trainer_service.errors import RankLost, UpdateError
-from trainer_service.harmless import Likelihood, harmless_row
+from trainer_service.harmless import harmless_row
 from trainer_service.kinds import kind_of
 from trainer_service.ranks import Ranks, together
 from trainer_service.resume import SavedState, StateStore
@@ -216,7 +219,7 @@ class Learner:
         batch = make_batch([harmless_row()])
         with together():
             self._update.update(batch, step=0, version=0)
-            self._update.try_steps(batch, Likelihood())
+            self._update.try_steps(replace(batch, written=range(len(batch.sequences))), SFT(SFTConfig()))
 
     def follow(self, stop: StopRequest) -> None:
         """On the other ranks: do what rank 0 does, until it ends. Raises RankLost."""
