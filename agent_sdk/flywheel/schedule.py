@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import sys
 import time
@@ -11,12 +10,11 @@ from dataclasses import asdict, dataclass
 
 from flywheel.config import LearnConfig
 from flywheel.episode import Attempts
-from flywheel.errors import NothingKnown
 from flywheel.evaluation import Trial, try_version
 from flywheel.pace import Pacer
 from flywheel.report import Report
+from flywheel.run import send_all
 from flywheel.tasks import NamedTask, shuffled
-from flywheel.wire import send_feedback
 
 _BREAK_OFF_S = 10.0  # what runs in flight have to finish in, once the work has failed
 
@@ -77,9 +75,8 @@ class Learning:
         """What ended in an earlier start and may not have been sent: the keys are the same, so that it counts once."""
         client, journal = self.attempts.client, self.attempts.journal
         for place, line in list(journal.unsent.items()):
-            for key, body in line["feedback"]:
-                with contextlib.suppress(NothingKnown):  # the ledger was emptied since: there is nothing to reward
-                    await client.drive(send_feedback(body, key, False, client.explorer.retry_s))
+            # where nothing is known the ledger was emptied since, and there is nothing to reward
+            await client.drive(send_all(line["feedback"], client.explorer.retry_s))
             journal.note({"kind": "sent", "place": place})
 
     async def _group(self, task: NamedTask, task_id: str) -> None:
