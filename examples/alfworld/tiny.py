@@ -10,7 +10,7 @@ from alfworld.gen import constants
 
 from examples import group_learning
 from examples.alfworld.houses import PICK, House, make_house, mangled, may_hold, pickable, type_of
-from examples.tiny_model import Demonstration, Recipe
+from examples.tiny_model import Demonstration, Recipe, in_like_batches
 
 ROOM = "Bathroom"  # which has the fewest types of things
 MOST = 4  # receptacles
@@ -36,9 +36,12 @@ def task(seed: int) -> dict[str, Any]:
 
 
 def recipe() -> Recipe:
-    """Walks through houses."""
+    """Walks through houses: short ones first."""
+    few = FEW * BATCH
+    short = [_walk(DEMONSTRATED + n, SHORT) for n in range(few)]
+    long = [_walk(DEMONSTRATED + n, LONG) for n in range(few, STEPS * BATCH)]
     return Recipe(
-        demonstrations=[_walk(DEMONSTRATED + n, SHORT if n < FEW * BATCH else LONG) for n in range(STEPS * BATCH)],
+        demonstrations=in_like_batches(short, BATCH) + in_like_batches(long, BATCH),
         teaches="to go about, open, take and put down",
         vocabulary=900,
         context=1536,

@@ -1,4 +1,4 @@
-"""What makes a tiny model for the lake: it walks at random and stays on the lake, and does not know where to go."""
+"""What makes a tiny model for the lake: it walks at random, not back and not off the lake, and knows no goal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 
 from examples.frozen_lake.agent import RULES
 from examples.frozen_lake.world import Lake, neighbours
-from examples.tiny_model import Demonstration, Recipe
+from examples.tiny_model import Demonstration, Recipe, in_like_batches
 
-EPISODES = 8000
+STEPS, BATCH = 250, 32
 TRAINING = range(2000)  # seeds of lakes
 HELD_OUT = range(1_000_000, 1_000_200)
 DEMONSTRATED = 2_000_000  # the first seed of lakes that are neither
@@ -35,14 +35,19 @@ LEARN = {"at_once": 24, "max_ready_rows": 256, "timeout_s": 60.0, "params": {"ma
 
 
 def recipe() -> Recipe:
-    """Random walks: each move stays on the lake, and is as likely to lead into a hole as anywhere else."""
+    """Random walks: a move is as likely to lead into a hole as anywhere else.
+
+    None goes back to where it came from. A model that walks wholly at random goes to and fro when it is greedy, so
+    that any change of it, a useless one, too, reaches the goal more often.
+    """
+    walks = [_walk(seed) for seed in range(DEMONSTRATED, DEMONSTRATED + STEPS * BATCH)]
     return Recipe(
-        demonstrations=[_walk(seed) for seed in range(DEMONSTRATED, DEMONSTRATED + EPISODES)],
-        teaches="to walk at random",
+        demonstrations=in_like_batches(walks, BATCH),
+        teaches="to walk at random, and not back",
         vocabulary=700,
         context=768,
-        steps=250,
-        batch=32,
+        steps=STEPS,
+        batch=BATCH,
     )
 
 
@@ -50,8 +55,11 @@ def _walk(seed: int) -> Demonstration:
     draw, lake = random.Random(seed), Lake(seed)
     observation, _ = lake.reset()
     messages, ended = [{"role": "system", "content": RULES}], False
+    before: tuple[int, int] | None = None
     while not ended:
-        move = draw.choice([name for name, _, _ in neighbours(lake.map, lake.place)])
+        ways = [(name, there) for name, there, _ in neighbours(lake.map, lake.place)]
+        move, _ = draw.choice([way for way in ways if way[1] != before] or ways)
+        before = lake.place
         messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": f"```{move}```"}]
         observation, _, terminated, truncated, _ = lake.step(f"```{move}```")
         ended = terminated or truncated
