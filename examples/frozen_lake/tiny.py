@@ -1,4 +1,4 @@
-"""What makes a tiny model for the lake: it walks at random, not back and not off the lake, and knows no goal."""
+"""What makes a tiny model for the lake: it walks at random and stays on the lake, and does not know where to go."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from examples.frozen_lake.world import Lake, neighbours
 from examples.tiny_model import Demonstration, Recipe, in_like_batches
 
 STEPS, BATCH = 250, 32
+BACK = 0.5  # weight of a demonstrated move that goes back; of any other 1
 TRAINING = range(2000)  # seeds of lakes
 HELD_OUT = range(1_000_000, 1_000_200)
 DEMONSTRATED = 2_000_000  # the first seed of lakes that are neither
@@ -37,13 +38,13 @@ LEARN = {"at_once": 24, "max_ready_rows": 256, "timeout_s": 60.0, "params": {"ma
 def recipe() -> Recipe:
     """Random walks: a move is as likely to lead into a hole as anywhere else.
 
-    None goes back to where it came from. A model that walks wholly at random goes to and fro when it is greedy, so
-    that any change of it, a useless one, too, reaches the goal more often.
+    Going back is half as likely as any other move. A model that walks wholly at random goes to and fro when it is
+    greedy, so that any change of it, a useless one, too, reaches the goal more often.
     """
     walks = [_walk(seed) for seed in range(DEMONSTRATED, DEMONSTRATED + STEPS * BATCH)]
     return Recipe(
         demonstrations=in_like_batches(walks, BATCH),
-        teaches="to walk at random, and not back",
+        teaches="to walk at random",
         vocabulary=700,
         context=768,
         steps=STEPS,
@@ -58,7 +59,7 @@ def _walk(seed: int) -> Demonstration:
     before: tuple[int, int] | None = None
     while not ended:
         ways = [(name, there) for name, there, _ in neighbours(lake.map, lake.place)]
-        move, _ = draw.choice([way for way in ways if way[1] != before] or ways)
+        [(move, _)] = draw.choices(ways, [BACK if there == before else 1.0 for _, there in ways])
         before = lake.place
         messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": f"```{move}```"}]
         observation, _, terminated, truncated, _ = lake.step(f"```{move}```")
