@@ -28,6 +28,21 @@ def test_the_readme_s_lines_run(explorer, scripted_engine, tmp_path, monkeypatch
     assert all(row.reward is not None and row.state == "READY" for row in rows(explorer))
 
 
+def test_the_file_in_the_products_readme_learns_and_draws(explorer, scripted_engine, tmp_path, monkeypatch):
+    """But for its trainer, which this explorer does not have."""
+    _, code = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    for name in ("tasks", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n')
+    monkeypatch.setenv("FLYWHEEL_URL", explorer.url)
+    monkeypatch.chdir(tmp_path)
+    code = code.replace("epochs=100", "epochs=1, require_trainer=False")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    assert re.fullmatch(r"[\d.]+ -> [\d.]+\n", said.getvalue())
+    assert len(rows(explorer)) == 8 and all(row.reward is not None for row in rows(explorer))
+    assert "<svg" in (tmp_path / "runs/first/report.html").read_text()
+
+
 IN_DOCS = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/agents.md").read_text(), re.DOTALL)
 
 
