@@ -8,7 +8,18 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Count, Devices, Flag, Name, NonNegative, Port, Positive, Section, require_distinct
+from shared.config.base import (
+    NUMBER,
+    Count,
+    Devices,
+    Flag,
+    Name,
+    NonNegative,
+    Port,
+    Positive,
+    Section,
+    require_distinct,
+)
 from shared.config.keys import KeyConfig
 
 
@@ -137,7 +148,7 @@ class ExplorerConfig(Section):
     null: never."""
     reload: ReloadConfig = ReloadConfig()
     """How engines change to a new version."""
-    ledger_timeout_s: Annotated[float, Field(ge=1, le=60)] = 4.0
+    ledger_timeout_s: Annotated[float, Field(ge=1, le=60), NUMBER] = 4.0
     """A chat, feedback or commit that the database has not stored by then answers 503."""
     max_choices: Count = 64
     """A chat that asks for more choices (`n`) answers 400; each of them is a row."""
