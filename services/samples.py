@@ -64,7 +64,7 @@ class SampleReader:
         if row.get("version") is None or version not in self._versions:
             version = self._newest
         request = {"messages": messages[:-1], **({"tools": tools} if tools else {})} if messages else None
-        digest, extends = read_prompt(messages[:-1], None, names["task_id"], names["run_id"])
+        digest, extends = read_prompt(messages[:-1], names["key_name"], names["task_id"], names["run_id"])
         return Sample(
             msg_id=names["msg_id"] or new_message_id("import-"),
             choice=choice,
@@ -77,6 +77,8 @@ class SampleReader:
             latency_s=0.0,
             task_id=names["task_id"],
             run_id=names["run_id"],
+            key_name=names["key_name"],
+            key_group=names["key_group"],
             request=None if request is None else msgspec.json.encode(request),
             reply=None if not messages else msgspec.json.encode(messages[-1]),
             exchange=digest.add_reply(messages[-1]) if messages else None,

@@ -23,7 +23,7 @@ from shared.ledger.dataset import CHUNK, PACKED
 from shared.ledger.tables import experiences, signals
 from shared.reward import Kind, Scope, Signal
 
-_NAMES = ("msg_id", "task_id", "run_id", "parent_id", "conversation_id", "finish_reason")
+_NAMES = ("msg_id", "task_id", "run_id", "parent_id", "conversation_id", "key_name", "key_group", "finish_reason")
 _LARGEST = {"choice": 10**9 - 1, "version": 2**31 - 1}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UNUSABLE = (CorruptTokens, AttributeError, KeyError, TypeError, ValueError, OverflowError)  # what a bad row raises

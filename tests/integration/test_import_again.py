@@ -1,0 +1,79 @@
+"""Export and import: whose a row is, how turns are linked and what was said of a whole come back, and nothing twice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from explorer_service.chat.conversation import read_prompt
+from shared.experience import trajectory_key
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from shared.ledger.tables import experiences, payloads, signals
+from tests.support.processes import run_here
+from tests.support.samples import sample
+from tests.support.servers import make_config
+from trainer_service.export import read_export
+
+ROW = {"prompt_ids": [1, 2], "reply_ids": [3], "logprobs": [-0.5]}
+
+
+@pytest.fixture
+def config(tmp_path, database_url):
+    return make_config(tmp_path / "root", ["http://127.0.0.1:1"], database_url=database_url)
+
+
+@pytest.fixture
+def ledger(config):
+    opened = Ledger.open(config.ledger_url)
+    yield opened
+    opened.close()
+
+
+def emptied(ledger: Ledger) -> None:
+    with ledger.write() as connection:
+        for table in (signals, payloads, experiences):
+            connection.execute(table.delete())
+
+
+def columns(ledger: Ledger, *names: str) -> list[tuple]:
+    query = select(*(experiences.c[name] for name in names)).order_by(experiences.c.id)
+    with ledger.read() as connection:
+        return [tuple(row) for row in connection.execute(query)]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_rows_come_back_to_their_key_and_its_group_and_are_erased_by_it(ledger, config, tmp_path: Path, name):
+    with ledger.write() as connection:
+        transitions.record(connection, [replace(sample("m0"), key_name="shop", key_group="shops"), sample("m1")])
+    before = columns(ledger, "msg_id", "key_name", "key_group")
+    run_here(config, "export", "--tokens", "--out", str(tmp_path / name))
+    emptied(ledger)
+    assert run_here(config, "import", str(tmp_path / name)) == 0
+    assert columns(ledger, "msg_id", "key_name", "key_group") == before
+    assert run_here(config, "erase", "--key", "shop") == 0
+
+
+def test_training_on_a_file_keeps_runs_of_one_name_apart_by_group(tmp_path: Path, model):
+    run = {**ROW, "reward": 1.0, "task_id": "t", "run_id": "0"}
+    lines = [
+        {**run, "msg_id": f"m{number}", "key_group": group} for number, group in enumerate([None, "shops", "inns"])
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    kept = read_export(tmp_path / "rows.jsonl", make_config(tmp_path, ["http://127.0.0.1:1"]), model)
+    assert [trajectory_key(row) for row in kept] == [(None, "t", "0"), ("shops", "t", "0"), ("inns", "t", "0")]
+
+
+def test_a_live_turn_continues_a_conversation_that_was_imported_under_its_key(ledger, config, tmp_path: Path):
+    asked, answer = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes?"}
+    row = {**ROW, "msg_id": "m0", "messages": [asked, answer], "key_name": "shop"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert run_here(config, "import", str(tmp_path / "rows.jsonl")) == 0
+    _, extends = read_prompt([asked, answer, asked], "shop", None, None)
+    with ledger.write() as connection:
+        transitions.record(connection, [replace(sample("m1"), key_name="shop", extends=extends)])
+    assert columns(ledger, "msg_id", "parent_id")[1] == ("m1", "m0")
