@@ -6,7 +6,9 @@ the tokens, once, and the engine computes their logprobs.
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
@@ -19,7 +21,7 @@ from explorer_service.chat.conversation import read_prompt
 from explorer_service.engines.admin import EngineAdmin, open_client
 from shared.config import Config, RewardConfig
 from shared.errors import EngineError, StartupError
-from shared.experience import Sample, Sampling, Tokens, new_message_id
+from shared.experience import Sample, Sampling, Tokens
 from shared.ledger import transitions
 from shared.ledger.given import UNUSABLE, conversation_of, names_of, number_of, signals_of, time_of, tokens_of
 from shared.ledger.queries import known_choices
@@ -40,6 +42,7 @@ class SampleReader:
         self._versions = frozenset(versions)
         self._newest = max(self._versions, default=0)
         self.reasons: set[str] = set()  # why rows were left out
+        self._alike: Counter[bytes] = Counter()  # rows without a message id, by what they hold
 
     async def read(self, rows: list[dict[str, Any]]) -> list[SampleWithSignals]:
         """A sample and its signals for each usable row. Raises StartupError when an engine is needed and fails."""
@@ -66,7 +69,7 @@ class SampleReader:
         request = {"messages": messages[:-1], **({"tools": tools} if tools else {})} if messages else None
         digest, extends = read_prompt(messages[:-1], names["key_name"], names["task_id"], names["run_id"])
         return Sample(
-            msg_id=names["msg_id"] or new_message_id("import-"),
+            msg_id=names["msg_id"] or self._name_of(row),
             choice=choice,
             version=version,
             version_end=version,
@@ -84,6 +87,12 @@ class SampleReader:
             exchange=digest.add_reply(messages[-1]) if messages else None,
             extends=extends,
         )
+
+    def _name_of(self, row: dict[str, Any]) -> str:
+        """A message id for a row that has none: the same whenever its file is read, and another for each row alike."""
+        content = hashlib.sha256(msgspec.json.encode(row, order="deterministic", enc_hook=str)).digest()
+        self._alike[content] += 1
+        return f"import-{hashlib.sha256(content + b'%d' % self._alike[content]).hexdigest()[:32]}"
 
     def _signals(self, row: dict[str, Any]) -> SignalsByKey:
         """The row's signals, or else its reward. Without either, what no model sampled is a demonstration.

@@ -13,6 +13,7 @@ from explorer_service.chat.conversation import read_prompt
 from shared.experience import trajectory_key
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.queries import count_rows
 from shared.ledger.tables import experiences, payloads, signals
 from tests.support.processes import run_here
 from tests.support.samples import sample
@@ -59,10 +60,8 @@ def test_rows_come_back_to_their_key_and_its_group_and_are_erased_by_it(ledger, 
 
 
 def test_training_on_a_file_keeps_runs_of_one_name_apart_by_group(tmp_path: Path, model):
-    run = {**ROW, "reward": 1.0, "task_id": "t", "run_id": "0"}
-    lines = [
-        {**run, "msg_id": f"m{number}", "key_group": group} for number, group in enumerate([None, "shops", "inns"])
-    ]
+    run, groups = {**ROW, "reward": 1.0, "task_id": "t", "run_id": "0"}, [None, "shops", "inns"]
+    lines = [{**run, "msg_id": f"m{number}", "key_group": group} for number, group in enumerate(groups)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     kept = read_export(tmp_path / "rows.jsonl", make_config(tmp_path, ["http://127.0.0.1:1"]), model)
     assert [trajectory_key(row) for row in kept] == [(None, "t", "0"), ("shops", "t", "0"), ("inns", "t", "0")]
@@ -77,3 +76,14 @@ def test_a_live_turn_continues_a_conversation_that_was_imported_under_its_key(le
     with ledger.write() as connection:
         transitions.record(connection, [replace(sample("m1"), key_name="shop", extends=extends)])
     assert columns(ledger, "msg_id", "parent_id")[1] == ("m1", "m0")
+
+
+def test_rows_without_a_message_id_are_imported_once_however_often_the_file_is(ledger, config, tmp_path: Path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, [ROW, {**ROW, "reward": 1.0}, ROW])))
+    assert run_here(config, "import", str(file)) == 0
+    assert "3 imported, 0 known, 0 unusable" in capsys.readouterr().err, "the file holds one of them twice"
+    assert run_here(config, "import", str(file)) == 0
+    assert "0 imported, 3 known, 0 unusable" in capsys.readouterr().err
+    with ledger.read() as connection:
+        assert count_rows(connection) == 3
