@@ -6,11 +6,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sqlalchemy import select
 
 from explorer_service.chat.conversation import read_prompt
-from shared.experience import trajectory_key
+from shared.experience import Tokens, trajectory_key
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_rows
@@ -87,3 +88,20 @@ def test_rows_without_a_message_id_are_imported_once_however_often_the_file_is(l
     assert "0 imported, 3 known, 0 unusable" in capsys.readouterr().err
     with ledger.read() as connection:
         assert count_rows(connection) == 3
+
+
+def test_turns_whose_texts_are_not_stored_are_linked_again(ledger, config, tmp_path: Path):
+    prompt = np.arange(50, dtype=np.int32)
+    exchanges = [b"one", b"two", b"three"]
+    for turn, exchange in enumerate(exchanges):
+        tokens = Tokens(prompt, np.array([7, 8], np.int32), np.array([-0.5, -0.25], np.float32))
+        extends = tuple(exchanges[max(0, turn - 1) : turn])
+        with ledger.write() as connection:
+            transitions.record(connection, [sample(f"m{turn}", tokens=tokens, exchange=exchange, extends=extends)])
+        prompt = np.concatenate((tokens.prompt_ids, tokens.reply_ids, prompt[:9]))
+    before = columns(ledger, "msg_id", "parent_id", "conversation_id")
+    assert before == [("m0", None, "m0"), ("m1", "m0", "m0"), ("m2", "m1", "m0")]
+    run_here(config, "export", "--tokens", "--out", str(tmp_path / "rows.jsonl"))
+    emptied(ledger)
+    assert run_here(config, "import", str(tmp_path / "rows.jsonl")) == 0
+    assert columns(ledger, "msg_id", "parent_id", "conversation_id") == before
