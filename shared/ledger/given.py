@@ -168,7 +168,7 @@ class _ExportedSignal(msgspec.Struct):
 
 
 def signals_of(row: dict[str, Any], rule: RewardConfig) -> list[Signal]:
-    """The row's signals, oldest first; its reward where it has none. Raises ValidationError and ValueError.
+    """The row's signals, oldest first; its rewards where it has none. Raises ValidationError and ValueError.
 
     Signals were accepted when they were said; a reward without them is checked here.
     """
@@ -178,9 +178,20 @@ def signals_of(row: dict[str, Any], rule: RewardConfig) -> list[Signal]:
     reward = row.get("reward")
     if exported or reward is None:
         return [Signal(one.kind, one.value, one.name, one.text, one.scope, one.key_name) for one in exported]
-    value = _finite(reward, "reward is no finite number")
-    require_accepted(value, rule)
-    return [Signal("reward", value=value)]
+    return _rewards(row, reward, rule)
+
+
+def _rewards(row: dict[str, Any], reward: Any, rule: RewardConfig) -> list[Signal]:
+    """The reward of a row without signals as what was said: of the row, or of the whole whose `outcome` it shows."""
+    whole: Scope = "conversation" if row.get("task_id") is None or row.get("run_id") is None else "run"
+    outcome, own = row.get("outcome"), reward if row.get("outcome") is None else row.get("turn_reward")
+    said: list[Signal] = []
+    for value, scope in ((outcome, whole), (own, "message")):
+        if value is not None:
+            number = _finite(value, "reward is no finite number")
+            require_accepted(number, rule)
+            said.append(Signal("reward", number, scope=scope))
+    return said if own is None or own == reward else said[::-1]  # `reward` is what was said last
 
 
 def require_accepted(reward: float | None, rule: RewardConfig) -> None:

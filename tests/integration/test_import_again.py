@@ -11,11 +11,14 @@ import pytest
 from sqlalchemy import select
 
 from explorer_service.chat.conversation import read_prompt
+from shared.config import RewardConfig
 from shared.experience import Tokens, trajectory_key
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.given import signals_of
 from shared.ledger.queries import count_rows
 from shared.ledger.tables import experiences, payloads, signals
+from shared.reward import Signal
 from tests.support.processes import run_here
 from tests.support.samples import sample
 from tests.support.servers import make_config
@@ -105,3 +108,12 @@ def test_turns_whose_texts_are_not_stored_are_linked_again(ledger, config, tmp_p
     emptied(ledger)
     assert run_here(config, "import", str(tmp_path / "rows.jsonl")) == 0
     assert columns(ledger, "msg_id", "parent_id", "conversation_id") == before
+
+
+def test_the_outcome_of_a_run_is_no_reward_of_each_turn_in_an_export_without_signals():
+    told = {"reward": 1.0, "turn_reward": None, "outcome": 1.0, "task_id": "t", "run_id": "0"}
+    assert signals_of(told, RewardConfig()) == [Signal("reward", 1.0, scope="run")]
+    both = {"reward": 0.25, "turn_reward": 0.25, "outcome": 1.0, "conversation_id": "m0"}
+    said = [Signal("reward", 1.0, scope="conversation"), Signal("reward", 0.25)]
+    assert signals_of(both, RewardConfig()) == said, "what was said last is last"
+    assert signals_of({"reward": 0.5}, RewardConfig()) == [Signal("reward", 0.5)]
