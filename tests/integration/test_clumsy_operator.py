@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from services.cli import main
+from services.supervisor import Supervisor
 from shared.config import load_config
 from shared.errors import ConfigError, LedgerError, StartupError
 from shared.ledger import transitions
@@ -89,6 +91,25 @@ def test_up_needs_a_part_to_run(config):
     without = [word for part in ("engines", "explorer", "trainer") for word in ("--without", part)]
     with pytest.raises(ConfigError, match="nothing is left to run"):
         run_here(config, "up", *without)
+
+
+def test_up_needs_no_port_for_an_explorer_that_it_leaves_out(config, monkeypatch):
+    (Path(config.model.path)).mkdir(parents=True)
+    (Path(config.model.path) / "config.json").write_text("{}")
+    begun: list[str] = []
+
+    def run(self: Supervisor) -> int:
+        begun.extend(child.name for child in self._children)
+        return 0
+
+    monkeypatch.setattr(Supervisor, "run", run)
+    with socket.create_server(("127.0.0.1", 0)) as explorer:  # one that is run by itself
+        port = explorer.getsockname()[1]
+        config = config.model_copy(update={"explorer": config.explorer.model_copy(update={"port": port})})
+        assert run_here(config, "up", "--without", "explorer", "--without", "engines") == 0
+        assert begun == ["trainer"]
+        with pytest.raises(StartupError, match=r"explorer\.port"):
+            run_here(config, "up", "--without", "engines")
 
 
 def written(folder: Path, text: str) -> Path:
