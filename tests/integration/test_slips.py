@@ -14,6 +14,7 @@ import pytest
 from services import cli
 from services.engine.output import EngineOutput
 from shared.config import Config
+from shared.errors import StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
@@ -157,6 +158,19 @@ def test_what_a_terminal_of_another_encoding_cannot_show_is_escaped(tmp_path):
     ended = run_flywheel("versions", "-c", str(file), timeout_s=60, PYTHONIOENCODING="ascii", COLUMNS="200")
     assert ended.returncode == 0, ended.stderr
     assert r"gr\xf6\xdfte" in ended.stdout
+
+
+def test_a_model_is_exported_into_the_empty_folder_that_one_stands_in(tmp_path, monkeypatch):
+    config = make_config(tmp_path / "data", ["http://127.0.0.1:1"])
+    ledger = Ledger.open(config.ledger_url)
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    ledger.close()
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(StartupError, match="version 0 cannot be exported: .*restore its folder"):
+        run_here(config, "export-model", "--version", "0", "--to", ".")
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize(
