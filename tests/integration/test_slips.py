@@ -168,7 +168,7 @@ def test_a_model_is_exported_into_the_empty_folder_that_one_stands_in(tmp_path, 
     ledger.close()
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path / "out")
-    with pytest.raises(StartupError, match="version 0 cannot be exported: .*restore its folder"):
+    with pytest.raises(StartupError, match=r"version 0 cannot be exported: .*restore its folder"):
         run_here(config, "export-model", "--version", "0", "--to", ".")
     assert not list((tmp_path / "out").iterdir())
 
