@@ -162,6 +162,13 @@ class ExplorerConfig(Section):
             )
         require_distinct("explorer.engines, name", (engine.name for engine in self.engines))
         require_distinct("explorer.engines, url", (engine.url for engine in self.engines))
+        ours = ("localhost", "127.0.0.1") if self.host in ("localhost", "127.0.0.1") else (self.host,)
+        for engine in self.engines:  # what listens on all addresses takes those of loopback
+            is_ours = engine.host in ours or (self.host in ("0.0.0.0", "::") and is_loopback(engine.host))
+            if is_ours and engine.port == self.port:
+                raise ValueError(
+                    f"explorer.port={self.port} is the port of explorer.engines {engine.name!r}; give each its own"
+                )
         require_distinct("explorer.keys, name", (key.label for key in self.keys))
         for network in self.open_feedback_from:
             try:

@@ -139,6 +139,21 @@ def test_a_file_that_yaml_or_we_cannot_take_is_one_line(text, said, tmp_path: Pa
     assert said in line and line.count("\n") == 1
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_an_explorer_on_the_port_of_its_engine_is_refused(host, tmp_path: Path):
+    keys = "keys: [{key_env: A, role: admin}]"
+    text = f"model: {{path: x}}\nexplorer: {{host: {host}, port: 8101, {keys}}}"
+    with pytest.raises(
+        ConfigError, match=r"explorer.port=8101 is the port of explorer.engines 'e0'; give each its own"
+    ):
+        load_config(written(tmp_path, text), {})
+
+
+def test_an_explorer_and_an_engine_may_have_one_port_on_two_addresses(tmp_path: Path):
+    engines = "engines: [{name: e0, url: 'http://10.0.0.2:8010'}, {name: e1, url: 'http://127.0.0.2:8010'}]"
+    assert load_config(written(tmp_path, f"model: {{path: x}}\nexplorer: {{{engines}}}"), {}).explorer.port == 8010
+
+
 def test_a_value_of_the_environment_is_as_one_of_the_file(tmp_path: Path):
     file = written(tmp_path, "model: {path: x}")
     with pytest.raises(ConfigError, match="FLYWHEEL_MODEL__NAME is not YAML; quote it"):
