@@ -93,7 +93,10 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
             raise ConfigError(f"environment variables {same} and {variable} are the same setting; unset one of them")
         *parents, leaf = variable.removeprefix(ENV_PREFIX).lower().split("__")
         if not parents and leaf not in Config.model_fields:
-            raise ConfigError(f"environment variable {variable} names no setting; unset it, or see the README's list")
+            raise ConfigError(
+                f"environment variable {variable} names no setting; unset it, or write __ between section and key, as in "
+                "FLYWHEEL_EXPLORER__PORT"
+            )
         if variable == ENV_MODEL and ":" not in text:
             continue
         node = tree
