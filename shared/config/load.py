@@ -94,8 +94,8 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
         *parents, leaf = variable.removeprefix(ENV_PREFIX).lower().split("__")
         if not parents and leaf not in Config.model_fields:
             raise ConfigError(
-                f"environment variable {variable} names no setting; unset it, or write __ between section and key, as in "
-                "FLYWHEEL_EXPLORER__PORT"
+                f"environment variable {variable} names no setting; unset it, or write __ between section and key, as "
+                "in FLYWHEEL_EXPLORER__PORT"
             )
         if variable == ENV_MODEL and ":" not in text:
             continue
