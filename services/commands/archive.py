@@ -109,4 +109,5 @@ def _rows_over(ledger: Ledger, keep_gb: float) -> int:
 
     with ledger.read() as connection:
         size, rows = size_bytes(connection), count_rows(connection)
-    return max(0, round((size - keep_gb * 1e9) / size * rows)) if size else 0
+    most = keep_gb * 1e9
+    return round((size - most) / size * rows) if size > most else 0

@@ -23,7 +23,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
 Finite = Annotated[float, Field(allow_inf_nan=False), NUMBER]
 Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=10**12, strict=True)]  # a database holds it
 Flag = Annotated[bool, Field(strict=True)]
 Devices = Annotated[tuple[Annotated[int, Field(ge=0, strict=True)], ...], Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=200)]

@@ -221,6 +221,15 @@ def test_an_archive_overwrites_no_file_when_numbers_of_rows_come_again(ledger, c
     assert sorted(archived_names(tmp_path / "archive")) == ["a0", "a1", "a2", "b0", "b1", "b2"]
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_ledger_that_may_be_as_large_as_it_likes_loses_nothing(ledger, config, tmp_path: Path, count):
+    record_ready(ledger, rows(count))
+    with ledger.write() as connection:
+        connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
+    assert run_here(config, "archive", "--to", str(tmp_path / "archive"), "--keep-gb", "1e300") == 0
+    assert len(content(ledger)) == count
+
+
 @pytest.mark.parametrize("bound", [("--older-than-days", "nan"), ("--older-than-days", "-5"), ("--keep-gb", "inf")])
 def test_a_bound_that_is_no_amount_moves_nothing(ledger, config, tmp_path: Path, bound):
     record_ready(ledger, rows(3))
