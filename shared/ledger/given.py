@@ -80,7 +80,15 @@ def _unpacked(row: dict[str, Any]) -> dict[str, Any]:
 
 def _unflat(message: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in message.items() if value is not None}
-    return {name: _decoded(value) if name == "tool_calls" else value for name, value in given.items()}
+    unpack = {"tool_calls": _decoded, "content": _parts}
+    return {name: unpack[name](value) if name in unpack else value for name, value in given.items()}
+
+
+def _parts(content: Any) -> Any:
+    """A message's parts, where its content is JSON of such; any other content as it is."""
+    found = _decoded(content) if isinstance(content, str) and content.startswith("[{") else None
+    is_parts = isinstance(found, list) and all(isinstance(part, dict) and "type" in part for part in found)
+    return found if is_parts else content
 
 
 def _decoded(value: Any) -> Any:

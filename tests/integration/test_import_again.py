@@ -15,7 +15,8 @@ from shared.config import RewardConfig
 from shared.experience import Tokens, trajectory_key
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.given import signals_of
+from shared.ledger.dataset import replace_whole
+from shared.ledger.given import read_rows, signals_of
 from shared.ledger.queries import count_rows
 from shared.ledger.tables import experiences, payloads, signals
 from shared.reward import Signal
@@ -117,3 +118,12 @@ def test_the_outcome_of_a_run_is_no_reward_of_each_turn_in_an_export_without_sig
     said = [Signal("reward", 1.0, scope="conversation"), Signal("reward", 0.25)]
     assert signals_of(both, RewardConfig()) == said, "what was said last is last"
     assert signals_of({"reward": 0.5}, RewardConfig()) == [Signal("reward", 0.5)]
+
+
+def test_parts_of_a_message_come_back_from_parquet_as_parts_and_texts_as_texts(tmp_path: Path):
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "[1]"}]
+    told = ["plain", "[1, 2]", '[{"a": 1}]', "[]", "{}", '"quoted"']
+    messages = [{"role": "user", "content": content} for content in (parts, *told)]
+    replace_whole(tmp_path / "rows.parquet", [{"messages": messages}])
+    (row,) = read_rows(tmp_path / "rows.parquet")
+    assert row["messages"] == messages
