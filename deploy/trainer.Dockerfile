@@ -33,6 +33,8 @@ RUN locked="pip install --no-cache-dir --no-deps --require-hashes" \
 FROM trainer-${FLAVOUR} AS trainer
 COPY shared shared
 COPY trainer_service trainer_service
+# `export-model` judges what it wrote as the explorer judges an engine
+COPY explorer_service explorer_service
 COPY services services
 USER flywheel
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/app

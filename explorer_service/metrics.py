@@ -10,6 +10,7 @@ import asyncio
 import math
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -86,11 +87,21 @@ class ExplorerMetrics:
     def render(self) -> bytes:
         """Prometheus text."""
         registry = self.registry
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
+            _forget_the_dead(Path(folder))
             registry = CollectorRegistry()
             MultiProcessCollector(registry)
         text: bytes = generate_latest(registry)
         return text
+
+
+def _forget_the_dead(folder: Path) -> None:
+    """Delete the gauges of workers that have ended. What they counted stays."""
+    for file in folder.glob("gauge_live*.db"):
+        try:
+            os.kill(int(file.stem.rpartition("_")[2]), 0)
+        except ProcessLookupError:
+            file.unlink(missing_ok=True)  # another worker may do the same
 
 
 class MetricsText:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -74,8 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot run, 2 wrong call or configuration."""
     args = build_parser().parse_args(argv)
     os.umask(0o077)  # prompts, weights and states are for this user alone
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding does not have
     try:
-        return COMMANDS[args.command].run(args)
+        status = COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 1
     except FlywheelError as error:
         print(f"flywheel: {error}", file=sys.stderr)
         return error.exit_status
@@ -87,6 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _nobody_reads() -> bool:
+    """Whether the output is a pipe whose reader, such as `head`, has ended."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    return bool(output.poll(0))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -51,6 +51,7 @@ def export_model(config: Config, version: int, target: Path, *, merged: bool) ->
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger, _held(ledger, version) as row:
         if merged and row.kind != "lora":
             raise ConfigError(f"--merged is for adapters, and version {version} holds all weights; leave it out")
+        target = target.resolve()  # `.` has no name
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".tmp-{target.name}-{process_name()}")
         try:

@@ -6,7 +6,9 @@ the tokens, once, and the engine computes their logprobs.
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
@@ -15,11 +17,11 @@ import msgspec
 import numpy as np
 from sqlalchemy import Connection
 
-from explorer_service.chat.conversation import read_prompt
+from explorer_service.chat.conversation import DIGEST_BYTES, read_prompt
 from explorer_service.engines.admin import EngineAdmin, open_client
 from shared.config import Config, RewardConfig
 from shared.errors import EngineError, StartupError
-from shared.experience import Sample, Sampling, Tokens, new_message_id
+from shared.experience import Sample, Sampling, Tokens, choice_name
 from shared.ledger import transitions
 from shared.ledger.given import UNUSABLE, conversation_of, names_of, number_of, signals_of, time_of, tokens_of
 from shared.ledger.queries import known_choices
@@ -40,6 +42,7 @@ class SampleReader:
         self._versions = frozenset(versions)
         self._newest = max(self._versions, default=0)
         self.reasons: set[str] = set()  # why rows were left out
+        self._alike: Counter[bytes] = Counter()  # rows without a message id, by what they hold
 
     async def read(self, rows: list[dict[str, Any]]) -> list[SampleWithSignals]:
         """A sample and its signals for each usable row. Raises StartupError when an engine is needed and fails."""
@@ -64,9 +67,10 @@ class SampleReader:
         if row.get("version") is None or version not in self._versions:
             version = self._newest
         request = {"messages": messages[:-1], **({"tools": tools} if tools else {})} if messages else None
-        digest, extends = read_prompt(messages[:-1], None, names["task_id"], names["run_id"])
+        msg_id = names["msg_id"] or self._name_of(row)
+        exchange, extends = _links(names, choice_name(msg_id, choice), messages)
         return Sample(
-            msg_id=names["msg_id"] or new_message_id("import-"),
+            msg_id=msg_id,
             choice=choice,
             version=version,
             version_end=version,
@@ -77,11 +81,19 @@ class SampleReader:
             latency_s=0.0,
             task_id=names["task_id"],
             run_id=names["run_id"],
+            key_name=names["key_name"],
+            key_group=names["key_group"],
             request=None if request is None else msgspec.json.encode(request),
             reply=None if not messages else msgspec.json.encode(messages[-1]),
-            exchange=digest.add_reply(messages[-1]) if messages else None,
+            exchange=exchange,
             extends=extends,
         )
+
+    def _name_of(self, row: dict[str, Any]) -> str:
+        """A message id for a row that has none: the same whenever its file is read, and another for each row alike."""
+        content = hashlib.sha256(msgspec.json.encode(row, order="deterministic", enc_hook=str)).digest()
+        self._alike[content] += 1
+        return f"import-{hashlib.sha256(content + b'%d' % self._alike[content]).hexdigest()[:32]}"
 
     def _signals(self, row: dict[str, Any]) -> SignalsByKey:
         """The row's signals, or else its reward. Without either, what no model sampled is a demonstration.
@@ -91,6 +103,19 @@ class SampleReader:
         signals = signals_of(row, self._config.reward) or ([_DEMONSTRATION] if row.get("prompt_ids") is None else [])
         by_key = groupby(signals, key=lambda signal: (signal.key_name, signal.scope))
         return [(key, list(signals)) for key, signals in by_key]
+
+
+def _links(names: dict[str, str | None], name: str, messages: list[dict[str, Any]]) -> tuple[bytes, tuple[bytes, ...]]:
+    """The digest of a row's exchange and those that it may continue: of what was said, or else of the rows' names."""
+    if messages:
+        digest, extends = read_prompt(messages[:-1], names["key_name"], names["task_id"], names["run_id"])
+        return digest.add_reply(messages[-1]), extends
+    parent = names["parent_id"]
+    return _digest_of_name(name), () if parent is None else (_digest_of_name(parent),)
+
+
+def _digest_of_name(name: str) -> bytes:
+    return hashlib.blake2b(f"row {name}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
 async def _tokens(

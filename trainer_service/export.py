@@ -89,6 +89,8 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
         sampling=sampling,
         turn_reward=credit.turn_reward,
         outcome=credit.outcome,
+        key_group=names["key_group"],
+        key_name=names["key_name"],
         finish_reason=names["finish_reason"],
         signals=tuple(signal for signal in signals if signal.kind in learned),
     )

@@ -67,12 +67,12 @@ def _move(
     """Write a file, then delete its rows, until none is left to move. Yields each file and how many rows it took.
 
     A file is durable before its rows leave the ledger. A crash between the two leaves rows in both, and an import of
-    the file skips them.
+    the file skips them. A row of which something is said meanwhile stays, and goes into the next file with that.
     """
     from shared.ledger import transitions
     from shared.ledger.conditions import is_done
     from shared.ledger.dataset import conversations, replace_whole
-    from shared.ledger.queries import oldest_done
+    from shared.ledger.queries import count_signals, oldest_done
     from shared.ledger.tables import experiences
 
     before = None if older_than_days is None else time.time() - 86400 * older_than_days
@@ -86,9 +86,10 @@ def _move(
             file = _new_file(folder, f"rows-{ids[0]:012}-{ids[-1]:012}")
             in_file = [experiences.c.id.between(ids[0], ids[-1]), *is_done(before)]
             rows = conversations(connection, in_file, with_tokens=True)
+            said = count_signals(connection, ids)
             replace_whole(file, (row for row in rows if row is not None))
         with ledger.write() as connection:
-            removed = transitions.remove(connection, ids)
+            removed = transitions.remove(connection, ids, said)
         left = None if left is None else left - len(ids)
         yield file, removed
 
@@ -108,4 +109,5 @@ def _rows_over(ledger: Ledger, keep_gb: float) -> int:
 
     with ledger.read() as connection:
         size, rows = size_bytes(connection), count_rows(connection)
-    return max(0, round((size - keep_gb * 1e9) / size * rows)) if size else 0
+    most = keep_gb * 1e9
+    return round((size - most) / size * rows) if size > most else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
-from services.commands import add_config, read_config
+from services.commands import add_config, read_config, utf8
 from shared.errors import ConfigError, StartupError
 from shared.log import StageLogger
 
@@ -18,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
     scope = parser.add_argument_group("whose rows (all that are named must agree)")
     for option in _SCOPE:
-        scope.add_argument(f"--{option}", default=None)
+        scope.add_argument(f"--{option}", type=utf8, default=None)
 
 
 def run(args: Namespace) -> int:

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.commands import add_config, read_config
+from services.commands import add_config, read_config, utf8
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="ends in .jsonl or .parquet")
     parser.add_argument("--state", default=None, help="only rows in this state, e.g. CONSUMED")
     parser.add_argument("--min-reward", type=float, default=None, help="only rows rewarded at least so")
-    parser.add_argument("--task", default=None, help="only this task's rows")
+    parser.add_argument("--task", type=utf8, default=None, help="only this task's rows")
     parser.add_argument(
         "--tokens", action="store_true", help="token ids, logprobs and signals too, for `import` and `train`"
     )

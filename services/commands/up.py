@@ -36,7 +36,8 @@ def run(args: Namespace) -> int:
     engines = [e for e in config.explorer.engines if is_loopback(e.host) and "engines" not in args.without]
     for engine in engines:
         require_free_port(engine.host, engine.port, f"the url of explorer.engines {engine.name!r}")
-    require_free_port(config.explorer.host, config.explorer.port, "explorer.port")
+    if "explorer" not in args.without:
+        require_free_port(config.explorer.host, config.explorer.port, "explorer.port")
     if not (Path(config.model.path) / "config.json").exists():
         raise StartupError(
             f"model.path={config.model.path!r} is no model folder (no config.json in it); correct model.path"

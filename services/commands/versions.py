@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from services.commands import add_config, read_config
+from services.commands import add_config, read_config, utf8
 from shared.errors import ConfigError, StartupError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="let engines try a FAILED version again; give a version a name, and keep its files; take the name away",
     )
     parser.add_argument("version", nargs="?", type=int, metavar="N", help="the version")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="for tag: the name")
+    parser.add_argument("name", nargs="?", type=utf8, metavar="NAME", help="for tag: the name")
 
 
 def run(args: Namespace) -> int:

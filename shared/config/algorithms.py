@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Count, Finite, Flag, NonNegative, Positive, Share
+from shared.config.base import NUMBER, Count, Finite, Flag, NonNegative, Positive, Share
 from shared.config.surrogate import AlgorithmConfig, Bounds, RewardSignals, SurrogateConfig, require_ascending
 from shared.config.taught import DistillConfig, HintConfig
 
@@ -128,7 +128,7 @@ class RAFTConfig(AlgorithmConfig):
 
     learns_from: ClassVar[frozenset[str]] = RewardSignals
 
-    quantile: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    quantile: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.5
     """Of the batch's rewards: replies from this one on are learnt, but never those of the lowest reward."""
     above: Finite | None = None
     """Replies with a reward above this are learnt, whatever else is in the batch; null: the quantile decides."""
@@ -150,7 +150,7 @@ class DPOConfig(AlgorithmConfig):
     clip: NonNegative = 0.2
     """A preference moves no token further within a batch than to 1 + ε times its probability, or to as small a part of
     it; 0: it is not bounded."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), NUMBER] = 0.0
     """The share of preferences that are taken to be the wrong way round (conservative DPO)."""
     best_over_worst: Flag = False
     """Prefer the best run of a task to its worst, too. Rewards are then learned from, and tasks are claimed whole."""
@@ -178,7 +178,7 @@ class KTOConfig(AlgorithmConfig):
     clip: NonNegative = 0.2
     """A rating moves no token further within a batch than to 1 + ε times its probability, or to as small a part of it;
     0: it is not bounded."""
-    largest_weight: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 5.0
+    largest_weight: Annotated[float, Field(ge=1, allow_inf_nan=False), NUMBER] = 5.0
     """The rarer rating weighs more, so that ups and downs weigh alike; at most so many times as much as in equal parts;
     1: all weigh the same."""
     taper: Flag = True

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+
+def _refuse_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("no_number", "must be a number, and YAML reads yes, no, on and off as true and false")
+    return value
+
+
+NUMBER = BeforeValidator(_refuse_flag)
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
+Finite = Annotated[float, Field(allow_inf_nan=False), NUMBER]
+Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=10**12, strict=True)]  # a database holds it
 Flag = Annotated[bool, Field(strict=True)]
 Devices = Annotated[tuple[Annotated[int, Field(ge=0, strict=True)], ...], Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=200)]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.config.base import Count, Positive, Section
+from shared.config.base import NUMBER, Count, Positive, Section
 
 _SAMPLING = "rows say how they were sampled by the model's generation_config.json; write it there, or send it in chats"
 _REFUSED: Mapping[str, str] = {
@@ -34,7 +34,7 @@ class EngineConfig(Section):
     """Longest prompt and reply together, tokens; null: the model's own."""
     kv_cache_gb: Count = 1
     """KV cache on a CPU, whole GB. (On a GPU: gpu_share.)"""
-    gpu_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    gpu_share: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
     """The part of a GPU's memory that each engine takes, so that a trainer or another engine has room beside it; null:
     vLLM's default of 0.9."""
     tool_parser: str | None = None

@@ -8,7 +8,18 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Count, Devices, Flag, Name, NonNegative, Port, Positive, Section, require_distinct
+from shared.config.base import (
+    NUMBER,
+    Count,
+    Devices,
+    Flag,
+    Name,
+    NonNegative,
+    Port,
+    Positive,
+    Section,
+    require_distinct,
+)
 from shared.config.keys import KeyConfig
 
 
@@ -137,7 +148,7 @@ class ExplorerConfig(Section):
     null: never."""
     reload: ReloadConfig = ReloadConfig()
     """How engines change to a new version."""
-    ledger_timeout_s: Annotated[float, Field(ge=1, le=60)] = 4.0
+    ledger_timeout_s: Annotated[float, Field(ge=1, le=60), NUMBER] = 4.0
     """A chat, feedback or commit that the database has not stored by then answers 503."""
     max_choices: Count = 64
     """A chat that asks for more choices (`n`) answers 400; each of them is a row."""
@@ -151,6 +162,13 @@ class ExplorerConfig(Section):
             )
         require_distinct("explorer.engines, name", (engine.name for engine in self.engines))
         require_distinct("explorer.engines, url", (engine.url for engine in self.engines))
+        ours = ("localhost", "127.0.0.1") if self.host in ("localhost", "127.0.0.1") else (self.host,)
+        for engine in self.engines:  # what listens on all addresses takes those of loopback
+            is_ours = engine.host in ours or (self.host in ("0.0.0.0", "::") and is_loopback(engine.host))
+            if is_ours and engine.port == self.port:
+                raise ValueError(
+                    f"explorer.port={self.port} is the port of explorer.engines {engine.name!r}; give each its own"
+                )
         require_distinct("explorer.keys, name", (key.label for key in self.keys))
         for network in self.open_feedback_from:
             try:

@@ -17,6 +17,7 @@ from shared.errors import ConfigError
 
 ENV_PREFIX = "FLYWHEEL_"
 ENV_NOT_SETTINGS = ("FLYWHEEL_LOG_PLAIN", "FLYWHEEL_TORTURE", "FLYWHEEL_URL", "FLYWHEEL_KEY")  # the last two: the SDK's
+ENV_MODEL = "FLYWHEEL_MODEL"  # a section of ours; a name is the SDK's
 ENV_PLAIN_TEXT = ("FLYWHEEL_DATABASE_URL", "FLYWHEEL_ENGINE__ADMIN_TOKEN")  # not YAML: any character may stand in them
 _WORDS = re.compile(r"'(?!<)[^']{2,}'")  # what YAML's messages quote of the file, which may be a secret
 
@@ -92,7 +93,12 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
             raise ConfigError(f"environment variables {same} and {variable} are the same setting; unset one of them")
         *parents, leaf = variable.removeprefix(ENV_PREFIX).lower().split("__")
         if not parents and leaf not in Config.model_fields:
-            raise ConfigError(f"environment variable {variable} names no setting; unset it, or see the README's list")
+            raise ConfigError(
+                f"environment variable {variable} names no setting; unset it, or write __ between section and key, as "
+                "in FLYWHEEL_EXPLORER__PORT"
+            )
+        if variable == ENV_MODEL and ":" not in text:
+            continue
         node = tree
         for part in parents:
             node = node.setdefault(part, {})
@@ -109,16 +115,25 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
 
 
 def _resolve_paths(config: Config, base: Path) -> Config:
-    model = config.model.model_copy(update={"path": str(base / Path(config.model.path).expanduser())})
-    update: dict[str, Any] = {"root_dir": str(base / Path(config.root_dir).expanduser()), "model": model}
+    model = config.model.model_copy(update={"path": _resolved("model.path", config.model.path, base)})
+    update: dict[str, Any] = {"root_dir": _resolved("root_dir", config.root_dir, base), "model": model}
     if config.engine.staging_dir is not None:
-        staging_dir = str(base / Path(config.engine.staging_dir).expanduser())
+        staging_dir = _resolved("engine.staging_dir", config.engine.staging_dir, base)
         update["engine"] = config.engine.model_copy(update={"staging_dir": staging_dir})
     teacher = config.trainer.distill
     if teacher.path is not None:
-        distill = teacher.model_copy(update={"path": str(base / Path(teacher.path).expanduser())})
+        distill = teacher.model_copy(update={"path": _resolved("trainer.distill.path", teacher.path, base)})
         update["trainer"] = config.trainer.model_copy(update={"distill": distill})
     url = config.database_url
     if url is not None and url.startswith("sqlite:///") and not url.startswith("sqlite:////"):
         update["database_url"] = f"{sqlite_url(base)}/{url.removeprefix('sqlite:///')}"
     return config.model_copy(update=update)
+
+
+def _resolved(setting: str, path: str, base: Path) -> str:
+    """A path that is relative to a folder, whole. Raises ConfigError."""
+    try:
+        return str(base / Path(path).expanduser())
+    except RuntimeError as exc:
+        user = path.removeprefix("~").partition("/")[0] or "this user"
+        raise ConfigError(f"{setting}={path!r}: {user} has no home folder here; write the whole path") from exc

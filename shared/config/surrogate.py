@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from shared.config.base import Count, Finite, Flag, NonNegative, Positive, Section
+from shared.config.base import NUMBER, Count, Finite, Flag, NonNegative, Positive, Section
 
 Bounds = tuple[Finite, Finite]  # lower and upper
 
@@ -58,7 +58,7 @@ class SurrogateConfig(AlgorithmConfig):
     """ε of the clipped surrogate objective."""
     clip_high: Positive | None = None
     """ε above 1, for tokens that become likelier (clip-higher); null: as `clip`."""
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 3.0
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False), NUMBER] | None = 3.0
     """Largest ratio that counts where the advantage is negative (dual clip); null: no bound."""
     mirror_coef: Positive = 0.1
     """τ of `opmd`: what it costs to move a sequence's log-probability."""

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from shared.config.base import Count, Finite, NonNegative, Positive
+from shared.config.base import NUMBER, Count, Finite, NonNegative, Positive
 from shared.config.surrogate import RewardSignals, SurrogateConfig
 
 Wording = Annotated[str, Field(pattern=r"^[^{}]*\{text\}[^{}]*$", max_length=2000)]
@@ -44,7 +44,7 @@ class HintConfig(TaughtConfig):
     teacher: Literal["live", "average", "version"] = "average"
     """Who reads the words: the policy that the batch begins with; a running average of its weights; the policy of the
     version that was published last. Under ZeRO 3 only the first."""
-    teacher_decay: Annotated[float, Field(gt=0, le=1)] = 0.999
+    teacher_decay: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.999
     """What an update leaves of the average; 1: all: the teacher stays the policy with which the trainer began."""
     kl_coef: NonNegative = 0.0
     """β of the per-token KL penalty towards the base model; with 0 the base model is not loaded."""

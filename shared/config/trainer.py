@@ -22,7 +22,7 @@ from shared.config.algorithms import (
     SPOConfig,
     StepGRPOConfig,
 )
-from shared.config.base import Count, Devices, Flag, Name, NonNegative, Positive, Section
+from shared.config.base import NUMBER, Count, Devices, Flag, Name, NonNegative, Positive, Section
 from shared.config.deepspeed import check_deepspeed
 from shared.config.surrogate import AlgorithmConfig, SurrogateConfig
 from shared.config.taught import DistillConfig, HintConfig, TaughtConfig
@@ -48,7 +48,7 @@ class TrainerConfig(Section):
     """Rows in one update."""
     batch_timeout_s: Positive | None = None
     """Claim a smaller batch when READY rows have waited this long; null: always wait for a whole one."""
-    max_share_per_key: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_share_per_key: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
     """Largest share of a batch, of its rows and of each algorithm's gradient, that comes of what one key has said, so
     that no single key steers the model; 1: all. Of the gradient each of n keys in a batch may have 1/n."""
     center_keys: Flag = False
@@ -100,7 +100,7 @@ class TrainerConfig(Section):
     """How long a claimed batch stays leased without a heartbeat of its trainer."""
     cpu_threads: Count | None = None
     """Threads of PyTorch on a CPU; null: all cores but one for each engine on this machine."""
-    rehearse: Annotated[float, Field(ge=0, le=4)] = 0.0
+    rehearse: Annotated[float, Field(ge=0, le=4), NUMBER] = 0.0
     """Rows that were trained on and are added to each batch, as a share of its rows: with written answers (corrections,
     demonstrations), which sft learns again, and with words, which hint does."""
     seed: Annotated[int, Field(ge=0, strict=True)] = 0

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Count, Flag, NonNegative, Port, Positive, Section
+from shared.config.base import NUMBER, Count, Flag, NonNegative, Port, Positive, Section
 
-Share = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(gt=0, lt=1), NUMBER]
 
 
 class BreakerConfig(Section):

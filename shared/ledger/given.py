@@ -23,7 +23,7 @@ from shared.ledger.dataset import CHUNK, PACKED
 from shared.ledger.tables import experiences, signals
 from shared.reward import Kind, Scope, Signal
 
-_NAMES = ("msg_id", "task_id", "run_id", "parent_id", "conversation_id", "finish_reason")
+_NAMES = ("msg_id", "task_id", "run_id", "parent_id", "conversation_id", "key_name", "key_group", "finish_reason")
 _LARGEST = {"choice": 10**9 - 1, "version": 2**31 - 1}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UNUSABLE = (CorruptTokens, AttributeError, KeyError, TypeError, ValueError, OverflowError)  # what a bad row raises
@@ -80,7 +80,15 @@ def _unpacked(row: dict[str, Any]) -> dict[str, Any]:
 
 def _unflat(message: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in message.items() if value is not None}
-    return {name: _decoded(value) if name == "tool_calls" else value for name, value in given.items()}
+    unpack = {"tool_calls": _decoded, "content": _parts}
+    return {name: unpack[name](value) if name in unpack else value for name, value in given.items()}
+
+
+def _parts(content: Any) -> Any:
+    """A message's parts, where its content is JSON of such; any other content as it is."""
+    found = _decoded(content) if isinstance(content, str) and content.startswith("[{") else None
+    is_parts = isinstance(found, list) and all(isinstance(part, dict) and "type" in part for part in found)
+    return found if is_parts else content
 
 
 def _decoded(value: Any) -> Any:
@@ -168,7 +176,7 @@ class _ExportedSignal(msgspec.Struct):
 
 
 def signals_of(row: dict[str, Any], rule: RewardConfig) -> list[Signal]:
-    """The row's signals, oldest first; its reward where it has none. Raises ValidationError and ValueError.
+    """The row's signals, oldest first; its rewards where it has none. Raises ValidationError and ValueError.
 
     Signals were accepted when they were said; a reward without them is checked here.
     """
@@ -178,9 +186,20 @@ def signals_of(row: dict[str, Any], rule: RewardConfig) -> list[Signal]:
     reward = row.get("reward")
     if exported or reward is None:
         return [Signal(one.kind, one.value, one.name, one.text, one.scope, one.key_name) for one in exported]
-    value = _finite(reward, "reward is no finite number")
-    require_accepted(value, rule)
-    return [Signal("reward", value=value)]
+    return _rewards(row, reward, rule)
+
+
+def _rewards(row: dict[str, Any], reward: Any, rule: RewardConfig) -> list[Signal]:
+    """The reward of a row without signals as what was said: of the row, or of the whole whose `outcome` it shows."""
+    whole: Scope = "conversation" if row.get("task_id") is None or row.get("run_id") is None else "run"
+    outcome, own = row.get("outcome"), reward if row.get("outcome") is None else row.get("turn_reward")
+    said: list[Signal] = []
+    for value, scope in ((outcome, whole), (own, "message")):
+        if value is not None:
+            number = _finite(value, "reward is no finite number")
+            require_accepted(number, rule)
+            said.append(Signal("reward", number, scope=scope))
+    return said if own is None or own == reward else said[::-1]  # `reward` is what was said last
 
 
 def require_accepted(reward: float | None, rule: RewardConfig) -> None:

@@ -56,8 +56,11 @@ def schema_version(connection: Connection) -> str | None:
 def copy_ledger(source: Connection, target: Connection, progress: Callable[[str, int, int], None]) -> dict[str, int]:
     """Copy every row into an empty ledger and compare the two by checksum. Returns rows by table.
 
-    progress(table, rows copied, rows in all). Memory does not grow with the ledger. Raises LedgerError.
+    progress(table, rows copied, rows in all). Memory does not grow with the ledger. Whoever writes to the source waits.
+    Raises LedgerError.
     """
+    if source.dialect.name == "postgresql":  # SQLite has one writer, which this transaction is
+        source.exec_driver_sql(f"LOCK TABLE {', '.join(table.name for table in metadata.sorted_tables)} IN SHARE MODE")
     filled = [t.name for t in metadata.sorted_tables if target.execute(select(func.count()).select_from(t)).scalar()]
     if filled:
         raise LedgerError(f"the target holds rows already (in {', '.join(filled)}); name an empty database")

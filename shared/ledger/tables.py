@@ -47,8 +47,9 @@ experiences = Table(
     Column("exchange", LargeBinary),  # digest of all messages up to and with the reply: a later turn continues it
     Column("task_id", String(400), info=_EXPORTED),
     Column("run_id", String(400), info=_EXPORTED),
-    Column("key_name", String(200)),  # the key that chatted
-    Column("key_group", String(200)),  # of the keys whose feedback may reach it; null: of keys without a group
+    Column("key_name", String(200), info=_EXPORTED),  # the key that chatted
+    # of the keys whose feedback may reach it; null: of keys without a group
+    Column("key_group", String(200), info=_EXPORTED),
     Column("feedback_key", String(200)),  # the key that last set the reward
     Column("version", Integer, nullable=False, info=_EXPORTED),  # sampled the first token
     Column("version_end", Integer, nullable=False),  # sampled the last token

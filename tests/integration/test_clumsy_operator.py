@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from services.cli import main
+from services.supervisor import Supervisor
 from shared.config import load_config
 from shared.errors import ConfigError, LedgerError, StartupError
 from shared.ledger import transitions
@@ -91,6 +93,25 @@ def test_up_needs_a_part_to_run(config):
         run_here(config, "up", *without)
 
 
+def test_up_needs_no_port_for_an_explorer_that_it_leaves_out(config, monkeypatch):
+    (Path(config.model.path)).mkdir(parents=True)
+    (Path(config.model.path) / "config.json").write_text("{}")
+    begun: list[str] = []
+
+    def run(self: Supervisor) -> int:
+        begun.extend(child.name for child in self._children)
+        return 0
+
+    monkeypatch.setattr(Supervisor, "run", run)
+    with socket.create_server(("127.0.0.1", 0)) as explorer:  # one that is run by itself
+        port = explorer.getsockname()[1]
+        config = config.model_copy(update={"explorer": config.explorer.model_copy(update={"port": port})})
+        assert run_here(config, "up", "--without", "explorer", "--without", "engines") == 0
+        assert begun == ["trainer"]
+        with pytest.raises(StartupError, match=r"explorer\.port"):
+            run_here(config, "up", "--without", "engines")
+
+
 def written(folder: Path, text: str) -> Path:
     file = folder / "flywheel.yaml"
     file.write_text(text)
@@ -105,12 +126,32 @@ def written(folder: Path, text: str) -> Path:
         ("[" * 5000, "is nested too deeply"),
         ("model: {path: x, lora: {rank: 8}}", "model.lora is set, and model.kind is full; set model.kind: lora"),
         ('root_dir: "a\\0b"\nmodel: {path: x}', "root_dir holds NUL"),
+        (
+            "model: {path: ~nobody-here/m}",
+            "model.path='~nobody-here/m': nobody-here has no home folder here; write the",
+        ),
+        ("root_dir: ~nobody-here/d\nmodel: {path: x}", "root_dir='~nobody-here/d': nobody-here has no home folder"),
     ],
 )
 def test_a_file_that_yaml_or_we_cannot_take_is_one_line(text, said, tmp_path: Path, capsys):
     assert main(["status", "-c", str(written(tmp_path, text))]) == 2
     line = capsys.readouterr().err
     assert said in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_an_explorer_on_the_port_of_its_engine_is_refused(host, tmp_path: Path):
+    keys = "keys: [{key_env: A, role: admin}]"
+    text = f"model: {{path: x}}\nexplorer: {{host: {host}, port: 8101, {keys}}}"
+    with pytest.raises(
+        ConfigError, match=r"explorer.port=8101 is the port of explorer.engines 'e0'; give each its own"
+    ):
+        load_config(written(tmp_path, text), {})
+
+
+def test_an_explorer_and_an_engine_may_have_one_port_on_two_addresses(tmp_path: Path):
+    engines = "engines: [{name: e0, url: 'http://10.0.0.2:8010'}, {name: e1, url: 'http://127.0.0.2:8010'}]"
+    assert load_config(written(tmp_path, f"model: {{path: x}}\nexplorer: {{{engines}}}"), {}).explorer.port == 8010
 
 
 def test_a_value_of_the_environment_is_as_one_of_the_file(tmp_path: Path):
@@ -120,8 +161,40 @@ def test_a_value_of_the_environment_is_as_one_of_the_file(tmp_path: Path):
 
 
 def test_what_the_agents_side_reads_from_the_environment_is_no_setting_of_ours(tmp_path: Path):
-    environ = {"FLYWHEEL_URL": "http://127.0.0.1:8010", "FLYWHEEL_KEY": "k"}
+    environ = {"FLYWHEEL_URL": "http://127.0.0.1:8010", "FLYWHEEL_KEY": "k", "FLYWHEEL_MODEL": "desk"}
     assert load_config(written(tmp_path, "model: {path: x}"), environ).model.name == "agent"
+
+
+def test_a_section_in_the_environment_is_ours_under_the_name_that_the_agents_side_has_for_its_model(tmp_path: Path):
+    environ = {"FLYWHEEL_MODEL": "{path: y, name: desk}"}
+    assert load_config(written(tmp_path, "model: {path: x}"), environ).model.name == "desk"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("explorer: {expire_after_s: yes}", "explorer.expire_after_s"),
+        ("explorer: {commit_every_s: on}", "explorer.commit_every_s"),
+        ("explorer: {ledger_timeout_s: true}", "explorer.ledger_timeout_s"),
+        ("reward: {down: no}", "reward.down"),
+        ("reward: {clip: [false, true]}", "reward.clip.0"),
+        ("reward: {metrics: {resolved: yes}}", "reward.metrics.resolved"),
+        ("engine: {gpu_share: true}", "engine.gpu_share"),
+        ("trainer: {learning_rate: yes}", "trainer.learning_rate"),
+        ("trainer: {rehearse: on, algorithm: sft}", "trainer.rehearse"),
+        ("trainer: {ppo: {gamma: on}}", "trainer.ppo.gamma"),
+        ("trainer: {ppo: {dual_clip: off}}", "trainer.ppo.dual_clip"),
+        ("trainer: {breaker: {outside_cut: off}}", "trainer.breaker.outside_cut"),
+    ],
+)
+def test_yes_and_no_are_no_numbers(text, key, tmp_path: Path):
+    with pytest.raises(ConfigError, match=rf"{key}=(True|False): must be a number, and YAML reads yes, no, on and off"):
+        load_config(written(tmp_path, f"model: {{path: x}}\n{text}"), {})
+
+
+def test_a_number_may_be_whole_or_stand_in_quotes(tmp_path: Path):
+    config = load_config(written(tmp_path, "model: {path: x}\ntrainer: {learning_rate: 1e-6, lease_s: 60}"), {})
+    assert (config.trainer.learning_rate, config.trainer.lease_s) == (1e-6, 60.0), "YAML takes 1e-6 for a text"
 
 
 @pytest.mark.parametrize("name", ["what?x=1", "50%25", "größe #1"])

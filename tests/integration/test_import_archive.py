@@ -19,6 +19,7 @@ from shared.errors import ConfigError, StartupError
 from shared.experience import Sampling, Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.dataset import replace_whole
 from shared.ledger.given import read_rows
 from shared.ledger.prefix import load_tokens
 from shared.ledger.queries import count_by_state, count_rows, size_bytes
@@ -220,6 +221,15 @@ def test_an_archive_overwrites_no_file_when_numbers_of_rows_come_again(ledger, c
     assert sorted(archived_names(tmp_path / "archive")) == ["a0", "a1", "a2", "b0", "b1", "b2"]
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_ledger_that_may_be_as_large_as_it_likes_loses_nothing(ledger, config, tmp_path: Path, count):
+    record_ready(ledger, rows(count))
+    with ledger.write() as connection:
+        connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
+    assert run_here(config, "archive", "--to", str(tmp_path / "archive"), "--keep-gb", "1e300") == 0
+    assert len(content(ledger)) == count
+
+
 @pytest.mark.parametrize("bound", [("--older-than-days", "nan"), ("--older-than-days", "-5"), ("--keep-gb", "inf")])
 def test_a_bound_that_is_no_amount_moves_nothing(ledger, config, tmp_path: Path, bound):
     record_ready(ledger, rows(3))
@@ -243,3 +253,28 @@ def test_choices_of_one_message_go_and_come_each_for_itself(ledger, config, tmp_
     (file,) = (tmp_path / "archive").iterdir()
     run_here(config, "import", str(file))
     assert content(ledger) == before
+
+
+def test_what_is_said_while_an_archive_is_written_is_not_lost(ledger, config, tmp_path: Path, monkeypatch):
+    record_ready(ledger, rows(2))
+    with ledger.write() as connection:
+        connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
+
+    def written(file: Path, lines: Any) -> None:
+        replace_whole(file, lines)
+        if file.name.startswith("rows-000000000001-000000000002"):
+            comment = {"task_id": None, "run_id": None, "signals": [Signal("comment", text="late")]}
+            with ledger.write() as connection:
+                transitions.apply_feedback(connection, msg_ids=["m1"], rule=RewardConfig(), **comment)
+
+    monkeypatch.setattr("shared.ledger.dataset.replace_whole", written)
+    run_here(config, "archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
+    with ledger.read() as connection:
+        kept = set(connection.execute(select(signals.c.text)).scalars())
+    archived = {
+        said.get("text")
+        for file in (tmp_path / "archive").iterdir()
+        for row in read_rows(file)
+        for said in row["signals"]
+    }
+    assert "late" in kept | archived

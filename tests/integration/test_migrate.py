@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from shared.config import ledger_url
 from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.migrate import run_steps, schema_version
+from shared.ledger.driver import answering_within
+from shared.ledger.migrate import copy_ledger, run_steps, schema_version
 from shared.ledger.migrations import HEAD
 from shared.ledger.queries import count_by_state, find_trainer
 from shared.ledger.tables import batches, engines, experiences, metadata, payloads
@@ -208,3 +210,25 @@ def _definition_of_rehearsable(connection) -> str:
     name, definition = {"sqlite_master": ("name", "sql"), "pg_indexes": ("indexname", "indexdef")}[table]
     query = f"SELECT {definition} FROM {table} WHERE {name} = 'ix_experiences_rehearsable'"
     return str(connection.execute(text(query)).scalar_one())
+
+
+def test_while_a_ledger_is_copied_writers_wait(url, tmp_path):
+    source, target, writer = (
+        Ledger.open(url),
+        Ledger.open(f"sqlite:///{tmp_path}/copy.sqlite3"),
+        Ledger.open(url, answering_within(1)),
+    )
+    record_ready(source, rows(2))
+    refused = []
+
+    def write(table: str, *_: int) -> None:
+        with contextlib.suppress(LedgerError), writer.write() as connection:
+            connection.execute(experiences.update().values(latency_s=1.0))
+            return
+        refused.append(table)
+
+    with source.write() as reading, target.write() as writing:
+        copy_ledger(reading, writing, write)
+    assert {"experiences", "payloads", "signals"} <= set(refused)
+    for ledger in (source, target, writer):
+        ledger.close()

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ import pytest
 from services import cli
 from services.engine.output import EngineOutput
 from shared.config import Config
+from shared.errors import StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from tests.support.experiences import trainer_config
 from tests.support.models import make_tiny_model
-from tests.support.processes import run_flywheel, write_config
+from tests.support.processes import run_flywheel, run_here, write_config
 from tests.support.servers import free_port, make_config, publish, served, wait_until, write_scripted_version
 from trainer_service.publish import ensure_base_version
 
@@ -134,3 +136,49 @@ def test_an_engine_goes_on_when_its_log_cannot_be_written(tmp_path):
             output = EngineOutput(process.stdout, file)
             assert process.wait(20) == 0
             assert output.reason().startswith("98001 ")
+
+
+def test_a_reader_that_has_seen_enough_of_the_output_ends_the_command_without_a_traceback():
+    readable, writable = os.pipe()
+    os.close(readable)
+    command = [sys.executable, "-m", "services.cli", "demo", "--list"]
+    ended = subprocess.run(command, stdout=writable, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writable)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_what_a_terminal_of_another_encoding_cannot_show_is_escaped(tmp_path):
+    config = make_config(tmp_path, ["http://127.0.0.1:1"])
+    ledger = Ledger.open(config.ledger_url)
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        transitions.tag_version(connection, 0, "größte")
+    ledger.close()
+    file = write_config(config, tmp_path / "f.yaml")
+    ended = run_flywheel("versions", "-c", str(file), timeout_s=60, PYTHONIOENCODING="ascii", COLUMNS="200")
+    assert ended.returncode == 0, ended.stderr
+    assert r"gr\xf6\xdfte" in ended.stdout
+
+
+def test_a_model_is_exported_into_the_empty_folder_that_one_stands_in(tmp_path, monkeypatch):
+    config = make_config(tmp_path / "data", ["http://127.0.0.1:1"])
+    ledger = Ledger.open(config.ledger_url)
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    ledger.close()
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(StartupError, match=r"version 0 cannot be exported: .*restore its folder"):
+        run_here(config, "export-model", "--version", "0", "--to", ".")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [["erase", "--key"], ["erase", "--message"], ["export", "--out", "x.jsonl", "--task"], ["versions", "tag", "1"]],
+)
+def test_a_name_that_is_no_utf8_is_refused_before_the_ledger_sees_it(call, tmp_path, capsys):
+    with pytest.raises(SystemExit) as refused:
+        run_here(make_config(tmp_path, ["http://127.0.0.1:1"]), *call, "caf\udce9")
+    assert refused.value.code == 2
+    assert r"'caf\udce9' is not UTF-8; write it as it was recorded" in capsys.readouterr().err

@@ -133,6 +133,22 @@ def test_compose_publishes_no_port_but_the_explorers():
     assert [name for name, service in services.items() if service.get("ports")] == ["explorer"]
 
 
+@pytest.mark.parametrize(
+    ("image", "modules"),
+    [
+        ("explorer", ["services/explorer.py", "services/samples.py"]),
+        ("trainer", ["services/trainer.py", "services/offline.py", "services/export_model.py"]),
+        ("engine", [f"services/engine/{name}.py" for name in ("launch", "gate", "stage", "adapters", "warmup")]),
+    ],
+)
+def test_an_image_has_the_packages_that_its_commands_import(image, modules):
+    text = (ROOT / f"deploy/{image}.Dockerfile").read_text()
+    copied = set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE))
+    ours = re.compile(r"^\s*(?:from|import) (services|shared|explorer_service|trainer_service)\b", re.MULTILINE)
+    for module in modules:
+        assert set(ours.findall((ROOT / module).read_text())) <= copied, module
+
+
 def test_engine_and_trainer_images_share_their_first_layers():
     engine, trainer = ((ROOT / f"deploy/{name}.Dockerfile").read_text() for name in ("engine", "trainer"))
     shared = engine[engine.index("FROM python") : engine.index("FROM base AS gpu")]

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from explorer_service.metrics import ExplorerMetrics
 from trainer_service.watch.prometheus import TrainerMetrics
+
+WORKER = """
+import os
+from explorer_service.metrics import ExplorerMetrics
+metrics = ExplorerMetrics()
+metrics.chat_in_flight.set({in_flight})
+metrics.reload_version.labels("e0").set({version})
+metrics.commit_rows.inc({rows})
+print(metrics.render().decode(), flush=True)
+os._exit(9)
+"""
 
 
 def test_every_metric_stands_in_the_docs_and_every_documented_metric_exists():
@@ -20,3 +34,18 @@ def test_every_metric_stands_in_the_docs_and_every_documented_metric_exists():
 def test_no_metric_has_the_name_of_another_service_s():
     explorers, trainers = ({f.name for f in m.registry.collect()} for m in (ExplorerMetrics(), TrainerMetrics()))
     assert not explorers & trainers
+
+
+def test_of_a_worker_that_died_what_it_had_counted_stays_and_what_it_was_doing_does_not(tmp_path: Path):
+    def shown(**values: int) -> dict[str, float]:
+        environ = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+        worker = [sys.executable, "-c", WORKER.format(**values)]
+        text = subprocess.run(worker, env=environ, capture_output=True, text=True, timeout=60, check=False).stdout
+        lines = (line.split(" ") for line in text.splitlines() if line.startswith("flywheel_"))
+        return {name: float(value) for name, value in lines}
+
+    assert shown(in_flight=3, version=7, rows=5)["flywheel_chat_in_flight_requests"] == 3
+    later = shown(in_flight=1, version=6, rows=2)
+    assert later["flywheel_chat_in_flight_requests"] == 1
+    assert later['flywheel_reload_version_number{engine="e0"}'] == 6
+    assert later["flywheel_commit_rows_total"] == 7

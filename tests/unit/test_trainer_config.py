@@ -61,6 +61,10 @@ from trainer_service.backends.deepspeed import has_bf16
         ),
         ("{algorithm: distill, distill: {url: 'http://'}}", "trainer.distill.url='http://' is no address; write http"),
         ("{algorithm: distill, distill: {url: 'http://a:b'}}", "trainer.distill.url='http://a:b' is no address; write"),
+        (
+            "{batch_size: 100000000000000000000}",
+            "trainer.batch_size=100000000000000000000: input should be less",
+        ),
         ("{algorithms: {ppo: .inf}}", "trainer.algorithms.ppo=inf: input should be a finite number; correct it"),
         ("{algorithms: {ppo: 0, sft: 0}}", "all weights are 0; give one a weight above 0"),
         ("{algorithm: ppo, algorithms: {sft: 1}}", "trainer.algorithm and trainer.algorithms are both set; remove one"),

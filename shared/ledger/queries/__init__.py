@@ -32,7 +32,7 @@ from shared.ledger.queries.rows import (
     remembered_answer,
     size_bytes,
 )
-from shared.ledger.queries.signals import load_signals, recent_kinds, tasks_repeat
+from shared.ledger.queries.signals import count_signals, load_signals, recent_kinds, tasks_repeat
 from shared.ledger.queries.status import LedgerProgress, Pace, Tripped, ledger_status, pace, progress
 from shared.ledger.queries.targets import Target, Targets, find_targets
 from shared.ledger.queries.trainers import StateRow, TrainerRow, find_trainer, list_states, list_trainers
@@ -52,10 +52,11 @@ from shared.ledger.queries.versions import (
 __all__ = [
     "DecisionRow", "EngineRow", "Followed", "LedgerProgress", "Pace", "Rewards", "StateRow", "Target", "Targets",
     "TrainerRow", "Tripped", "VersionRow", "any_lease_expired", "any_published", "any_stream_open", "count_by_state",
-    "count_ready", "count_rows", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest", "find_targets",
-    "find_trainer", "find_versions", "held_rows", "is_to_blame", "known_choices", "leased_versions", "ledger_status",
-    "list_decisions", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers", "load_lease",
-    "load_signals", "newest_version", "oldest_done", "oldest_ready", "owned_engines", "pace", "pinned_versions",
-    "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds", "remembered_answer",
-    "rewards_by_version", "served_adapters", "size_bytes", "streams_of_task", "tasks_repeat", "versions_on_disk",
+    "count_ready", "count_rows", "count_signals", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest",
+    "find_targets", "find_trainer", "find_versions", "held_rows", "is_to_blame", "known_choices", "leased_versions",
+    "ledger_status", "list_decisions", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers",
+    "load_lease", "load_signals", "newest_version", "oldest_done", "oldest_ready", "owned_engines", "pace",
+    "pinned_versions", "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds",
+    "remembered_answer", "rewards_by_version", "served_adapters", "size_bytes", "streams_of_task", "tasks_repeat",
+    "versions_on_disk",
 ]  # fmt: skip

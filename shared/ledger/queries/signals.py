@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, and_, func, select
 
 from shared.experience import Experience
 from shared.ledger.conditions import AnyRow, in_parts
@@ -13,6 +13,15 @@ from shared.reward import Kind, Signal
 
 _RECENT = 10_000  # signals
 _RECENT_ROWS = 1_000
+
+
+def count_signals(connection: Connection, ids: Sequence[int]) -> dict[int, int]:
+    """How many signals there are about these rows, by row id; none for one of which nothing was said."""
+    about = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
+    counts = select(experiences.c.id, func.count()).join(signals, about).group_by(experiences.c.id)
+    return {
+        row_id: n for mine in in_parts(experiences.c.id, ids) for row_id, n in connection.execute(counts.where(mine))
+    }
 
 
 def recent_kinds(connection: Connection) -> dict[Kind, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Select, and_, delete, func, select, update
 from shared.experience import State, choice_name
 from shared.ledger.conditions import MAX_PARAMETERS, in_parts, is_done, split_name
 from shared.ledger.prefix import inline_prefix
+from shared.ledger.queries.signals import count_signals
 from shared.ledger.tables import experiences, idempotency, payloads, signals
 from shared.reward import EVERY_LESSON
 
@@ -80,13 +81,19 @@ def forget_answers_about(connection: Connection, names: Collection[str]) -> None
             connection.execute(delete(idempotency).where(idempotency.c.key == row.key))
 
 
-def remove(connection: Connection, ids: Sequence[int]) -> int:
-    """Delete rows that are trained on or discarded, with tokens, texts and signals. Returns how many."""
+def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] | None = None) -> int:
+    """Delete rows that are trained on or discarded, with tokens, texts and signals. Returns how many.
+
+    said: how many signals each of them had when it was copied; one of which more was said since then stays.
+    """
     removed = 0
     (done,) = is_done()
     for part in in_parts(experiences.c.id, ids):
         still_done = select(experiences.c.id).where(part, done).order_by(experiences.c.id)
         gone = connection.execute(_locking(connection, still_done)).scalars().all()
+        if said is not None:
+            now = count_signals(connection, gone)
+            gone = [row_id for row_id in gone if now.get(row_id, 0) == said.get(row_id, 0)]
         mine = experiences.c.id.in_(gone)
         names = select(experiences.c.msg_id).where(mine)
         its_choice = and_(experiences.c.msg_id == signals.c.msg_id, experiences.c.choice == signals.c.choice)

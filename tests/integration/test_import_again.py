@@ -1,0 +1,129 @@
+"""Export and import: whose a row is, how turns are linked and what was said of a whole come back, and nothing twice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sqlalchemy import select
+
+from explorer_service.chat.conversation import read_prompt
+from shared.config import RewardConfig
+from shared.experience import Tokens, trajectory_key
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from shared.ledger.dataset import replace_whole
+from shared.ledger.given import read_rows, signals_of
+from shared.ledger.queries import count_rows
+from shared.ledger.tables import experiences, payloads, signals
+from shared.reward import Signal
+from tests.support.processes import run_here
+from tests.support.samples import sample
+from tests.support.servers import make_config
+from trainer_service.export import read_export
+
+ROW = {"prompt_ids": [1, 2], "reply_ids": [3], "logprobs": [-0.5]}
+
+
+@pytest.fixture
+def config(tmp_path, database_url):
+    return make_config(tmp_path / "root", ["http://127.0.0.1:1"], database_url=database_url)
+
+
+@pytest.fixture
+def ledger(config):
+    opened = Ledger.open(config.ledger_url)
+    yield opened
+    opened.close()
+
+
+def emptied(ledger: Ledger) -> None:
+    with ledger.write() as connection:
+        for table in (signals, payloads, experiences):
+            connection.execute(table.delete())
+
+
+def columns(ledger: Ledger, *names: str) -> list[tuple]:
+    query = select(*(experiences.c[name] for name in names)).order_by(experiences.c.id)
+    with ledger.read() as connection:
+        return [tuple(row) for row in connection.execute(query)]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_rows_come_back_to_their_key_and_its_group_and_are_erased_by_it(ledger, config, tmp_path: Path, name):
+    with ledger.write() as connection:
+        transitions.record(connection, [replace(sample("m0"), key_name="shop", key_group="shops"), sample("m1")])
+    before = columns(ledger, "msg_id", "key_name", "key_group")
+    run_here(config, "export", "--tokens", "--out", str(tmp_path / name))
+    emptied(ledger)
+    assert run_here(config, "import", str(tmp_path / name)) == 0
+    assert columns(ledger, "msg_id", "key_name", "key_group") == before
+    assert run_here(config, "erase", "--key", "shop") == 0
+
+
+def test_training_on_a_file_keeps_runs_of_one_name_apart_by_group(tmp_path: Path, model):
+    run, groups = {**ROW, "reward": 1.0, "task_id": "t", "run_id": "0"}, [None, "shops", "inns"]
+    lines = [{**run, "msg_id": f"m{number}", "key_group": group} for number, group in enumerate(groups)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    kept = read_export(tmp_path / "rows.jsonl", make_config(tmp_path, ["http://127.0.0.1:1"]), model)
+    assert [trajectory_key(row) for row in kept] == [(None, "t", "0"), ("shops", "t", "0"), ("inns", "t", "0")]
+
+
+def test_a_live_turn_continues_a_conversation_that_was_imported_under_its_key(ledger, config, tmp_path: Path):
+    asked, answer = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes?"}
+    row = {**ROW, "msg_id": "m0", "messages": [asked, answer], "key_name": "shop"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert run_here(config, "import", str(tmp_path / "rows.jsonl")) == 0
+    _, extends = read_prompt([asked, answer, asked], "shop", None, None)
+    with ledger.write() as connection:
+        transitions.record(connection, [replace(sample("m1"), key_name="shop", extends=extends)])
+    assert columns(ledger, "msg_id", "parent_id")[1] == ("m1", "m0")
+
+
+def test_rows_without_a_message_id_are_imported_once_however_often_the_file_is(ledger, config, tmp_path: Path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, [ROW, {**ROW, "reward": 1.0}, ROW])))
+    assert run_here(config, "import", str(file)) == 0
+    assert "3 imported, 0 known, 0 unusable" in capsys.readouterr().err, "the file holds one of them twice"
+    assert run_here(config, "import", str(file)) == 0
+    assert "0 imported, 3 known, 0 unusable" in capsys.readouterr().err
+    with ledger.read() as connection:
+        assert count_rows(connection) == 3
+
+
+def test_turns_whose_texts_are_not_stored_are_linked_again(ledger, config, tmp_path: Path):
+    prompt = np.arange(50, dtype=np.int32)
+    exchanges = [b"one", b"two", b"three"]
+    for turn, exchange in enumerate(exchanges):
+        tokens = Tokens(prompt, np.array([7, 8], np.int32), np.array([-0.5, -0.25], np.float32))
+        extends = tuple(exchanges[max(0, turn - 1) : turn])
+        with ledger.write() as connection:
+            transitions.record(connection, [sample(f"m{turn}", tokens=tokens, exchange=exchange, extends=extends)])
+        prompt = np.concatenate((tokens.prompt_ids, tokens.reply_ids, prompt[:9]))
+    before = columns(ledger, "msg_id", "parent_id", "conversation_id")
+    assert before == [("m0", None, "m0"), ("m1", "m0", "m0"), ("m2", "m1", "m0")]
+    run_here(config, "export", "--tokens", "--out", str(tmp_path / "rows.jsonl"))
+    emptied(ledger)
+    assert run_here(config, "import", str(tmp_path / "rows.jsonl")) == 0
+    assert columns(ledger, "msg_id", "parent_id", "conversation_id") == before
+
+
+def test_the_outcome_of_a_run_is_no_reward_of_each_turn_in_an_export_without_signals():
+    told = {"reward": 1.0, "turn_reward": None, "outcome": 1.0, "task_id": "t", "run_id": "0"}
+    assert signals_of(told, RewardConfig()) == [Signal("reward", 1.0, scope="run")]
+    both = {"reward": 0.25, "turn_reward": 0.25, "outcome": 1.0, "conversation_id": "m0"}
+    said = [Signal("reward", 1.0, scope="conversation"), Signal("reward", 0.25)]
+    assert signals_of(both, RewardConfig()) == said, "what was said last is last"
+    assert signals_of({"reward": 0.5}, RewardConfig()) == [Signal("reward", 0.5)]
+
+
+def test_parts_of_a_message_come_back_from_parquet_as_parts_and_texts_as_texts(tmp_path: Path):
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "[1]"}]
+    told = ["plain", "[1, 2]", '[{"a": 1}]', "[]", "{}", '"quoted"']
+    messages = [{"role": "user", "content": content} for content in (parts, *told)]
+    replace_whole(tmp_path / "rows.parquet", [{"messages": messages}])
+    (row,) = read_rows(tmp_path / "rows.parquet")
+    assert row["messages"] == messages
