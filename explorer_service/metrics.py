@@ -100,6 +100,8 @@ def _forget_the_dead(folder: Path) -> None:
     for file in folder.glob("gauge_live*.db"):
         try:
             os.kill(int(file.stem.rpartition("_")[2]), 0)
+        except PermissionError:
+            continue  # a process of another user has the number now
         except ProcessLookupError:
             file.unlink(missing_ok=True)  # another worker may do the same
 
