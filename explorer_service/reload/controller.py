@@ -111,7 +111,7 @@ class EngineController:
             await asyncio.sleep(min(self._settings.poll_interval_s, HEALTH_INTERVAL_S))
 
     async def _reconcile(self) -> None:
-        engine, served = self._engine, self._served
+        engine = self._engine
         await self._shared.reload_lease.settle()
         await self._health.check()
         if not await self._leases.acquire(engine.url):
@@ -124,7 +124,8 @@ class EngineController:
             self._backoff.retry(newest.version)  # published just now, or by an operator who lets engines try it again
         if not self._is_owner:
             await self._follower.inherit(newest)
-            self._is_owner = True
+            self._is_owner, self._served = True, None  # the owner before may have loaded anything
+        served = self._served
         if engine.state is EngineState.UNAVAILABLE:
             self._pool.check(engine, "its version is not proven yet")
             log.info("engine answers", engine=engine.name, url=engine.url)
@@ -187,11 +188,11 @@ class EngineController:
         if target is not None and await self._has(target):
             await self._serve(target)
             return
-        if not engine.is_open and (target is None or self._adapters is None):
+        if (not engine.is_open or self._served is None) and (target is None or self._adapters is None):
             good = await self._choice.find_good(newest.version, self._served)
             if good is not None and await self._has(good):
                 await self._serve(good)
-            elif target is None:
+            elif target is None and not engine.is_open:
                 target = good
         if target is not None and not self._backoff.wait_s(target.version):
             await self._replace(target, newest)

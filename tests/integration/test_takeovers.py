@@ -1,0 +1,89 @@
+"""An engine changes its owner, or its owner finds other weights there: rows name the versions that sampled them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+
+import pytest
+from sqlalchemy import select, update
+
+from shared.experience import Tokens
+from shared.ledger.tables import engines, experiences, payloads
+from tests.support.reloads import SETTINGS, shown
+from tests.support.servers import RunningExplorer, publish, served, wait_until
+
+
+@pytest.fixture
+def database_url():
+    """SQLite alone: nothing here depends on the database."""
+    return
+
+
+@pytest.fixture
+def owner_first(scripted_engine, start_explorer) -> list[RunningExplorer]:
+    """Three explorers of one engine that serves version 1; the first one owns it."""
+    started = [start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready() for _ in range(3)]
+    publish(started[0], 0)
+    publish(started[0], 1, -2.0)
+    wait_until(lambda: all(served(explorer) == "1" for explorer in started))
+    wait_until(lambda: not any(explorer.deps.membership.is_alone for explorer in started))
+    return sorted(started, key=lambda explorer: not shown(explorer)["owned"])
+
+
+def hand_over(owner: RunningExplorer, other: RunningExplorer) -> None:
+    """As when the owner's lease ran out while it stood still."""
+    url = owner.config.explorer.engines[0].url
+    with owner.ledger.write() as connection:
+        new = {"owner": other.deps.membership.id, "owner_until": time.time() + 5.0}
+        connection.execute(update(engines).values(**new))
+    owner.deps.leases.forget(url)
+    wait_until(lambda: bool(shown(other)["owned"]) and not shown(owner)["owned"])
+
+
+@dataclass
+class Stream:
+    """A chat that is in flight at an explorer while something happens."""
+
+    explorer: RunningExplorer
+    msg_id: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Stream:
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        wait_until(lambda: len(self.lines) > 1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the stream does not end"
+
+    def _run(self) -> None:
+        with self.explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
+            for line in reply.iter_lines():
+                self.lines += [line] if line else []
+                self.msg_id = self.msg_id or json.loads(line[6:])["id"]
+
+    def sampled(self) -> tuple[tuple[float, ...], tuple[int, int]]:
+        """The versions that sampled the first and the last token, by the engine's word and by the row."""
+        assert self.lines[-1] == "data: [DONE]", self.lines[-1]
+        named = select(experiences.c.version, experiences.c.version_end, payloads.c.tokens).join(payloads)
+        with self.explorer.ledger.read() as connection:
+            row = connection.execute(named.where(experiences.c.msg_id == self.msg_id)).one()
+        logprobs = Tokens.decode(row.tokens).logprobs
+        return (-logprobs[0], -logprobs[-1]), (row.version, row.version_end)
+
+
+def test_who_has_an_engine_again_serves_what_the_owner_before_it_loaded(owner_first, scripted_engine):
+    first, second, _ = owner_first
+    hand_over(first, second)
+    publish(first, 2, -3.0)
+    wait_until(lambda: all(served(explorer) == "2" for explorer in owner_first))
+    hand_over(second, first)
+    scripted_engine.script.refused.add("/flywheel/stage")
+    publish(first, 3, -4.0)
+    wait_until(lambda: shown(first)["state"] == "degraded")
+    assert (shown(first)["version"], scripted_engine.script.loaded) == (2, "v000002")
