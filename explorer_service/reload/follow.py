@@ -37,8 +37,8 @@ class EngineFollower:
         row = await self._shared.leases.read(engine.url)
         if row is None:
             return
-        if engine.hold.is_on and row.spoiled > self._shared.leases.known_generation(engine.url):
-            self._pool.spoil(engine, "another explorer's reload failed its proof")
+        if row.spoiled > self._shared.leases.known_generation(engine.url):
+            self._pool.spoil(engine, "its owner found other weights there than those that it should hold")
         if row.state in (EngineState.SERVING, EngineState.DEGRADED) and row.version is not None:
             names = await asyncio.to_thread(self._read_names, row.version)
             if row.version not in names:  # it has moved on meanwhile

@@ -87,3 +87,13 @@ def test_who_has_an_engine_again_serves_what_the_owner_before_it_loaded(owner_fi
     publish(first, 3, -4.0)
     wait_until(lambda: shown(first)["state"] == "degraded")
     assert (shown(first)["version"], scripted_engine.script.loaded) == (2, "v000002")
+
+
+def test_streams_of_all_explorers_end_when_the_owner_finds_other_weights(owner_first, scripted_engine):
+    script = scripted_engine.script
+    script.gap_s = 1.0
+    with Stream(owner_first[0]) as own, Stream(owner_first[1]) as other:
+        scripted_engine._hold(owner_first[0].config.root / "versions/v000000")
+        script.label = "0:" + "0" * 16
+    for stream in (own, other):
+        assert "weights_unproven" in stream.lines[-1]
