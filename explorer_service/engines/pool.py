@@ -239,7 +239,8 @@ class EnginePool:
     def switch(self, engine: Engine, versions: dict[int, str], since: float) -> None:
         """The weights were replaced under the requests in flight. since: time.monotonic(), while the engine stood."""
         engine.versions, engine.version = versions, max(versions)
-        engine.switches.append((time.monotonic(), since, engine.version))
+        if not engine.switches or engine.switches[-1][2] != engine.version:
+            engine.switches.append((time.monotonic(), since, engine.version))
 
     def go_on(self, engine: Engine) -> None:
         """The weights are proven: what was held back goes on."""

@@ -81,7 +81,7 @@ class EngineFollower:
         if engine.state is state and engine.version == version and engine.versions == names:
             return
         adapters = self._shared.loads_adapters  # then each request is computed by the version that it began with
-        if engine.versions and engine.version != version and not adapters:
+        if engine.version != version and not adapters:  # whatever this explorer knew of it: requests may cross
             self._pool.switch(engine, names, switched_at)
         defaults = await self._read_defaults(0 if adapters else version)
         if defaults is None:

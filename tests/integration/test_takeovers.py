@@ -97,3 +97,23 @@ def test_streams_of_all_explorers_end_when_the_owner_finds_other_weights(owner_f
         script.label = "0:" + "0" * 16
     for stream in (own, other):
         assert "weights_unproven" in stream.lines[-1]
+
+
+def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_had_just_broken_off(
+    owner_first, scripted_engine
+):
+    script, other = scripted_engine.script, owner_first[1]
+    script.gap_s, script.tells_weights = 0.5, True
+    leases, read, lost = other.deps.leases, other.deps.leases.read, []
+
+    async def read_when_a_chat_has_broken_off(url):
+        row = await read(url)
+        if row is not None and row.state == "reloading" and not lost:
+            lost.append(other.deps.pool.engines[0])
+            other.deps.pool.withdraw(lost[0], "it closed the connection")
+        return row
+
+    leases.read = read_when_a_chat_has_broken_off
+    with Stream(other) as stream:
+        publish(owner_first[0], 2, -3.0)
+    assert lost and stream.sampled() == ((1.0, 2.0), (1, 2))
