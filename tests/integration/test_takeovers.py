@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -117,3 +118,25 @@ def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_h
     with Stream(other) as stream:
         publish(owner_first[0], 2, -3.0)
     assert lost and stream.sampled() == ((1.0, 2.0), (1, 2))
+
+
+def test_streams_that_cross_a_reload_name_both_versions_where_its_owner_died_in_it(owner_first, scripted_engine):
+    script, owner = scripted_engine.script, owner_first[0]
+    script.gap_s, script.tells_weights = 0.5, True
+    require_held = owner.deps.leases.require_held
+
+    async def beat() -> None:
+        """A dead explorer has no heartbeat."""
+
+    async def die_when_loaded(url, generation=None):
+        if script.label.startswith("2:"):
+            await asyncio.Event().wait()
+        await require_held(url, generation)
+
+    owner.deps.leases.require_held = die_when_loaded
+    with Stream(owner_first[1]) as one, Stream(owner_first[2]) as another:
+        publish(owner, 2, -3.0)
+        wait_until(lambda: script.label.startswith("2:"))
+        owner.deps.membership.heartbeat = beat
+    for stream in (one, another):
+        assert stream.sampled() == ((1.0, 2.0), (1, 2))
