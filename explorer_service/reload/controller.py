@@ -183,12 +183,15 @@ class EngineController:
         if not self._backoff.wait_s(newest.version):
             try:
                 target = await self._choice.examine(newest)
-            except StageFailed as error:
+            except EngineError as error:
+                if not (engine.is_open or isinstance(error, StageFailed)):
+                    raise  # root_dir is not mounted here
                 await self._stay(newest.version, error)
         if target is not None and await self._has(target):
             await self._serve(target)
             return
-        if (not engine.is_open or self._served is None) and (target is None or self._adapters is None):
+        is_unproven = not engine.is_open or (target is not None and self._served is None)
+        if is_unproven and (target is None or self._adapters is None):
             good = await self._choice.find_good(newest.version, self._served)
             if good is not None and await self._has(good):
                 await self._serve(good)
