@@ -30,7 +30,7 @@ from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame, failure_name
 from explorer_service.reload.choice import VersionChoice
 from explorer_service.reload.follow import EngineFollower
-from explorer_service.reload.health import HEALTH_INTERVAL_S, EngineHealth
+from explorer_service.reload.health import HEALTH_INTERVAL_S, EngineHealth, while_open
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.ownership import POLL_S
 from explorer_service.reload.reloading import Reloading
@@ -209,16 +209,17 @@ class EngineController:
 
     async def _replace(self, target: TargetVersion, newest: VersionRow) -> None:
         version = target.version
-        try:
-            # first: of what is staged, what was asked for last stays
-            good = await self._choice.stage_good(version, self._served)
-            target = await self._take_up.stage(target)
-        except (StageFailed, VersionError) as error:
-            await self._stay(version, error)
-            if isinstance(error, VersionError):
-                await self._blame.condemn(target, str(error))
-            return
-        async with self._take_up.alone():
+        async with contextlib.AsyncExitStack() as turn:
+            try:
+                async with while_open(self._engine):
+                    good = await self._choice.stage_good(version, self._served)  # first: what is asked for last stays
+                    target = await self._take_up.stage(target)
+                    await turn.enter_async_context(self._take_up.alone())
+            except (StageFailed, VersionError) as error:
+                await self._stay(version, error)
+                if isinstance(error, VersionError):
+                    await self._blame.condemn(target, str(error))
+                return
             now = self._shared.poller.newest()
             if now is not None and now.version == newest.version:  # else overtaken, or rejected, while it waited
                 await self._move(target, good)

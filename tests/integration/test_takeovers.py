@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,6 +15,7 @@ from sqlalchemy import select, update
 from shared.experience import Tokens
 from shared.ledger.tables import engines, experiences, payloads
 from tests.support.reloads import SETTINGS, shown
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, publish, served, wait_until
 
 
@@ -21,6 +23,13 @@ from tests.support.servers import RunningExplorer, publish, served, wait_until
 def database_url():
     """SQLite alone: nothing here depends on the database."""
     return
+
+
+@pytest.fixture
+def second_engine() -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine()
+    yield engine
+    engine.stop()
 
 
 @pytest.fixture
@@ -140,3 +149,26 @@ def test_streams_that_cross_a_reload_name_both_versions_where_its_owner_died_in_
         owner.deps.membership.heartbeat = beat
     for stream in (one, another):
         assert stream.sampled() == ((1.0, 2.0), (1, 2))
+
+
+def test_an_engine_that_broke_a_chat_off_serves_again_while_it_waits_for_its_turn(
+    scripted_engine, second_engine, start_explorer
+):
+    explorer = start_explorer([scripted_engine.url, second_engine.url], reload=SETTINGS)
+    publish(explorer, 0)
+    scripts = [scripted_engine.script, second_engine.script]
+    wait_until(lambda: all(script.label.startswith("0:") for script in scripts))
+    wait_until(lambda: len(explorer.deps.pool.serving) == 2)
+    for script in scripts:
+        script.hung_loads = {"v000001"}
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: any("reload v000001" in script.calls for script in scripts))
+    waiting = next(script for script in scripts if "reload v000001" not in script.calls)
+    waiting.die_on_chat = True
+    assert explorer.chat().status_code == 503
+    waiting.die_on_chat = False
+    wait_until(lambda: explorer.http.get("/ready").status_code == 200)
+    assert served(explorer) == "0"
+    for script in scripts:
+        script.hung_loads = set()
+    wait_until(lambda: [engine.version for engine in explorer.deps.pool.serving] == [1, 1])
