@@ -62,7 +62,8 @@ class AdapterController:
             return
         pins = await self._read_pins(self._engine.version)
         await self.bring_in_pins(pins)
-        if await self._give_up({self._engine.version, *pins}):
+        leaves = await self._give_up({self._engine.version, *pins})
+        if leaves or self._engine.versions != self._take_up.names(0):  # it has got back what it had lost
             await self._announce()
         await self._unload()
         if time.monotonic() > self._held_at + _RENEW_S:
