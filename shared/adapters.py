@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from shared.errors import VersionError
+from shared.errors import VersionError, VersionMissing
 from shared.tensors import Tensor, read_header
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ def write_adapter_config(folder: Path, config: AdapterConfig) -> None:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises VersionError for anything but a plain LoRA adapter of linear layers, as `write_adapter_config` writes."""
+    """Raises VersionError for anything but a plain LoRA adapter of linear layers, as `write_adapter_config` writes.
+
+    VersionMissing when it cannot be read.
+    """
     file = folder / ADAPTER_CONFIG
     try:
         if file.stat().st_size > _MAX_CONFIG_BYTES:
@@ -54,7 +57,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         keys = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw]).keys()
         config = msgspec.json.decode(encoded, type=AdapterConfig)
     except OSError as exc:
-        raise VersionError(f"{folder}: {ADAPTER_CONFIG} cannot be read ({exc.strerror})") from exc
+        raise VersionMissing(f"{folder}: {ADAPTER_CONFIG} cannot be read ({exc.strerror})") from exc
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise VersionError(f"{folder}: {ADAPTER_CONFIG} is damaged ({exc})") from exc
     if unknown := sorted(keys - set(AdapterConfig.__struct_fields__)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 
 from explorer_service.errors import WeightsUnproven
 
@@ -13,16 +15,18 @@ class Hold:
     What comes while it is on stays unread, so that the connection's own bound holds for it.
     """
 
-    __slots__ = ("_changed", "_spoiled", "is_on")
+    __slots__ = ("_changed", "_spoiled", "is_on", "since")
 
     def __init__(self) -> None:
         self.is_on = False
+        self.since = -math.inf  # time.monotonic(): when replies last began to wait
         self._spoiled: str | None = None  # the reason
         self._changed = asyncio.Event()
 
     def begin(self) -> None:
         """From now on replies wait."""
-        self.is_on = True
+        if not self.is_on:
+            self.is_on, self.since = True, time.monotonic()
 
     def release(self) -> None:
         """The weights are proven: replies go on."""

@@ -236,10 +236,16 @@ class EnginePool:
         """Other weights may sample for the requests in flight: what the engine sends waits until they are proven."""
         engine.hold.begin()
 
-    def switch(self, engine: Engine, versions: dict[int, str], since: float) -> None:
-        """The weights were replaced under the requests in flight. since: time.monotonic(), while the engine stood."""
+    def switch(self, engine: Engine, versions: dict[int, str], since: float) -> bool:
+        """The weights were replaced under the requests in flight. since: time.monotonic(), while the engine stood.
+
+        Returns whether that was not known.
+        """
         engine.versions, engine.version = versions, max(versions)
+        if engine.switches and engine.switches[-1][2] == engine.version:
+            return False
         engine.switches.append((time.monotonic(), since, engine.version))
+        return True
 
     def go_on(self, engine: Engine) -> None:
         """The weights are proven: what was held back goes on."""

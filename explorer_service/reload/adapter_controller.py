@@ -17,6 +17,7 @@ from explorer_service.engines.pool import Engine, EnginePool
 from explorer_service.errors import EngineDied, EngineUnavailable, LoadUndone, NotOwner, ProbeMismatch
 from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame
+from explorer_service.reload.health import while_open
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
 from shared.errors import EngineError, VersionError
@@ -61,7 +62,8 @@ class AdapterController:
             return
         pins = await self._read_pins(self._engine.version)
         await self.bring_in_pins(pins)
-        if await self._give_up({self._engine.version, *pins}):
+        leaves = await self._give_up({self._engine.version, *pins})
+        if leaves or self._engine.versions != self._take_up.names(0):  # it has got back what it had lost
             await self._announce()
         await self._unload()
         if time.monotonic() > self._held_at + _RENEW_S:
@@ -125,7 +127,9 @@ class AdapterController:
     async def _load(self, target: TargetVersion) -> str | None:
         """As `_bring_in`. Raises VersionError, EngineUnavailable."""
         try:
-            await self._take_up.run(await self._take_up.stage(target), None)
+            async with while_open(self._engine):
+                target = await self._take_up.stage(target)
+            await self._take_up.run(target, None)
         except (LoadUndone, ProbeMismatch) as error:
             is_technical = isinstance(error, LoadUndone) and error.is_technical
             await (self._blame.count if is_technical else self._blame.condemn)(target, str(error))

@@ -30,7 +30,7 @@ from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame, failure_name
 from explorer_service.reload.choice import VersionChoice
 from explorer_service.reload.follow import EngineFollower
-from explorer_service.reload.health import HEALTH_INTERVAL_S, EngineHealth
+from explorer_service.reload.health import HEALTH_INTERVAL_S, EngineHealth, while_open
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.ownership import POLL_S
 from explorer_service.reload.reloading import Reloading
@@ -111,7 +111,7 @@ class EngineController:
             await asyncio.sleep(min(self._settings.poll_interval_s, HEALTH_INTERVAL_S))
 
     async def _reconcile(self) -> None:
-        engine, served = self._engine, self._served
+        engine = self._engine
         await self._shared.reload_lease.settle()
         await self._health.check()
         if not await self._leases.acquire(engine.url):
@@ -124,7 +124,8 @@ class EngineController:
             self._backoff.retry(newest.version)  # published just now, or by an operator who lets engines try it again
         if not self._is_owner:
             await self._follower.inherit(newest)
-            self._is_owner = True
+            self._is_owner, self._served = True, None  # the owner before may have loaded anything
+        served = self._served
         if engine.state is EngineState.UNAVAILABLE:
             self._pool.check(engine, "its version is not proven yet")
             log.info("engine answers", engine=engine.name, url=engine.url)
@@ -182,16 +183,19 @@ class EngineController:
         if not self._backoff.wait_s(newest.version):
             try:
                 target = await self._choice.examine(newest)
-            except StageFailed as error:
+            except EngineError as error:
+                if not (engine.is_open or isinstance(error, StageFailed)):
+                    raise  # root_dir is not mounted here
                 await self._stay(newest.version, error)
         if target is not None and await self._has(target):
             await self._serve(target)
             return
-        if not engine.is_open and (target is None or self._adapters is None):
+        is_unproven = not engine.is_open or (target is not None and self._served is None)
+        if is_unproven and (target is None or self._adapters is None):
             good = await self._choice.find_good(newest.version, self._served)
             if good is not None and await self._has(good):
                 await self._serve(good)
-            elif target is None:
+            elif target is None and not engine.is_open:
                 target = good
         if target is not None and not self._backoff.wait_s(target.version):
             await self._replace(target, newest)
@@ -205,16 +209,17 @@ class EngineController:
 
     async def _replace(self, target: TargetVersion, newest: VersionRow) -> None:
         version = target.version
-        try:
-            # first: of what is staged, what was asked for last stays
-            good = await self._choice.stage_good(version, self._served)
-            target = await self._take_up.stage(target)
-        except (StageFailed, VersionError) as error:
-            await self._stay(version, error)
-            if isinstance(error, VersionError):
-                await self._blame.condemn(target, str(error))
-            return
-        async with self._take_up.alone():
+        async with contextlib.AsyncExitStack() as turn:
+            try:
+                async with while_open(self._engine):
+                    good = await self._choice.stage_good(version, self._served)  # first: what is asked for last stays
+                    target = await self._take_up.stage(target)
+                    await turn.enter_async_context(self._take_up.alone())
+            except (StageFailed, VersionError) as error:
+                await self._stay(version, error)
+                if isinstance(error, VersionError):
+                    await self._blame.condemn(target, str(error))
+                return
             now = self._shared.poller.newest()
             if now is not None and now.version == newest.version:  # else overtaken, or rejected, while it waited
                 await self._move(target, good)

@@ -37,8 +37,8 @@ class EngineFollower:
         row = await self._shared.leases.read(engine.url)
         if row is None:
             return
-        if engine.hold.is_on and row.spoiled > self._shared.leases.known_generation(engine.url):
-            self._pool.spoil(engine, "another explorer's reload failed its proof")
+        if row.spoiled > self._shared.leases.known_generation(engine.url):
+            self._pool.spoil(engine, "its owner found other weights there than those that it should hold")
         if row.state in (EngineState.SERVING, EngineState.DEGRADED) and row.version is not None:
             names = await asyncio.to_thread(self._read_names, row.version)
             if row.version not in names:  # it has moved on meanwhile
@@ -81,7 +81,7 @@ class EngineFollower:
         if engine.state is state and engine.version == version and engine.versions == names:
             return
         adapters = self._shared.loads_adapters  # then each request is computed by the version that it began with
-        if engine.versions and engine.version != version and not adapters:
+        if engine.version != version and not adapters:  # whatever this explorer knew of it: requests may cross
             self._pool.switch(engine, names, switched_at)
         defaults = await self._read_defaults(0 if adapters else version)
         if defaults is None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.pool import Engine
-from explorer_service.errors import EngineRefused, EngineTimeout
+from explorer_service.errors import EngineRefused, EngineTimeout, EngineUnavailable
 from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.ownership import EngineLeases
 
 HEALTH_INTERVAL_S = 1.0
+_LOOK_S = 0.1
 STALLED_AFTER_S = 10.0  # chats that get no answer for so long may wait in an engine that somebody paused
 
 
@@ -56,3 +60,29 @@ class EngineHealth:
         except (EngineRefused, EngineTimeout):
             return None  # it says nothing now
         return None if label in (None, served.label) else label
+
+
+@asynccontextmanager
+async def while_open(engine: Engine) -> AsyncIterator[None]:
+    """Around what an engine that serves only waits for: it ends when the engine goes out of service.
+
+    Then bringing it back comes first. Raises EngineUnavailable.
+    """
+    if not engine.is_open:
+        yield
+        return
+    try:
+        async with asyncio.timeout(None) as limit:
+            watch = asyncio.create_task(_end_when_closed(engine, limit), name=f"watch-{engine.name}")
+            try:
+                yield
+            finally:
+                watch.cancel()
+    except TimeoutError as exc:
+        raise EngineUnavailable(engine.reason) from exc
+
+
+async def _end_when_closed(engine: Engine, limit: asyncio.Timeout) -> None:
+    while engine.is_open:  # noqa: ASYNC110 — the pool's changes are many
+        await asyncio.sleep(_LOOK_S)
+    limit.reschedule(asyncio.get_running_loop().time())

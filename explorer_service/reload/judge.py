@@ -60,13 +60,13 @@ class VersionJudge:
         Raises VersionError when the version is to be rejected, EngineError when root_dir holds no version at all.
         """
         try:
-            base = None if row.version == 0 else await asyncio.to_thread(self._base)
+            base, defaults = await asyncio.to_thread(self._read_base, row)
         except VersionError as error:  # no fault of this version's, however long it lasts
             await asyncio.to_thread(self.require_mounted)
             self._note(row, f"version 0, with which it is compared: {error}; restore its folder")
             return None
         try:
-            target = await asyncio.to_thread(self._find, row, base)
+            target = await asyncio.to_thread(self._find, row, base, defaults)
         except VersionMissing as error:
             await asyncio.to_thread(self.require_mounted)
             self._note(row, str(error))
@@ -89,15 +89,20 @@ class VersionJudge:
             return None
         return f"{what}; it has been looked for during {self._appear_s:g} s"
 
-    def _find(self, row: VersionRow, base: Base | None) -> TargetVersion:
+    def _read_base(self, row: VersionRow) -> tuple[Base | None, Sampling | None]:
+        """Version 0, and of an adapter how engines sample, for its folder has no configuration of the model."""
+        if row.version == 0:
+            return None, None
+        with self._ledger.read() as connection:
+            first = next((one for one in list_versions(connection) if one.version == 0), None)
+        base = None if first is None else read_base(self._root, first)
+        return base, read_sampling_defaults(self._root / version_path(0)) if row.kind == "lora" else None
+
+    def _find(self, row: VersionRow, base: Base | None, defaults: Sampling | None) -> TargetVersion:
         manifest = require_well_formed(self._root, row, base)
         folder = (self._root / row.path).resolve()
         label = version_label(row.version, folder)
-        return TargetVersion(row, manifest, label, folder, read_sampling_defaults(self._model_folder(row)))
-
-    def _model_folder(self, row: VersionRow) -> Path:
-        """The model's folder that engines run a version on: an adapter's has no configuration of the model."""
-        return self._root / (version_path(0) if row.kind == "lora" else row.path)
+        return TargetVersion(row, manifest, label, folder, defaults or read_sampling_defaults(self._root / row.path))
 
     def require_mounted(self) -> None:
         """Raise EngineError when the root folder holds no version at all."""
@@ -110,8 +115,3 @@ class VersionJudge:
             log.warning("version is not there yet", version=row.version, reason=what, appear_s=self._appear_s)
         since, _ = self._missing.get(row.version, (time.monotonic(), what))
         self._missing[row.version] = since, what
-
-    def _base(self) -> Base | None:
-        with self._ledger.read() as connection:
-            first = next((row for row in list_versions(connection) if row.version == 0), None)
-        return None if first is None else read_base(self._root, first)

@@ -110,7 +110,7 @@ def _gap(scores: _Logprobs, expected: _Logprobs) -> Gap:
 def read_sampling_defaults(folder: Path) -> Sampling:
     """What vLLM applies where a request sets nothing: generation_config.json of the version it serves.
 
-    Raises VersionError, VersionMissing while the version's folder is not there.
+    Raises VersionError, VersionMissing while the version's folder is not there or cannot be read.
     """
     file = folder / "generation_config.json"
     try:
@@ -119,7 +119,9 @@ def read_sampling_defaults(folder: Path) -> Sampling:
         if not (folder / MANIFEST).exists():
             raise VersionMissing(f"{folder} is not there; is root_dir mounted?") from exc
         return Sampling()
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except OSError as exc:  # here and now: that says nothing of the version
+        raise VersionMissing(f"{file} cannot be read ({exc.strerror})") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise VersionError(f"{file} cannot be read ({exc})") from exc
     given = {name: value for name, value in msgspec.structs.asdict(found).items() if value is not None}
     return Sampling(**{**given, "top_k": max(0, found.top_k or 0)})

@@ -152,6 +152,8 @@ class FullTakeUp:
             self._pool.spoil(self._engine, str(error))
             self._leases.note_spoiled(self._engine.url)
             return False
+        if self._engine.hold.is_on:  # an owner that died may have loaded it under them
+            self._note_switch(target.version, self._engine.hold.since)
         return True
 
     async def run(self, target: TargetVersion, good: TargetVersion | None) -> None:
@@ -172,14 +174,18 @@ class FullTakeUp:
             undone = await self._load_or_undo(target, good)
             held = target if undone is None or good is None else good
             switched_at = (stood_at + time.monotonic()) / 2  # far from the last token before and the first one after
-            self._pool.switch(self._engine, self._shared.named(held.version), switched_at)
-            self._leases.note_switch(self._engine.url, switched_at)
+            self._note_switch(held.version, switched_at)
             await self._resume(held, bounds[held.version], paused_at)
         except EngineUnavailable as error:
             raise EngineDied(str(error)) from error
         self._shared.metrics.reload_gap.observe(time.monotonic() - paused_at)
         if undone is not None:
             raise undone
+
+    def _note_switch(self, version: int, switched_at: float) -> None:
+        """The weights were replaced under what is in flight, here and at other explorers. switched_at: monotonic."""
+        if self._pool.switch(self._engine, self._shared.named(version), switched_at):
+            self._leases.note_switch(self._engine.url, switched_at)
 
     async def _resume(self, held: TargetVersion, bounds: Bounds, paused_at: float) -> None:
         """Let the engine sample again, and hold back what it sends until it has proven what it holds."""

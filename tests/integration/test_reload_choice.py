@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -201,3 +204,31 @@ def test_the_sampling_of_a_version_without_a_folder_is_not_known(tmp_path):
     assert follow.read_sampling_defaults(folder) == Sampling()
     with pytest.raises(VersionMissing, match="v000009 is not there"):
         follow.read_sampling_defaults(tmp_path / "versions/v000009")
+
+
+def test_settings_that_cannot_be_read_here_reject_no_version(scripted_engine, start_explorer, monkeypatch):
+    """As where the folder's server has started anew: its files have stale handles for a while."""
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    publish(explorer, 0)
+    config = {"generation_config.json": b'{"temperature": 0.25}'}
+    write_scripted_version(explorer.config.root, 1, -2.0, files=config)
+    with explorer.ledger.write() as connection:
+        transitions.publish(connection, version=1, parent=0, kind="full", step=1)
+    wait_until(lambda: states(explorer).get(1) == "SERVING")
+    explorer.stop()
+    read_bytes, asked = Path.read_bytes, []
+
+    def read_or_not(file: Path) -> bytes:
+        if file.name in config:
+            asked.append(file)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read_bytes(file)
+
+    monkeypatch.setattr(Path, "read_bytes", read_or_not)
+    again = start_explorer([scripted_engine.url], reload=SETTINGS)
+    wait_until(lambda: bool(asked))
+    time.sleep(0.3)  # long enough to reject it
+    assert states(again)[1] == "SERVING"
+    monkeypatch.undo()
+    wait_until(lambda: shown(again)["version"] == 1)
+    assert again.deps.pool.engines[0].sampling_defaults.temperature == 0.25

@@ -75,7 +75,7 @@ def test_a_wrong_root_is_refused_and_no_version_is_rejected(command, trained, tm
     ledger.close()
 
 
-def test_a_folder_that_is_unmounted_while_the_explorer_runs_rejects_no_version(
+def test_a_folder_that_is_unmounted_while_the_explorer_runs_rejects_no_version_and_engines_serve_on(
     tmp_path, scripted_engine, start_explorer
 ):
     explorer = start_explorer([scripted_engine.url]).wait_ready()
@@ -86,6 +86,7 @@ def test_a_folder_that_is_unmounted_while_the_explorer_runs_rejects_no_version(
         transitions.publish(connection, version=2, parent=1, kind="full", step=2)
     engine = explorer.deps.pool.engines[0]
     wait_until(lambda: "is root_dir mounted?" in engine.reason)
+    assert [served(explorer) for _ in range(5)] == ["1"] * 5 and engine.state == "degraded"
     shutil.move(tmp_path / "elsewhere", tmp_path / "versions")
     write_scripted_version(tmp_path, 2, -2.0)
     wait_until(lambda: engine.version == 2)

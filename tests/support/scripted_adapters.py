@@ -81,7 +81,8 @@ class ScriptedAdapters:
 
 def publish_base(explorer: RunningExplorer) -> None:
     """Version 0, of which adapters are."""
-    write_scripted_version(explorer.config.root, 0, -1.0, {"model.safetensors": safetensors(BASE)}, base="base")
+    files = {"model.safetensors": safetensors(BASE), "generation_config.json": b"{}"}
+    write_scripted_version(explorer.config.root, 0, -1.0, files, base="base")
     with explorer.ledger.write() as connection:
         transitions.publish(connection, version=0, parent=None, kind="full", step=0, manifest_sha256=_sha(explorer, 0))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from explorer_service.engines.pool import EngineState
 from services.engine.stage import Stage
-from shared.ledger.queries import list_versions
+from shared.ledger.queries import leased_versions, list_versions
 from tests.support.adapters import engine, publish_and_wait, said, state, watch_openings
 from tests.support.scripted_adapters import name_of, publish_adapter, publish_row, write_adapter
 from tests.support.servers import served, wait_until
@@ -193,3 +194,42 @@ def test_a_name_that_somebody_else_has_taken_is_refused_with_what_to_do_and_nobo
     assert state(explorer, 2) == "SKIPPED"
     assert f"unload {name}" not in scripted_engine.script.calls
     assert scripted_engine.script.adapters[name] == "/elsewhere"
+
+
+@pytest.mark.parametrize("content", [b"{", None])
+def test_no_adapter_is_blamed_for_settings_of_version_0_that_cannot_be_read(explorer, tmp_path, content):
+    publish_and_wait(explorer, 1)
+    file = tmp_path / "versions/v000000/generation_config.json"
+    before = file.read_bytes()
+    file.unlink()
+    file.mkdir() if content is None else file.write_bytes(content)
+    publish_adapter(explorer, 2)
+    time.sleep(0.5)  # it has been looked at
+    assert [state(explorer, version) for version in (0, 1, 2)] == ["RETIRED", "SERVING", "PUBLISHED"]
+    file.rmdir() if content is None else file.unlink()
+    file.write_bytes(before)
+    wait_until(lambda: served(explorer) == "2")
+
+
+def test_an_engine_that_lost_its_adapters_while_a_newer_one_could_not_be_loaded_gets_them_back(start, scripted_engine):
+    explorer = start(retry_s=600.0)
+    publish_and_wait(explorer, 1)
+    write_adapter(explorer.config.root, 2)
+    script, name, lost = scripted_engine.script, name_of(explorer, 2), []
+
+    def lose() -> None:
+        if not lost and is_staged(explorer, 2):
+            lost.append(dict(script.adapters))
+            script.adapters.clear()
+            script.adapters[name] = "/somebody/else's"
+
+    script.on_call["/v1/models"] = lose
+    publish_row(explorer, 2)
+    wait_until(lambda: bool(lost) and len(script.adapters) == 2)
+    assert said(explorer.chat()) == "v000001"
+
+
+def is_staged(explorer: Any, version: int) -> bool:
+    """Whether the engine's owner has begun to."""
+    with explorer.ledger.read() as connection:
+        return version in leased_versions(connection, explorer.deps.leases.key(engine(explorer).url))

@@ -1,0 +1,174 @@
+"""An engine changes its owner, or its owner finds other weights there: rows name the versions that sampled them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from sqlalchemy import select, update
+
+from shared.experience import Tokens
+from shared.ledger.tables import engines, experiences, payloads
+from tests.support.reloads import SETTINGS, shown
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.servers import RunningExplorer, publish, served, wait_until
+
+
+@pytest.fixture
+def database_url():
+    """SQLite alone: nothing here depends on the database."""
+    return
+
+
+@pytest.fixture
+def second_engine() -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def owner_first(scripted_engine, start_explorer) -> list[RunningExplorer]:
+    """Three explorers of one engine that serves version 1; the first one owns it."""
+    started = [start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready() for _ in range(3)]
+    publish(started[0], 0)
+    publish(started[0], 1, -2.0)
+    wait_until(lambda: all(served(explorer) == "1" for explorer in started))
+    wait_until(lambda: not any(explorer.deps.membership.is_alone for explorer in started))
+    return sorted(started, key=lambda explorer: not shown(explorer)["owned"])
+
+
+def hand_over(owner: RunningExplorer, other: RunningExplorer) -> None:
+    """As when the owner's lease ran out while it stood still."""
+    url = owner.config.explorer.engines[0].url
+    with owner.ledger.write() as connection:
+        new = {"owner": other.deps.membership.id, "owner_until": time.time() + 5.0}
+        connection.execute(update(engines).values(**new))
+    owner.deps.leases.forget(url)
+    wait_until(lambda: bool(shown(other)["owned"]) and not shown(owner)["owned"])
+
+
+@dataclass
+class Stream:
+    """A chat that is in flight at an explorer while something happens."""
+
+    explorer: RunningExplorer
+    msg_id: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Stream:
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        wait_until(lambda: len(self.lines) > 1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the stream does not end"
+
+    def _run(self) -> None:
+        with self.explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
+            for line in reply.iter_lines():
+                self.lines += [line] if line else []
+                self.msg_id = self.msg_id or json.loads(line[6:])["id"]
+
+    def sampled(self) -> tuple[tuple[float, ...], tuple[int, int]]:
+        """The versions that sampled the first and the last token, by the engine's word and by the row."""
+        assert self.lines[-1] == "data: [DONE]", self.lines[-1]
+        named = select(experiences.c.version, experiences.c.version_end, payloads.c.tokens).join(payloads)
+        with self.explorer.ledger.read() as connection:
+            row = connection.execute(named.where(experiences.c.msg_id == self.msg_id)).one()
+        logprobs = Tokens.decode(row.tokens).logprobs
+        return (-logprobs[0], -logprobs[-1]), (row.version, row.version_end)
+
+
+def test_who_has_an_engine_again_serves_what_the_owner_before_it_loaded(owner_first, scripted_engine):
+    first, second, _ = owner_first
+    hand_over(first, second)
+    publish(first, 2, -3.0)
+    wait_until(lambda: all(served(explorer) == "2" for explorer in owner_first))
+    hand_over(second, first)
+    scripted_engine.script.refused.add("/flywheel/stage")
+    publish(first, 3, -4.0)
+    wait_until(lambda: shown(first)["state"] == "degraded")
+    assert (shown(first)["version"], scripted_engine.script.loaded) == (2, "v000002")
+
+
+def test_streams_of_all_explorers_end_when_the_owner_finds_other_weights(owner_first, scripted_engine):
+    script = scripted_engine.script
+    script.gap_s = 1.0
+    with Stream(owner_first[0]) as own, Stream(owner_first[1]) as other:
+        scripted_engine._hold(owner_first[0].config.root / "versions/v000000")
+        script.label = "0:" + "0" * 16
+    for stream in (own, other):
+        assert "weights_unproven" in stream.lines[-1]
+
+
+def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_had_just_broken_off(
+    owner_first, scripted_engine
+):
+    script, other = scripted_engine.script, owner_first[1]
+    script.gap_s, script.tells_weights = 0.5, True
+    leases, read, lost = other.deps.leases, other.deps.leases.read, []
+
+    async def read_when_a_chat_has_broken_off(url):
+        row = await read(url)
+        if row is not None and row.state == "reloading" and not lost:
+            lost.append(other.deps.pool.engines[0])
+            other.deps.pool.withdraw(lost[0], "it closed the connection")
+        return row
+
+    leases.read = read_when_a_chat_has_broken_off
+    with Stream(other) as stream:
+        publish(owner_first[0], 2, -3.0)
+    assert lost and stream.sampled() == ((1.0, 2.0), (1, 2))
+
+
+def test_streams_that_cross_a_reload_name_both_versions_where_its_owner_died_in_it(owner_first, scripted_engine):
+    script, owner = scripted_engine.script, owner_first[0]
+    script.gap_s, script.tells_weights = 0.5, True
+    require_held = owner.deps.leases.require_held
+
+    async def beat() -> None:
+        """A dead explorer has no heartbeat."""
+
+    async def die_when_loaded(url, generation=None):
+        if script.label.startswith("2:"):
+            await asyncio.Event().wait()
+        await require_held(url, generation)
+
+    owner.deps.leases.require_held = die_when_loaded
+    with Stream(owner_first[1]) as one, Stream(owner_first[2]) as another:
+        publish(owner, 2, -3.0)
+        wait_until(lambda: script.label.startswith("2:"))
+        owner.deps.membership.heartbeat = beat
+    for stream in (one, another):
+        assert stream.sampled() == ((1.0, 2.0), (1, 2))
+
+
+def test_an_engine_that_broke_a_chat_off_serves_again_while_it_waits_for_its_turn(
+    scripted_engine, second_engine, start_explorer
+):
+    explorer = start_explorer([scripted_engine.url, second_engine.url], reload=SETTINGS)
+    publish(explorer, 0)
+    scripts = [scripted_engine.script, second_engine.script]
+    wait_until(lambda: all(script.label.startswith("0:") for script in scripts))
+    wait_until(lambda: len(explorer.deps.pool.serving) == 2)
+    for script in scripts:
+        script.hung_loads = {"v000001"}
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: any("reload v000001" in script.calls for script in scripts))
+    waiting = next(script for script in scripts if "reload v000001" not in script.calls)
+    waiting.die_on_chat = True
+    assert explorer.chat().status_code == 503
+    waiting.die_on_chat = False
+    wait_until(lambda: explorer.http.get("/ready").status_code == 200)
+    assert served(explorer) == "0"
+    for script in scripts:
+        script.hung_loads = set()
+    wait_until(lambda: [engine.version for engine in explorer.deps.pool.serving] == [1, 1])
