@@ -20,6 +20,8 @@ from flywheel.threads import DaemonThreads
 from flywheel.transport import current_run
 from flywheel.workflow import Caller, Function, score, within
 
+_TRIES = 5  # evaluations of a version in service that other versions interrupt
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -57,6 +59,17 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
 
     done = await asyncio.gather(*(one(task) for task in tasks for _ in range(trial.runs_per_task)))
     return _summary(model.version, done)
+
+
+async def try_serving(client: AsyncClient, trial: Trial, tasks: list[NamedTask]) -> Evaluation:
+    """Try the version in service; anew when another has come into its place meanwhile and its runs were refused."""
+    for _ in range(_TRIES):
+        version = (await client.status()).serving
+        model = client.model(version).untrained().with_params(**trial.params)
+        found = await try_version(client, trial, tasks, model)
+        if not found.failed or (await client.status()).serving == version:
+            break
+    return found
 
 
 def _summary(version: int | None, done: list[tuple[str, float | None, Mapping[str, float]]]) -> Evaluation:
@@ -114,23 +127,25 @@ async def aevaluate(
     True
     """
     async with AsyncClient(url, key=key) as client:
-        if not isinstance(model, Model):
-            version = model if model is not None else (await client.status()).serving
-            model = client.model(version)
-        elif model.connections is not None:
-            model = replace(model, connections=client.explorer.connections)
-        chats = model.untrained() if model.connections is not None else model
         with DaemonThreads(at_once, "flywheel-evaluate") as pool:
             offered = Caller(workflow, ("task", "model", "run"), pool)
             judging = None if judge is None else Caller(judge, ("task", "reply", "run"), pool)
             trial = Trial(offered, judging, runs_per_task, at_once, timeout_s, params or {})
+            if model is None:
+                return await try_serving(client, trial, load_tasks(tasks))
+            if not isinstance(model, Model):
+                model = client.model(model)
+            elif model.connections is not None:
+                model = replace(model, connections=client.explorer.connections)
+            chats = model.untrained() if model.connections is not None else model
             return await try_version(client, trial, load_tasks(tasks), chats.with_params(**trial.params))
 
 
 def evaluate(workflow: Function, tasks: str | Path | Iterable[Task], **options: Any) -> Evaluation:
     """Run a workflow on tasks that nothing is learned from, and return what it earned.
 
-    model: a Model, a version's number, or None for the version in service. Further options: url, key, judge,
+    model: a Model, a version's number, or None for the version in service; when another comes into its place
+    meanwhile, that one is evaluated instead. Further options: url, key, judge,
     runs_per_task, at_once, timeout_s, params (fields of chats, such as temperature). A run that takes longer than
     timeout_s is counted as failed; a sync function goes on in its thread, which ends with the process.
 

@@ -150,9 +150,9 @@ class Pacer:
                 one.cancel()
         self.waited_s += time.monotonic() - began
 
-    async def version(self) -> int | None:
-        """The version in service; the last one known while the explorer is away."""
+    async def version(self, max_age_s: float = math.inf) -> int | None:
+        """The version in service, as `look` sees it; the last one known while the explorer is away."""
         try:
-            return (await self.look()).serving
+            return (await self.look(max_age_s)).serving
         except (Away, Unreachable):
             return None if self.status is None else self.status.serving

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from flywheel.config import LearnConfig
 from flywheel.episode import Attempts
-from flywheel.evaluation import Trial, try_version
+from flywheel.evaluation import Trial, try_serving
 from flywheel.pace import Pacer
 from flywheel.report import Report
 from flywheel.run import send_all
@@ -161,15 +161,15 @@ class Learning:
 
     async def _evaluate(self, first: bool = False) -> None:
         """Evaluate the version in service, unless that has been done."""
-        version = await self.pacer.version()
+        version = await self.pacer.version(0.0)
         if self.report.version_first is None:
             self.report.version_first = version
         self.report.version_last = version
-        if not self._eval_tasks or version == self._evaluated or (self.stopping.is_set() and not first):
+        is_over = self.stopping.is_set() and self.report.stopped != "time"
+        if not self._eval_tasks or version == self._evaluated or (is_over and not first):
             return
-        model = self.attempts.client.model(version).untrained().with_params(**self._trial.params)
-        found = await try_version(self.attempts.client, self._trial, self._eval_tasks, model)
-        self._evaluated = version
+        found = await try_serving(self.attempts.client, self._trial, self._eval_tasks)
+        self._evaluated = self.report.version_last = found.version
         self.report.evaluations.append(found)
         self.attempts.journal.note({"kind": "evaluation", "result": asdict(found)})
         stop = self.how.stop

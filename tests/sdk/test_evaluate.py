@@ -34,24 +34,68 @@ def test_learn_evaluates_and_stops_early(explorer, tmp_path):
 def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, tmp_path):
     newer = iter((2, None, 3))  # a version is in service until it was evaluated
 
-    def serve(version: int) -> None:
-        publish(explorer, version)
-        wait_until(lambda: explorer.http.get("/status").json()["versions"]["serving"] == version)
-
     def publishes(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
         say(model)
         if run.run_id != "eval" and (version := next(newer, None)) is not None:
-            serve(version)
+            serve(explorer, version)
             time.sleep(1.1)  # /status is asked for once a second
         return 0.5
 
-    serve(1)
+    serve(explorer, 1)
     stop = flywheel.EarlyStop(patience=2)
     given: dict[str, Any] = {"eval_tasks": TASKS[:1], "eval_every_versions": 1, "at_once": 1, "stop": stop}
     report = learn(explorer, tmp_path, publishes, [{"n": n} for n in range(20)], **given)
     assert (report.stopped, report.version_first) == ("early", 1)
     assert report.runs < 10
     assert [(evaluation.version, evaluation.n) for evaluation in report.evaluations] == [(1, 1), (2, 1), (3, 1)]
+
+
+class Moving:
+    """A workflow in whose first run the next version comes into service, so that a run of this one is refused."""
+
+    def __init__(self, explorer: Any) -> None:
+        self.explorer, self.versions = explorer, []
+        serve(explorer, 1)
+
+    def __call__(self, task: Any, model: flywheel.Model) -> float:
+        self.versions.append(model.version)
+        if len(self.versions) == 1:
+            serve(self.explorer, 2)
+        say(model)
+        return 1.0
+
+
+def serve(explorer: Any, version: int) -> None:
+    publish(explorer, version)
+    wait_until(lambda: explorer.http.get("/status").json()["versions"]["serving"] == version)
+
+
+def test_an_evaluation_of_what_is_in_service_is_made_anew_when_another_version_comes_meanwhile(explorer):
+    moving = Moving(explorer)
+    found = flywheel.evaluate(moving, TASKS[:3], url=explorer.url, at_once=1)
+    assert (found.version, found.n, found.failed) == (2, 3, 0)
+    assert moving.versions == [1, 1, 1, 2, 2, 2]
+
+
+def test_learn_evaluates_anew_when_another_version_comes_meanwhile(explorer, tmp_path):
+    report = learn(explorer, tmp_path, Moving(explorer), TASKS[:3], eval_tasks=TASKS[:2], at_once=1)
+    assert [(one.version, one.n, one.failed) for one in report.evaluations] == [(2, 2, 0)]
+
+
+def test_the_last_version_is_evaluated_when_the_time_is_up(explorer, tmp_path):
+    def slow(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        say(model)
+        if run.run_id != "eval" and explorer.http.get("/status").json()["versions"]["serving"] == 1:
+            serve(explorer, 2)
+        time.sleep(0.3)
+        return 1.0
+
+    serve(explorer, 1)
+    report = learn(
+        explorer, tmp_path, slow, [{"n": n} for n in range(40)], eval_tasks=TASKS[:1], at_once=1, seconds=3.0
+    )
+    assert report.stopped == "time"
+    assert [one.version for one in report.evaluations] == [1, 2]
 
 
 def test_a_sync_function_that_hangs_does_not_hold_up_an_evaluation():
