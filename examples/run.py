@@ -15,7 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def _play(example: Example, args: argparse.Namespace, url: str) -> dict[str, Any
         after = evaluate(example, client, held_out)
         _say("after", after)
         status = client.status()
-    report.evaluations = [before, after]
+    report.evaluations = [replace(before, after_runs=0), replace(after, after_runs=report.runs)]
     report.write(args.root, args.root / "journal.jsonl")
     return {
         "example": example.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from flywheel.threads import DaemonThreads
 from flywheel.transport import current_run
 from flywheel.workflow import Caller, Function, score, within
 
+_MOST_OF_CAUSE = 200  # characters
 _TRIES = 5  # evaluations of a version in service that other versions interrupt
 
 
@@ -36,8 +37,8 @@ class Trial:
 
 
 async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask], model: Model) -> Evaluation:
-    """Run the workflow on each task; runs that fail are counted and give no reward."""
-    gate = asyncio.Semaphore(trial.at_once)
+    """Run the workflow on each task; runs that fail are counted, by cause, and give no reward."""
+    gate, causes = asyncio.Semaphore(trial.at_once), Counter[str]()
 
     async def one(task: NamedTask) -> tuple[str, float | None, Mapping[str, float]]:
         async with gate:
@@ -47,9 +48,12 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
             try:
                 result = await within(trial.workflow(task.task, run.model, run), trial.timeout_s)
                 reward = await score(result, trial.judge, task.task, run)
+                if reward is None or reward.value is None:
+                    causes["no reward"] += 1
             except ConfigError:
                 raise
-            except Exception:  # noqa: BLE001 — a user's agent; the failure is counted
+            except Exception as exc:  # noqa: BLE001 — a user's agent; the failure is counted
+                causes[cause_of(exc)] += 1
                 reward = None
             finally:
                 current_run.reset(token)
@@ -58,7 +62,7 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
         return task.digest, reward.value, reward.metrics
 
     done = await asyncio.gather(*(one(task) for task in tasks for _ in range(trial.runs_per_task)))
-    return _summary(model.version, done)
+    return replace(_summary(model.version, done), failures=dict(causes))
 
 
 async def try_serving(client: AsyncClient, trial: Trial, tasks: list[NamedTask]) -> Evaluation:
@@ -70,6 +74,16 @@ async def try_serving(client: AsyncClient, trial: Trial, tasks: list[NamedTask])
         if not found.failed or (await client.status()).serving == version:
             break
     return found
+
+
+def cause_of(error: Exception) -> str:
+    """The error's type and the beginning of its message, on one line.
+
+    >>> cause_of(ValueError("no action in\\n'hello'"))
+    "ValueError: no action in 'hello'"
+    """
+    text = " ".join(str(error).split())
+    return type(error).__name__ + (f": {text[:_MOST_OF_CAUSE]}" if text else "")
 
 
 def _summary(version: int | None, done: list[tuple[str, float | None, Mapping[str, float]]]) -> Evaluation:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from flywheel.journal import read_lines
+from flywheel.page import page
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,8 @@ class Evaluation:
     solved: float  # the share of tasks of which at least one run earned 1 or more: pass@k for k runs a task
     metrics: dict[str, float]
     failed: int = 0
+    failures: dict[str, int] = field(default_factory=dict)  # runs that gave no reward, by cause
+    after_runs: int | None = None  # of learn, that had ended before it
     rewards: dict[str, float] = field(default_factory=dict, repr=False)  # the mean of each task, by its digest
 
 
@@ -64,7 +65,7 @@ class Report:
                 file.write(json.dumps(episode, ensure_ascii=False) + "\n")
                 if episode["reward"] is not None:
                     rewards.append(episode["reward"])
-        (folder / "report.html").write_text(_page(self, rewards), encoding="utf-8")
+        (folder / "report.html").write_text(page(self, rewards), encoding="utf-8")
 
 
 def episodes(journal: Path) -> Iterator[dict[str, Any]]:
@@ -95,44 +96,3 @@ def summarize(report: Report, journal: Path, failures: Counter[str]) -> Report:
         report.reward_first = sum(rewards[:tenth]) / tenth
         report.reward_last = sum(rewards[-tenth:]) / tenth
     return report
-
-
-_STYLE = (
-    "body{font:16px sans-serif;max-width:50em;margin:2em auto}td,th{padding:.2em 1em;text-align:left}svg{width:100%}"
-)
-
-
-def _page(report: Report, rewards: list[float]) -> str:
-    rows = "".join(
-        f"<tr><th>{html.escape(name.replace('_', ' '))}</th><td>{html.escape(str(value))}</td></tr>"
-        for name, value in asdict(report).items()
-        if name != "evaluations"
-    )
-    tests = "".join(
-        f"<tr><td>{one.version}</td><td>{one.mean:.3f} ± {one.standard_error:.3f}</td>"
-        f"<td>{one.solved:.3f}</td><td>{one.n}</td></tr>"
-        for one in report.evaluations
-    )
-    head = "<tr><th>version</th><th>reward</th><th>solved</th><th>runs</th></tr>"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(report.name)}</title>'
-        f"<style>{_STYLE}</style><h1>{html.escape(report.name)}</h1>{_curve(rewards)}"
-        f"<table>{rows}</table><h2>Evaluations</h2><table>{head}{tests}</table></html>\n"
-    )
-
-
-def _curve(rewards: list[float], width: int = 800, height: int = 240) -> str:
-    """The mean reward over the runs, in a hundred steps."""
-    if len(rewards) < 2:
-        return ""
-    steps = min(100, len(rewards))
-    cuts = [number * len(rewards) // steps for number in range(steps + 1)]
-    means = [sum(rewards[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    low, high = min(0.0, *means), max(1.0, *means)
-    points = " ".join(
-        f"{number * width / max(1, steps - 1):.1f},{height - (mean - low) / (high - low) * height:.1f}"
-        for number, mean in enumerate(means)
-    )
-    line = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="2"/>'
-    label = f"Mean reward over {len(rewards)} runs, from {low:g} to {high:g}"
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{line}</svg><p>{label}</p>'

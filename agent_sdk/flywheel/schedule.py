@@ -6,13 +6,13 @@ import asyncio
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from flywheel.config import LearnConfig
 from flywheel.episode import Attempts
 from flywheel.evaluation import Trial, try_serving
 from flywheel.pace import Pacer
-from flywheel.report import Report
+from flywheel.report import Evaluation, Report
 from flywheel.run import send_all
 from flywheel.tasks import NamedTask, shuffled
 
@@ -169,13 +169,23 @@ class Learning:
         if not self._eval_tasks or version == self._evaluated or (is_over and not first):
             return
         found = await try_serving(self.attempts.client, self._trial, self._eval_tasks)
+        found = replace(found, after_runs=len(self.attempts.journal.ended))
         self._evaluated = self.report.version_last = found.version
+        if self.how.progress:
+            sys.stderr.write(f"\r\x1b[K{_told(found)}\n" if sys.stderr.isatty() else f"{_told(found)}\n")
         self.report.evaluations.append(found)
         self.attempts.journal.note({"kind": "evaluation", "result": asdict(found)})
         stop = self.how.stop
         if stop is not None and stop.says_stop([one.mean for one in self.report.evaluations if one.n]):
             self.report.stopped = "early"
             self.stopping.set()
+
+
+def _told(found: Evaluation) -> str:
+    """An evaluation on one line, with the most frequent cause of what failed."""
+    failed = f", {found.failed} failed" if found.failed else ""
+    cause = f", such as {max(found.failures, key=found.failures.__getitem__)}" if found.failures else ""
+    return f"version {found.version}: {found.mean:.3f} ± {found.standard_error:.3f} over {found.n} runs{failed}{cause}"
 
 
 async def show(learning: Learning) -> None:
@@ -187,8 +197,9 @@ async def show(learning: Learning) -> None:
         left_s = (learning.planned - done) * seconds / max(1, done)
         left_s = min(left_s, max(0.0, (learning.how.seconds or math.inf) - seconds))
         status = learning.pacer.status
+        planned = "" if learning.how.seconds else f"/{learning.planned}"
         line = (
-            f"{learning.how.name}: {done}/{learning.planned} runs, {done / seconds:.1f}/s, version "
+            f"{learning.how.name}: {done}{planned} runs, {done / seconds:.1f}/s, version "
             f"{status.serving if status else '?'}, ready {status.ready if status else '?'}, "
             f"failed {sum(learning.attempts.failures.causes.values())}, {left_s / 60:.1f} min to go"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
 import io
 import json
 import re
@@ -56,6 +58,15 @@ def test_the_lines_of_the_documentation_run(explorer, tmp_path, monkeypatch, sni
         if "guesses" in namespace:
             report = flywheel.learn(namespace["guesses"], [{}], require_trainer=False, progress=False)
             assert report.rewarded == 1
+
+
+def test_the_documented_options_of_learn_are_all_of_them_with_their_defaults():
+    text = (REPOSITORY / "docs/agents.md").read_text()
+    table = text[text.index("| option | default |") :].partition("\n\n")[0]
+    documented = {
+        name: ast.literal_eval(value) for name, value in re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, re.M)
+    }
+    assert documented == dataclasses.asdict(flywheel.LearnConfig())
 
 
 @pytest.mark.parametrize("snippet", [*SNIPPETS, *IN_DOCS], ids=lambda snippet: snippet.splitlines()[2][:40])

@@ -98,6 +98,25 @@ def test_the_last_version_is_evaluated_when_the_time_is_up(explorer, tmp_path):
     assert [one.version for one in report.evaluations] == [1, 2]
 
 
+def test_what_fails_in_an_evaluation_is_told_with_its_cause(explorer, tmp_path, capsys):
+    def fails(task: Any, model: flywheel.Model, run: flywheel.Run) -> Any:
+        if run.run_id == "eval" and task == TASKS[0]:
+            raise ValueError("no action in\n'hello' <b>")
+        if run.run_id == "eval" and task == TASKS[1]:
+            return flywheel.Reward(None, metrics={"steps": 1.0})
+        say(model)
+        return 0.5
+
+    report = learn(explorer, tmp_path, fails, TASKS[:4], eval_tasks=TASKS[:4], progress=True)
+    [found] = report.evaluations
+    assert (found.n, found.failed, found.after_runs) == (2, 2, 0)
+    assert found.failures == {"ValueError: no action in 'hello' <b>": 1, "no reward": 1}
+    assert "0.500 ± 0.000 over 2 runs, 2 failed, such as " in capsys.readouterr().err
+    page = (tmp_path / "runs/report.html").read_text()
+    assert "2 (ValueError: no action in &#x27;hello&#x27; &lt;b&gt;: 1, no reward: 1)" in page
+    assert page.count("<circle ") == 1, "the evaluation stands in the picture"
+
+
 def test_a_sync_function_that_hangs_does_not_hold_up_an_evaluation():
     release, found = threading.Event(), []
     given: dict[str, Any] = {"model": 0, "url": "http://127.0.0.1:9", "timeout_s": 0.2}
