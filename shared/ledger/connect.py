@@ -73,8 +73,11 @@ class Ledger:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A read-only transaction: one consistent snapshot."""
-        with self._as_ledger_error(), self._engine.connect() as connection, self._transaction(connection, "DEFERRED"):
-            yield connection
+        with self._as_ledger_error(), self._engine.connect() as connection:
+            if not self.is_sqlite:  # whose default is a snapshot for each statement
+                connection.execution_options(isolation_level="REPEATABLE READ")
+            with self._transaction(connection, "DEFERRED"):
+                yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

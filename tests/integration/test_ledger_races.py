@@ -55,6 +55,17 @@ def wait_for_lock(ledger: Ledger) -> None:
                 ended.set()
 
 
+def test_all_queries_of_a_reader_see_the_same_rows(ledger):
+    record_ready(ledger, rows(2))
+    with ledger.read() as connection:
+        before = queries.count_rows(connection)
+        with ledger.write() as writing:
+            writing.execute(experiences.delete().where(experiences.c.msg_id == "m0"))
+        assert queries.count_rows(connection) == before
+    with ledger.read() as connection:
+        assert queries.count_rows(connection) == before - 1
+
+
 def consume(ledger: Ledger) -> None:
     with ledger.write() as connection:
         batch = transitions.claim(connection, owner="t", at_least=1, at_most=9, lease_s=60)
