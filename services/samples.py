@@ -66,7 +66,8 @@ class SampleReader:
         sampling.check()
         if row.get("version") is None or version not in self._versions:
             version = self._newest
-        request = {"messages": messages[:-1], **({"tools": tools} if tools else {})} if messages else None
+        is_kept = messages and self._config.explorer.store_text
+        request = {"messages": messages[:-1], **({"tools": tools} if tools else {})} if is_kept else None
         msg_id = names["msg_id"] or self._name_of(row)
         exchange, extends = _links(names, choice_name(msg_id, choice), messages)
         return Sample(
@@ -84,7 +85,7 @@ class SampleReader:
             key_name=names["key_name"],
             key_group=names["key_group"],
             request=None if request is None else msgspec.json.encode(request),
-            reply=None if not messages else msgspec.json.encode(messages[-1]),
+            reply=msgspec.json.encode(messages[-1]) if request is not None else None,
             exchange=exchange,
             extends=extends,
         )

@@ -111,6 +111,18 @@ def test_turns_whose_texts_are_not_stored_are_linked_again(ledger, config, tmp_p
     assert columns(ledger, "msg_id", "parent_id", "conversation_id") == before
 
 
+def test_texts_of_a_file_are_not_stored_where_none_are(tmp_path: Path):
+    quiet = make_config(tmp_path / "root", ["http://127.0.0.1:1"], store_text=False)
+    said = [{"role": "user", "content": "a secret"}, {"role": "assistant", "content": "yes?"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, "messages": said}))
+    Ledger.open(quiet.ledger_url).close()
+    assert run_here(quiet, "import", str(tmp_path / "rows.jsonl")) == 0
+    ledger = Ledger.open(quiet.ledger_url)
+    with ledger.read() as connection:
+        assert connection.execute(select(payloads.c.request, payloads.c.reply)).all() == [(None, None)]
+    ledger.close()
+
+
 def test_the_outcome_of_a_run_is_no_reward_of_each_turn_in_an_export_without_signals():
     told = {"reward": 1.0, "turn_reward": None, "outcome": 1.0, "task_id": "t", "run_id": "0"}
     assert signals_of(told, RewardConfig()) == [Signal("reward", 1.0, scope="run")]
