@@ -74,7 +74,7 @@ class LearnConfig:
     patience_s: float = 60.0
     """How long a trainer may be away."""
     timeout_s: float = 600.0
-    """How long a run may take."""
+    """How long a run may take, and how long every engine may be out of service."""
     on_timeout: float | None = None
     """The reward of a run that took longer; None drops it."""
     retries: int = 2

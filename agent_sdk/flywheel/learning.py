@@ -58,7 +58,8 @@ async def alearn(
         judging = None if judge is None else Caller(judge, ("task", "reply", "run"), pool)
         attempts = Attempts(talker, journal, Failures(how.max_failed_share), flow, judging, how)
         trial = Trial(flow, judging, how.eval_runs, how.at_once, how.timeout_s, how.eval_params)
-        pacer = Pacer(talker, how.max_ready_rows, how.require_trainer, patience_s=how.patience_s)
+        patience = {"patience_s": how.patience_s, "engine_patience_s": how.timeout_s}
+        pacer = Pacer(talker, how.max_ready_rows, how.require_trainer, **patience)
         return await _learn(Learning(how, attempts, trial, pacer, held_out), named, home)
     finally:
         journal.close()

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from flywheel.errors import Away, NotTraining, Unreachable
@@ -43,12 +44,14 @@ class Pacer:
         *,
         poll_s: float = 1.0,
         patience_s: float = 60.0,
+        engine_patience_s: float = 600.0,
     ) -> None:
         self._client = client
         self._bound = max_ready_rows
         self._require_trainer = require_trainer
         self._poll_s = poll_s
         self._patience_s = patience_s
+        self._engine_patience_s = engine_patience_s
         self._asked_at = float("-inf")
         self._missing_since: float | None = None  # time.monotonic(): of the first look that found nobody training
         self.status: Status | None = None
@@ -137,6 +140,7 @@ class Pacer:
         """Return when a group of so many runs may be started, or work is stopping."""
         began, age_s = time.monotonic(), self._poll_s
         while not stopping.is_set():
+            await self.until_served(stopping)
             status = await self.look(age_s)
             age_s = self._held_poll_s
             if status.is_training and self._has_room(runs):
@@ -144,11 +148,20 @@ class Pacer:
             if not status.is_training and not self._require_trainer:
                 break
             self._changed.clear()
-            ends = [asyncio.ensure_future(event.wait()) for event in (stopping, self._changed)]
-            await asyncio.wait(ends, timeout=min(self._held_poll_s, self._poll_s), return_when=asyncio.FIRST_COMPLETED)
-            for one in ends:
-                one.cancel()
+            await _first_of((stopping, self._changed), min(self._held_poll_s, self._poll_s))
         self.waited_s += time.monotonic() - began
+
+    async def until_served(self, stopping: asyncio.Event) -> None:
+        """Return when an engine answers chats, or work is stopping. Raises Away when that takes too long."""
+        began = time.monotonic()
+        while not stopping.is_set() and not (await self.look()).has_engine:
+            if time.monotonic() - began >= self._engine_patience_s:
+                raise Away(
+                    503,
+                    f"no engine of {self._client.url} has been in service for {self._engine_patience_s:g} s; "
+                    "`flywheel status` says why",
+                )
+            await _first_of((stopping,), self._poll_s)
 
     async def version(self, max_age_s: float = math.inf) -> int | None:
         """The version in service, as `look` sees it; the last one known while the explorer is away."""
@@ -156,3 +169,11 @@ class Pacer:
             return (await self.look(max_age_s)).serving
         except (Away, Unreachable):
             return None if self.status is None else self.status.serving
+
+
+async def _first_of(events: Iterable[asyncio.Event], timeout_s: float) -> None:
+    """Wait for one of them, for so long."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for one in waits:
+        one.cancel()

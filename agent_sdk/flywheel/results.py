@@ -92,6 +92,16 @@ class Status:
         return None if found is None else int(found)
 
     @property
+    def has_engine(self) -> bool:
+        """Whether chats are answered: not while every engine is away, or has not proven yet what it holds.
+
+        >>> Status({"engines": [{"state": "unavailable"}]}).has_engine, Status({}).has_engine
+        (False, True)
+        """
+        states = [engine.get("state") for engine in self.raw.get("engines", [])]
+        return not states or any(state not in ("unavailable", "checking") for state in states)
+
+    @property
     def is_training(self) -> bool:
         """Whether a trainer is alive."""
         return any(trainer.get("alive") for trainer in self.raw.get("trainers", []))

@@ -54,6 +54,7 @@ class Learning:
         """Everything that the journal does not have. Raises LearnError and what the explorer refuses."""
         try:
             await self._send_again()
+            await self.pacer.until_served(self.stopping)
             await self._evaluate(first=True)
             for epoch in range(self.how.epochs):
                 for task in shuffled(tasks, self.how.seed, epoch):
@@ -203,5 +204,6 @@ async def show(learning: Learning) -> None:
             f"{status.serving if status else '?'}, ready {status.ready if status else '?'}, "
             f"failed {sum(learning.attempts.failures.causes.values())}, {left_s / 60:.1f} min to go"
         )
+        line += "" if status is None or status.has_engine else "; no engine is in service"
         sys.stderr.write(f"\r\x1b[K{line}" if live else f"{line}\n")
         sys.stderr.flush()

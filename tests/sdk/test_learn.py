@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from shared.ledger import transitions
 from tests.sdk import hanging_program, learn_program
 from tests.sdk.conftest import COLLECT, TASKS, count, learn, rows, said, say, say_async
 from tests.support.processes import REPOSITORY
-from tests.support.servers import wait_until
+from tests.support.servers import RunningExplorer, make_config, wait_until
 
 
 def number(run_id: str) -> str:
@@ -248,6 +249,17 @@ def test_a_line_of_progress_says_how_far_it_is_and_the_time_to_go(explorer, tmp_
     assert re.search(
         r"learn: \d/6 runs, \d\.\d/s, version .*, ready \d, failed 0, \d\.\d min to go", capsys.readouterr().err
     )
+
+
+def test_learn_may_be_started_before_the_engine_is_in_service(scripted_engine, tmp_path):
+    scripted_engine.script.healthy = False
+    running = RunningExplorer(make_config(tmp_path, [scripted_engine.url], engine_wait_s=0.1))
+    threading.Timer(3.0, setattr, (scripted_engine.script, "healthy", True)).start()
+    try:
+        report = learn(running, tmp_path, eval_tasks=TASKS[:1])
+    finally:
+        running.stop()
+    assert (report.rewarded, report.failures, report.evaluations[0].failed) == (6, {}, 0)
 
 
 def test_a_folder_of_other_work_is_refused_with_what_differs(explorer, tmp_path):

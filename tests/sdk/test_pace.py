@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from flywheel.errors import NotTraining
+from flywheel.errors import Away, NotTraining
 from flywheel.pace import Pacer
 from flywheel.results import Committed, Status
 
@@ -19,10 +19,12 @@ class Talker:
     def __init__(self, ready: int, batch_size: int | None = None) -> None:
         self.ready, self.batch_size = ready, batch_size
         self.is_alive = True
+        self.engines: list[str] = []
 
     async def status(self) -> Status:
         trainers = [{"alive": self.is_alive}]
-        return Status({"rows": {"READY": self.ready}, "trainers": trainers, "batch_size": self.batch_size})
+        rows, engines = {"READY": self.ready}, [{"state": state} for state in self.engines]
+        return Status({"rows": rows, "trainers": trainers, "batch_size": self.batch_size, "engines": engines})
 
 
 async def starts(pacer: Pacer, runs: int = 1, within_s: float = 0.05) -> bool:
@@ -37,9 +39,9 @@ async def starts(pacer: Pacer, runs: int = 1, within_s: float = 0.05) -> bool:
 class Held(Pacer):
     """A pacer whose explorer is at hand."""
 
-    def __init__(self, ready: int, bound: int | None, **options: Any) -> None:
+    def __init__(self, ready: int, bound: int | None, engine_patience_s: float = 600.0, **options: Any) -> None:
         self.explorer = Talker(ready, **options)
-        super().__init__(self.explorer, bound, True)  # type: ignore[arg-type]
+        super().__init__(self.explorer, bound, True, engine_patience_s=engine_patience_s)  # type: ignore[arg-type]
 
 
 def pacer(ready: int, bound: int | None = 8, **options: Any) -> Held:
@@ -49,6 +51,28 @@ def pacer(ready: int, bound: int | None = 8, **options: Any) -> Held:
 @pytest.mark.parametrize(("ready", "may"), [(0, True), (8, True), (9, False)])
 async def test_nothing_starts_while_more_rows_are_ready_than_the_bound(ready, may):
     assert await starts(pacer(ready)) is may
+
+
+@pytest.mark.parametrize(
+    ("states", "may"),
+    [
+        (["unavailable"], False),
+        (["checking", "unavailable"], False),
+        (["reloading"], True),
+        (["checking", "serving"], True),
+    ],
+)
+async def test_nothing_starts_while_no_engine_answers_chats(states, may):
+    held = pacer(0)
+    held.explorer.engines = states
+    assert await starts(held) is may
+
+
+async def test_an_engine_that_stays_away_ends_the_work():
+    held = pacer(0, engine_patience_s=0.0)
+    held.explorer.engines = ["unavailable"]
+    with pytest.raises(Away, match="no engine of http://h has been in service for 0 s"):
+        await held.wait(asyncio.Event())
 
 
 def ended(held: Held, runs: int, rows: int, ready: int, became_ready: int | None = None) -> None:
