@@ -117,8 +117,7 @@ class Learner:
 
     def weights(self) -> Callable[[str], Any]:
         """Reads what a version holds by its name there: whole and as the optimizer holds it, in float32."""
-        named = kind_of(self.policy).weights()
-        return lambda name: self.backend.whole(named[name])
+        return kind_of(self.policy).reader(self.backend.whole)
 
     def write_version(self, root: Path, **about: Any) -> Manifest:
         """Write the policy as a version's folder. about: see `write_full_version`. Raises DiskFull and VersionError.
