@@ -20,7 +20,7 @@ class FileWeights:
     """Reads a model's weights by their names in its files, one at a time."""
 
     def __init__(self, model: Any, whole: Callable[[Tensor], Tensor]) -> None:
-        """whole: gives a parameter whole. Where ranks share it, each must ask for the same weights in the same order."""
+        """whole: gives a parameter whole. Ranks that share it must ask for the same weights in the same order."""
         self._model, self._whole = model, whole
         self._named = named_weights(model)
         self._pieces: dict[str, dict[str, Tensor]] = {}  # of the joined tensors that were read last
