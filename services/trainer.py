@@ -103,7 +103,10 @@ def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> I
             folder = _whole_folder(config, start, states.folder)
             prepare = preparations(config, stop)
             ranks.order("begin", str(folder.relative_to(config.root)), config.trainer.parts)
-            learner = Learner(partial(build_update, config, folder, ranks), ranks, states, prepare)
+            build, again = (
+                partial(build_update, config, one, ranks) for one in (folder, config.root / version_path(0))
+            )
+            learner = Learner(build, ranks, states, prepare, again)
             with contextlib.closing(Watch(config.trainer, states.folder)) as watch:
                 trainer = kind(config, ledger, learner, states, stop, watch)
                 trainer.resume(row, start)
@@ -139,7 +142,8 @@ def follow(config: Config, ranks: Ranks, stop: StopRequest) -> None:
     while (begun := ranks.begin(stop)) is not None:
         start, algorithms = begun
         chosen = with_choice(config, algorithms)
-        learner = Learner(partial(build_update, chosen, config.root / start, ranks), ranks)
+        build, again = (partial(build_update, chosen, config.root / one, ranks) for one in (start, version_path(0)))
+        learner = Learner(build, ranks, build_for_state=again)
         learner.follow(stop)
         learner.close()
 

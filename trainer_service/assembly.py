@@ -22,6 +22,7 @@ from trainer_service.algorithms.seam import Needs
 from trainer_service.models import (
     Actor,
     ActorCritic,
+    checkpoint_layers,
     load_causal_lm,
     round_weights,
     score_actions,
@@ -55,7 +56,7 @@ def full_models(config: Config, start: Path, needs: Needs, bf16: bool) -> Models
     policy = load_causal_lm(start)
     tie_equal_embeddings(policy)
     if config.trainer.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(policy)
     others, reference = [], None
     if Needs.REFERENCE in needs:
         frozen = load_causal_lm(config.root / version_path(0))
@@ -81,8 +82,7 @@ def adapted_models(config: Config, start: Path, needs: Needs, bf16: bool) -> Mod
     if read_manifest(start).kind == "lora":
         adapters.load(start)
     if config.trainer.gradient_checkpointing:
-        contexts = {"context_fn": adapters.checkpoint_contexts}
-        policy.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
+        checkpoint_layers(policy, context_fn=adapters.checkpoint_contexts)
     score = partial(score_actions, policy)
     reference = (lambda _: partial(base_scores, adapters, score)) if Needs.REFERENCE in needs else None
     own = adapters.parameters(POLICY)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from shared.errors import StartupError
 from shared.experience import Experience, Other, State, TrajectoryKey, choice_name, trajectory_key
 from shared.ledger.conditions import split_name
 from shared.ledger.given import UNUSABLE, names_of, number_of, read_rows, signals_of, time_of, tokens_of
-from shared.ledger.queries.lease import check_rewards
+from shared.ledger.queries.lease import check_rewards, rewarded_up_to
 from shared.ledger.queries.preferences import prefer
 from shared.log import StageLogger
-from shared.reward import credit_of, learned_kinds
+from shared.reward import EVERY_LESSON, Lesson, credit_of, learned_kinds
 from shared.tokenizer import tokenizer_digest
 
 log = StageLogger("train")
@@ -53,7 +54,7 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
     if not rows:
         raise StartupError(f"{file}: no row has tokens ({_shown(left_out)}); export it again with --tokens")
     spoken_of = {trajectory_key(row) for row, teaches in rows if teaches}
-    chosen = [row for row in _with_preferences([row for row, _ in rows]) if trajectory_key(row) in spoken_of]
+    chosen = [row for row in _with_preferences(_acting(rows)) if trajectory_key(row) in spoken_of]
     left_out["of which nothing was said that is learned from"] += len(rows) - len(chosen)
     log.info("rows read", file=str(file), rows=len(chosen), left_out=_shown(left_out))
     if not chosen:
@@ -95,6 +96,17 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
         signals=tuple(signal for signal in signals if signal.kind in learned),
     )
     return experience, credit.teaches
+
+
+def _acting(rows: list[tuple[Experience, int]]) -> list[Experience]:
+    """The rows, each with what acts on it, as when a trainer claims them: everything but rewards that teach nothing."""
+    rewarded, unrewarded = rewarded_up_to(rows), EVERY_LESSON & ~int(Lesson.REWARD)
+    return [
+        row
+        if row.id <= rewarded.get(trajectory_key(row), 0)
+        else replace(row, acts=unrewarded, turn_reward=None, outcome=None)
+        for row, _ in rows
+    ]
 
 
 def _with_preferences(rows: list[Experience]) -> list[Experience]:

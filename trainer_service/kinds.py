@@ -20,7 +20,7 @@ from shared.probe import Contrast, Probe, ProbeSequence
 from shared.tensors import Tensor as Described
 from shared.versions import Manifest, read_manifest, version_path, write_version
 from trainer_service.adapters import Adapters
-from trainer_service.models import named_weights
+from trainer_service.file_weights import FileWeights
 from trainer_service.publish import (
     PROBE_SEQUENCES,
     compute_probe,
@@ -62,8 +62,8 @@ class VersionKind(Protocol):
     def probe(self, asked: JSON, parent: list[ProbeSequence]) -> Probe:
         """The probe, computed by every rank. parent: what was remembered of the version before."""
 
-    def weights(self) -> dict[str, Tensor]:
-        """What a version's files hold, by its name there."""
+    def reader(self, whole: Callable[[Tensor], Tensor]) -> Read:
+        """Reads what a version's files hold, by its name there. whole: gives a parameter whole."""
 
     def write(self, root: Path, read: Read, probe: Probe, **about: Unpack[About]) -> Manifest:
         """Write the folder. Raises DiskFull and VersionError."""
@@ -100,8 +100,8 @@ class FullVersions:
         own = compute_probe(self._policy, asked["sequences"])
         return Probe(asked["dtype"], own, told[:_CONTRASTS], arithmetic=arithmetic)
 
-    def weights(self) -> dict[str, Tensor]:
-        return named_weights(self._policy)
+    def reader(self, whole: Callable[[Tensor], Tensor]) -> Read:
+        return FileWeights(self._policy, whole)
 
     def write(self, root: Path, read: Read, probe: Probe, **about: Unpack[About]) -> Manifest:
         return write_full_version(root, read, probe, **about)
@@ -141,8 +141,9 @@ class AdapterVersions:
             arithmetic=arithmetic,
         )
 
-    def weights(self) -> dict[str, Tensor]:
-        return dict(self._adapters.weights())
+    def reader(self, whole: Callable[[Tensor], Tensor]) -> Read:
+        weights = self._adapters.weights()
+        return lambda name: whole(weights[name])
 
     def write(self, root: Path, read: Read, probe: Probe, **about: Unpack[About]) -> Manifest:
         assert about.get("shrink") is None, "an adapter is smaller than a delta"

@@ -36,6 +36,7 @@ from trainer_service.update import Stats, Updater
 _FAILURES = (UpdateError, RuntimeError, MemoryError, IndexError, ValueError)
 _REASON_LENGTH = 400  # characters
 Preparation = Callable[[list[Experience]], list[Experience]]
+Build = Callable[[], tuple[Updater, Any]]
 
 
 class Learner:
@@ -43,16 +44,19 @@ class Learner:
 
     def __init__(
         self,
-        build: Callable[[], tuple[Updater, Any]],
+        build: Build,
         ranks: Ranks,
         states: StateStore | None = None,
         preparations: Sequence[Preparation] = (),
+        build_for_state: Build | None = None,
     ) -> None:
         """build: makes models and optimizer anew; returns the update and the policy inside it. states: rank 0's.
 
         preparations: what is done with claimed rows, one after another, before they are trained on; rank 0's.
+        build_for_state: as build, before a state is loaded that brings all weights: the version that training began
+        with may be deleted by then. None: build.
         """
-        self._build = build
+        self._build, self._build_for_state = build, build_for_state or build
         self._preparations = preparations
         self._ranks = ranks
         self._states = states
@@ -117,8 +121,7 @@ class Learner:
 
     def weights(self) -> Callable[[str], Any]:
         """Reads what a version holds by its name there: whole and as the optimizer holds it, in float32."""
-        named = kind_of(self.policy).weights()
-        return lambda name: self.backend.whole(named[name])
+        return kind_of(self.policy).reader(self.backend.whole)
 
     def write_version(self, root: Path, **about: Any) -> Manifest:
         """Write the policy as a version's folder. about: see `write_full_version`. Raises DiskFull and VersionError.
@@ -187,11 +190,15 @@ class Learner:
     def _forget_parent(self) -> None:
         self._parent, self._parent_of = [], None
 
-    def restore(self) -> None:
-        """Make all anew and load the last saved state: a failed update leaves parts of itself behind."""
-        self._ranks.order("restore")
+    def restore(self, loads_state: bool = False) -> None:
+        """Make all anew and load the last saved state: a failed update leaves parts of itself behind.
+
+        loads_state: on the other ranks: whether there is one.
+        """
+        loads_state |= self.saved is not None
+        self._ranks.order("restore", loads_state)
         self.close()
-        self._update, self.policy = self._build()
+        self._update, self.policy = (self._build_for_state if loads_state else self._build)()
         self._forget_parent()
         if self.saved is not None:
             self.load(self.saved)

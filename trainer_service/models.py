@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,28 @@ def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Make the model's parameters of another type. Its buffers stay: rounded rotary frequencies point elsewhere."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def checkpoint_layers(model: Any, **options: Any) -> None:
+    """Compute the model's layers again in the backward pass, as they are without dropout. options: of PyTorch's
+    `checkpoint`."""
+    model.gradient_checkpointing_enable({"use_reentrant": False, **options})
+    for layer in model.modules():
+        if getattr(layer, "gradient_checkpointing", False):
+            layer._gradient_checkpointing_func = partial(_checkpoint, layer, layer._gradient_checkpointing_func)
+
+
+def _checkpoint(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+    """Only the layer's own training mode says that it is to be computed again; its code takes it for dropout's, too."""
+
+    def without_dropout(*args: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*args)
+        finally:
+            layer.training = True
+
+    return checkpoint(without_dropout, *args)
 
 
 def tie_equal_embeddings(model: Any) -> None:

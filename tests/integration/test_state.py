@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import shutil
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -211,3 +212,24 @@ def test_what_algorithms_remember_comes_back_to_the_bit(tmp_path, model, rows):
     memory = tmp_path / saved.path / "memory.json"
     memory.write_text(memory.read_text().replace("1", "2"))
     assert "is not the one that was saved" in refusal(tmp_path, model, saved)
+
+
+def test_after_a_failed_update_the_state_is_loaded_though_the_version_that_training_began_with_is_deleted(
+    tmp_path, model, rows
+):
+    config = trainer_config(tmp_path, model)
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
+        ensure_base_version(config, ledger)
+    begun, ranks = shutil.copytree(tmp_path / version_path(0), tmp_path / version_path(5)), join_ranks(60)
+    build, again = (partial(build_update, config, one, ranks) for one in (begun, tmp_path / version_path(0)))
+    with (
+        contextlib.closing(StateStore(tmp_path, "trainer")) as states,
+        contextlib.closing(Learner(build, ranks, states, build_for_state=again)) as learner,
+    ):
+        train(learner, rows, 0)
+        learner.save(6)
+        expected = everything(learner)
+        shutil.rmtree(begun)
+        learner.restore()
+        found = everything(learner)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

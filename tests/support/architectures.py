@@ -44,6 +44,9 @@ def make(name: str, *, seed: int = 0, vocabulary: int = 211, **over: Any) -> Any
                 "linear_value_head_dim": 8,
             },
         ),
+        "qwen3_moe": ("Qwen3Moe", {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}),
+        "mixtral": ("Mixtral", {"num_local_experts": 4}),
+        "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
         "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     }
     prefix, extra = own[name]

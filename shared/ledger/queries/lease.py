@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 
@@ -16,6 +17,7 @@ from shared.experience import (
     Sampling,
     State,
     Tokens,
+    TrajectoryKey,
     choice_name,
     trajectory_key,
 )
@@ -138,6 +140,20 @@ def held_rows(connection: Connection, batch_id: int) -> Sequence[AnyRow]:
     columns = (experiences.c[name] for name in names)
     held = (experiences.c.batch_id == batch_id, is_in(experiences.c.state, State.LEASED))
     return connection.execute(select(*columns).where(*held)).all()
+
+
+def rewarded_up_to(taught: Iterable[tuple[AnyRow | Experience, int]]) -> dict[TrajectoryKey, float]:
+    """Up to which row, by its id, a reward acts on each trajectory; none for one on which none does.
+
+    taught: rows, and what each teaches, as Lesson. A reward acts on the turns that led to it, too; that of a whole on
+    all of its turns.
+    """
+    found: dict[TrajectoryKey, float] = {}
+    for row, teaches in taught:
+        if teaches & Lesson.REWARD:
+            last = row.id if row.outcome is None else math.inf
+            found[trajectory_key(row)] = max(last, found.get(trajectory_key(row), last))
+    return found
 
 
 def is_to_blame(rows: Sequence[AnyRow]) -> bool:

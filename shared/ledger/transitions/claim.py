@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Any, Literal
 
@@ -24,10 +23,10 @@ from sqlalchemy import (
     update,
 )
 
-from shared.experience import MAY_SERVE, BatchState, State, TrajectoryKey, choice_name, trajectory_key
+from shared.experience import MAY_SERVE, BatchState, State, choice_name, trajectory_key
 from shared.ledger.conditions import in_parts, is_in, is_ready, names_a_run
 from shared.ledger.connect import database_time
-from shared.ledger.queries.lease import held_rows
+from shared.ledger.queries.lease import held_rows, rewarded_up_to
 from shared.ledger.tables import batches, experiences, signals, trainers, versions
 from shared.ledger.transitions.failures import count_death
 from shared.reward import Lesson
@@ -97,9 +96,7 @@ def _claim_mates(connection: Connection, batch: dict[str, Any], mates: CTE, at_l
 
 
 def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) -> None:
-    """On each row acts what was said of it and has not acted yet.
-
-    A reward acts on the turns that led to it, too; that of a whole on all of its turns.
+    """On each row acts what was said of it and has not acted yet; of rewards see `rewarded_up_to`.
 
     What is said of a row from now on has a later number in the log: its rows are locked.
     """
@@ -107,11 +104,7 @@ def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) 
     connection.execute(update(batches).where(batches.c.id == batch_id).values(last_signal=newest))
     rows = held_rows(connection, batch_id)
     continued = {row.parent_id for row in rows if row.parent_id is not None} if next_messages else set()
-    rewarded: dict[TrajectoryKey, float] = {}  # up to which row
-    for row in rows:
-        if row.teaches & Lesson.REWARD:
-            last = row.id if row.outcome is None else math.inf
-            rewarded[trajectory_key(row)] = max(last, rewarded.get(trajectory_key(row), last))
+    rewarded = rewarded_up_to((row, row.teaches) for row in rows)
     more: dict[int, list[int]] = defaultdict(list)  # rows on which more acts than was said of them alone
     for row in rows:
         acts = row.teaches

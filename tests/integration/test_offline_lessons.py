@@ -1,0 +1,58 @@
+"""What acts of a file's rows is what acts of them in the ledger, whatever else was said."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.config import RewardConfig
+from shared.experience import Tokens
+from shared.ledger import queries, transitions
+from shared.ledger.connect import Ledger
+from shared.reward import Signal, learned_kinds
+from tests.support.experiences import make_experiences, samples_of, trainer_config
+from tests.support.processes import run_here
+from trainer_service.batch import make_batch
+from trainer_service.export import read_export
+
+SAID = [[Signal("reward", value=1.0)], [Signal("comment", text="w7 w3"), Signal("correction", text="w9")]]
+
+
+def two_turns(model):
+    """A conversation whose second prompt begins with the first turn."""
+    first, second = make_experiences(model, 2)
+    asked = np.concatenate([first.tokens.prompt_ids, first.tokens.reply_ids, second.tokens.prompt_ids])
+    tokens = Tokens(asked.astype(np.int32), second.tokens.reply_ids, second.tokens.logprobs)
+    return [first, replace(second, tokens=tokens)]
+
+
+def shape(rows):
+    """Which rows share a sequence, which of these are rewarded, and with what."""
+    batch = make_batch(rows)
+    return (
+        [one.row_ids for one in batch.sequences],
+        batch.rewarded,
+        batch.rewards,
+        [len(t.turns) for t in batch.trajectories],
+    )
+
+
+@pytest.mark.parametrize("algorithms", [{"hint": 1.0}, {"sft": 1.0}, {"hint": 1.0, "reinforce_pp": 1.0}])
+def test_rewards_that_no_algorithm_learns_from_act_neither_in_the_ledger_nor_in_a_file(algorithms, tmp_path, model):
+    config = trainer_config(tmp_path, model, algorithms=algorithms)
+    kinds, made = learned_kinds(config.trainer), two_turns(model)
+    with closing(Ledger.open(config.ledger_url)) as ledger, ledger.write() as connection:
+        samples = [replace(one, task_id="t", run_id="r") for one in samples_of(made)]
+        transitions.record(connection, samples)
+        for row, said in zip(made, SAID, strict=True):
+            about = {"msg_ids": [row.msg_id], "task_id": None, "run_id": None, "signals": said}
+            transitions.apply_feedback(connection, **about, rule=RewardConfig(), learned=kinds)
+        transitions.commit(connection)
+        batch_id = transitions.claim(connection, owner="trainer", at_least=1, at_most=2, lease_s=60)
+        assert batch_id is not None
+        leased = queries.load_lease(connection, batch_id, kinds=kinds).rows
+    run_here(config, "export", "--out", str(tmp_path / "rows.jsonl"), "--tokens")
+    assert shape(read_export(tmp_path / "rows.jsonl", config, model)) == shape(leased)
