@@ -71,6 +71,12 @@ def test_a_key_has_only_so_many_requests_at_once_streams_included(scripted_engin
     wait_until(lambda: explorer.http.post("/chat", json=CHAT, headers=as_key("chat")).status_code == 200)
 
 
+def test_reading_the_ledger_counts_against_the_key(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], keys=[hashed("chat", "chat", requests_per_minute=2)]).wait_ready()
+    found = [explorer.http.get(path, headers=as_key("chat")).status_code for path in ("/status", "/versions") * 2]
+    assert found == [200, 200, 429, 429]
+
+
 def test_requests_for_an_unknown_model_count_against_the_key(scripted_engine, start_explorer):
     keys = [hashed("chat", "chat", requests_per_minute=2)]
     explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
