@@ -33,6 +33,7 @@ class Engine(socketserver.ThreadingTCPServer):
     administration = OK
     repeat = b""  # sent on and on behind an answer
     pause_s = 0.0  # between the repetitions
+    chats = 0  # connections that had one
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -43,6 +44,7 @@ class Handler(socketserver.StreamRequestHandler):
     server: Engine
 
     def handle(self) -> None:
+        has_chatted = False
         while line := self.rfile.readline():
             length = 0
             while (field := self.rfile.readline()) not in (b"\r\n", b""):
@@ -50,6 +52,8 @@ class Handler(socketserver.StreamRequestHandler):
                 length = int(value) if name.lower() == b"content-length" else length
             self.rfile.read(length)
             is_chat, is_health = b"completions" in line, b"/health" in line
+            self.server.chats += is_chat and not has_chatted
+            has_chatted |= is_chat
             self.wfile.write(self.server.answer if is_chat else self.server.health if is_health else self.server.administration)
             while self.server.repeat and (is_chat or (is_health and self.server.health is not OK)):
                 self.wfile.write(self.server.repeat)
@@ -156,3 +160,13 @@ def test_administration_whose_bytes_are_no_json_ends_no_explorer(engine, start_e
         publish(explorer, version)
     wait_until(lambda: explorer.background.failed is not None or "that is not JSON" in caplog.text)
     assert explorer.background.failed is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_that_brought_the_answer_to_another_request_is_thrown_away(engine, start_explorer, stream):
+    explorer = start_explorer([engine.url]).wait_ready()
+    body = b'{"id":"chatcmpl-of-another","choices":[{"index":0,"delta":{},"message":{}}]}'
+    engine.answer = ok(b"data: " + body + b"\n\ndata: [DONE]\n\n", b"text/event-stream") if stream else ok(body)
+    for chats in (1, 2):
+        assert "answered 'chatcmpl-of-another'" in explorer.chat(stream=stream).text
+        assert engine.chats == chats
