@@ -32,6 +32,7 @@ from explorer_service.feedback_limits import (
     FIND_TIMEOUT_S,
     MAX_ROWS,
     SLICE_COST,
+    check_rewards,
     check_signals,
     check_targets,
     cost_of_row,
@@ -105,9 +106,7 @@ def parse_feedback(raw: bytes, rule: RewardConfig) -> tuple[FeedbackBody, list[S
         raise bad_request("give at least one of reward, rating, metrics, comment, correction, preferred_over")
     check_targets(body.msg_ids or [])
     check_signals(signals)
-    accept = rule.accept
-    if accept is not None and body.reward is not None and not accept[0] <= body.reward <= accept[1]:
-        raise bad_request(f"reward must lie between {accept[0]:g} and {accept[1]:g}", "reward")
+    check_rewards(body.reward, body.metrics or {}, rule)
     return body, signals
 
 
