@@ -66,6 +66,7 @@ class _Event(msgspec.Struct):
     id: str | None = None  # none in an error
     choices: list[_Part] = []  # none in one that reports usage, or an error
     prompt_token_ids: list[int] | None = None
+    error: Any = None
 
 
 _CallIndex = Annotated[int, msgspec.Meta(ge=0, lt=10_000)]  # of a tool call in its message
@@ -101,13 +102,18 @@ def capture_reply(chat: ChatRequest, reply: EngineReply) -> list[Sample]:
 
 
 def capture_events(events: list[bytes], chat: ChatRequest, slot: EngineSlot) -> list[Sample]:
-    """A sample for each choice of a stream. Raises InvalidReply for events that are no chat completion's."""
+    """A sample for each choice of a stream; none of one that reports an error: what came before it is no whole reply.
+
+    Raises InvalidReply for events that are no chat completion's.
+    """
     chunks = b",".join([event[6:-2] for event in events if event.startswith(b"data: {")])
     prompt_ids: list[int] = []
     choices: dict[int, _Captured] = {}
     messages: dict[int, _Message] = {}
     try:
         for event in _decode_events(b"[" + chunks + b"]"):
+            if event.error is not None:
+                return []
             prompt_ids = event.prompt_token_ids or prompt_ids
             if event.choices:
                 _require_id(event.id, chat, slot)

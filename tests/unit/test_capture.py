@@ -80,6 +80,13 @@ def test_an_error_in_a_stream_is_no_sample():
     assert joined(b'data: {"error":{"message":"engine core died"}}\n\n') == []
 
 
+def test_what_a_stream_said_before_an_error_is_no_sample():
+    """vLLM's API process outlives its engine core: it reports the error in an event, and [DONE] after it."""
+    said = [event(0, {"content": "half"}, 1), event(1, {"content": "whole"}, 2, finish_reason="stop")]
+    assert len(joined(*said, b'data: {"error":null,"choices":[]}\n\n')) == 2
+    assert joined(*said, b'data: {"error":{"message":"engine core died"}}\n\n') == []
+
+
 @pytest.mark.parametrize(
     "text",
     [
