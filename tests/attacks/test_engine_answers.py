@@ -14,7 +14,6 @@ from tests.support.servers import publish, wait_until
 from tests.support.wire import CHAT_BODY, STREAM_BODY, connect, get, post, read_answers
 
 
-
 def ok(body: bytes, kind: bytes = b"application/json") -> bytes:
     """A whole answer."""
     return b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (kind, len(body)) + body
@@ -54,7 +53,8 @@ class Handler(socketserver.StreamRequestHandler):
             is_chat, is_health = b"completions" in line, b"/health" in line
             self.server.chats += is_chat and not has_chatted
             has_chatted |= is_chat
-            self.wfile.write(self.server.answer if is_chat else self.server.health if is_health else self.server.administration)
+            other = self.server.health if is_health else self.server.administration
+            self.wfile.write(self.server.answer if is_chat else other)
             while self.server.repeat and (is_chat or (is_health and self.server.health is not OK)):
                 self.wfile.write(self.server.repeat)
                 time.sleep(self.server.pause_s)

@@ -104,7 +104,9 @@ def test_what_is_no_completion_is_the_engines_fault(text):
 
 
 @pytest.mark.parametrize(
-    ("surface", "says"), [(CHAT, b'"message":{"content":"\xff"}'), (COMPLETION, b'"text":"\xff"')], ids=["chat", "plain"]
+    ("surface", "says"),
+    [(CHAT, b'"message":{"content":"\xff"}'), (COMPLETION, b'"text":"\xff"')],
+    ids=["chat", "plain"],
 )
 def test_a_whole_reply_whose_text_is_no_utf8_is_the_engines_fault(surface: Surface, says: bytes):
     chat = replace(parse_chat(surface, b"{}", {}, Caller(), Router("agent", engines=1), CONFIG), msg_id="m")
