@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from shared.config import is_loopback
 
 
 class Pages(BaseHTTPRequestHandler):
@@ -14,6 +18,20 @@ class Pages(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     timeout = 60  # seconds
+
+    def parse_request(self) -> bool:
+        """A request's head. What a page of another site makes a browser send is refused: it must not rate or act."""
+        if not super().parse_request():
+            return False
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        is_ours = is_loopback(urlsplit(f"//{host}").hostname or "")  # or else a page's own name leads here
+        if self.command == "POST":
+            is_ours = is_ours and origin in (None, f"http://{host}")
+            is_ours = is_ours and self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
+        if not is_ours:
+            self.close_connection = True
+            self.send(HTTPStatus.FORBIDDEN, "a web page of another site may not use this one", "text/plain")
+        return is_ours
 
     def read_body(self, longest: int) -> bytes | None:
         """The request's body; None when it is longer, or its length is not said: the connection then ends."""

@@ -99,8 +99,8 @@ class _RawRoute(Route):
     """A route by the path as it was sent, whose names may hold a percent-encoded slash. They stay encoded."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if "{" not in self.path:
-            return super().matches(scope)
+        if "{" not in self.path:  # Starlette's own pattern takes a line feed at the end, too
+            return super().matches(scope) if scope["path"] == self.path else (Match.NONE, {})
         return super().matches({**scope, "path": scope.get("raw_path", b"").decode("latin-1")})
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:

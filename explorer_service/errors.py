@@ -29,8 +29,11 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 from shared.errors import EngineError, FlywheelError
 
+NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # bytes that are not the JSON they should be
 _ADDRESS = re.compile(r"https?://[^\s;,)]+")
 
 

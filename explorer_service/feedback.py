@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from explorer_service.api.auth import Caller
-from explorer_service.api.body import decode_typed
+from explorer_service.api.body import decode_typed, while_caller_waits
 from explorer_service.api.compat import agentscope_java_answer
 from explorer_service.api.errors import ApiError, bad_request, unavailable
 from explorer_service.chat.request import read_id
@@ -32,6 +32,7 @@ from explorer_service.feedback_limits import (
     FIND_TIMEOUT_S,
     MAX_ROWS,
     SLICE_COST,
+    check_rewards,
     check_signals,
     check_targets,
     cost_of_row,
@@ -77,7 +78,8 @@ async def _answer_within_limit(request: Request, deps: Deps, caller: Caller) -> 
     body, signals = parse_feedback(raw, deps.config.reward)
     msg_ids = list(dict.fromkeys(body.msg_ids or []))
     feedback = _Feedback(body, msg_ids, signals, caller, deps, _asked(request, caller.name, raw))
-    await feedback.wait_recorded()
+    async with while_caller_waits(request.receive):  # who leaves before it is applied has said nothing
+        await feedback.wait_recorded()
     answer = _answer(await feedback.apply())
     for state, count in Counter(receipt.state for receipt in answer.receipts).items():
         deps.metrics.feedback_receipts.labels(state).inc(count)
@@ -104,9 +106,7 @@ def parse_feedback(raw: bytes, rule: RewardConfig) -> tuple[FeedbackBody, list[S
         raise bad_request("give at least one of reward, rating, metrics, comment, correction, preferred_over")
     check_targets(body.msg_ids or [])
     check_signals(signals)
-    accept = rule.accept
-    if accept is not None and body.reward is not None and not accept[0] <= body.reward <= accept[1]:
-        raise bad_request(f"reward must lie between {accept[0]:g} and {accept[1]:g}", "reward")
+    check_rewards(body.reward, body.metrics or {}, rule)
     return body, signals
 
 

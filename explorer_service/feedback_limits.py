@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from explorer_service.api.errors import bad_request
+from shared.config import RewardConfig
 from shared.reward import Signal
 
 MAX_TARGETS = 10_000
@@ -45,6 +46,23 @@ def check_signals(signals: Sequence[Signal]) -> None:
             raise bad_request(f"a {signal.kind} has at most {MAX_TEXT_BYTES} bytes", signal.kind)
         if "\x00" in (signal.text or "") + (signal.name or ""):
             raise bad_request("text must not hold NUL", signal.kind)
+
+
+def check_rewards(reward: float | None, metrics: Mapping[str, float], rule: RewardConfig) -> None:
+    """Raises ApiError 400 for a reward outside of `reward.accept`, also for one that a metric's weight makes.
+
+    A metric is a part of a reward, so that 0 is always within; `reward.clip` bounds what metrics make.
+    """
+    if rule.accept is None:
+        return
+    lowest, highest = rule.accept
+    if reward is not None and not lowest <= reward <= highest:
+        raise bad_request(f"reward must lie between {lowest:g} and {highest:g}", "reward")
+    for name in metrics.keys() & rule.metrics.keys() if rule.clip is None else ():
+        part = rule.metrics[name] * metrics[name]
+        if not min(lowest, 0.0) <= part <= max(highest, 0.0):
+            reason = f"metric {name} makes a reward of {part:g}; it must lie between {lowest:g} and {highest:g}"
+            raise bad_request(f"{reason} (reward.accept, reward.metrics)", "metrics")
 
 
 def require_room(signals: Sequence[Signal], rows: int) -> None:

@@ -177,8 +177,8 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
     async with AsyncExitStack() as stack:
         reader = LedgerReader(ledger, explorer.ledger_timeout_s)
         writer, feedback_writer = _start_writers(explorer, ledger, metrics, background)
-        for one in {writer, feedback_writer}:
-            stack.push_async_callback(one.stop)
+        for stop in {reader.stop, writer.stop, feedback_writer.stop}:
+            stack.push_async_callback(stop)
         poller = VersionPoller(ledger, explorer.reload.poll_interval_s, background)
         stack.push_async_callback(poller.stop)
         admin_http = await stack.enter_async_context(open_client())

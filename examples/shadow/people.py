@@ -71,7 +71,7 @@ class Ratings:
             return 404, "text/plain", "see /"
         form = parse_qs(body.decode("utf-8", "replace"))
         item, rating = form.get("item", [""])[0], form.get("rating", [""])[0]
-        if not item.isdecimal() or rating not in self.given:
+        if not item.isdecimal() or len(item) > 18 or rating not in self.given:
             return 400, "text/plain", "item=NUMBER and rating=up or down"
         with self._lock:
             found = self._waiting.pop(int(item), None)

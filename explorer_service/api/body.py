@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from explorer_service.api.errors import ApiError, bad_request, unavailable
-from explorer_service.errors import CallerLeft
+from explorer_service.errors import NO_JSON, CallerLeft
 from shared.config import ExplorerConfig
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def decode_typed(raw: bytes, decode: Callable[[bytes], T]) -> T:
         return decode(raw)
     except msgspec.ValidationError as exc:
         raise bad_request(str(exc)) from exc
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except NO_JSON as exc:
         raise bad_request(f"the body is not a JSON object: {exc}") from exc
 
 

@@ -18,7 +18,7 @@ from msgspec import Raw
 from explorer_service.chat.request import ChatRequest
 from explorer_service.engines.dispatch import EngineReply
 from explorer_service.engines.slot import EngineSlot
-from explorer_service.errors import InvalidReply
+from explorer_service.errors import NO_JSON, InvalidReply
 from shared.experience import CorruptTokens, Sample, TokenArray, Tokens
 
 
@@ -40,10 +40,10 @@ class _Choice(msgspec.Struct):
 
 
 class _WholeChoice(_Choice):
-    """What it says, as the engine wrote it."""
+    """What it says."""
 
-    message: Raw = Raw(b"")
-    text: Raw = Raw(b"null")  # of a plain completion
+    message: Raw = Raw(b"")  # as the engine wrote it
+    text: str | None = None  # of a plain completion
 
 
 class _Part(_Choice):
@@ -66,6 +66,7 @@ class _Event(msgspec.Struct):
     id: str | None = None  # none in an error
     choices: list[_Part] = []  # none in one that reports usage, or an error
     prompt_token_ids: list[int] | None = None
+    error: Any = None
 
 
 _CallIndex = Annotated[int, msgspec.Meta(ge=0, lt=10_000)]  # of a tool call in its message
@@ -93,21 +94,26 @@ def capture_reply(chat: ChatRequest, reply: EngineReply) -> list[Sample]:
         for choice in completion.choices:
             captured = _Captured(completion.prompt_token_ids or [])
             captured.add(choice)
-            message = bytes(choice.message) or bytes(choice.text)
+            message = bytes(choice.message) or msgspec.json.encode(choice.text)
             samples.append(captured.sample(choice.index, message, chat, slot, is_first=not samples))
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except NO_JSON as exc:
         raise InvalidReply(f"engine {slot.engine.name} gave a reply that is no chat completion") from exc
     return samples
 
 
 def capture_events(events: list[bytes], chat: ChatRequest, slot: EngineSlot) -> list[Sample]:
-    """A sample for each choice of a stream. Raises InvalidReply for events that are no chat completion's."""
+    """A sample for each choice of a stream; none of one that reports an error: what came before it is no whole reply.
+
+    Raises InvalidReply for events that are no chat completion's.
+    """
     chunks = b",".join([event[6:-2] for event in events if event.startswith(b"data: {")])
     prompt_ids: list[int] = []
     choices: dict[int, _Captured] = {}
     messages: dict[int, _Message] = {}
     try:
         for event in _decode_events(b"[" + chunks + b"]"):
+            if event.error is not None:
+                return []
             prompt_ids = event.prompt_token_ids or prompt_ids
             if event.choices:
                 _require_id(event.id, chat, slot)
@@ -122,7 +128,7 @@ def capture_events(events: list[bytes], chat: ChatRequest, slot: EngineSlot) -> 
             captured.prompt_ids = captured.prompt_ids or prompt_ids
             message = messages[index].encode()
             samples.append(captured.sample(index, message, chat, slot, is_first=not samples))
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except NO_JSON as exc:
         raise InvalidReply(f"engine {slot.engine.name} streamed what is no chat completion") from exc
     return samples
 
@@ -131,7 +137,7 @@ def require_own_id(event: bytes, chat: ChatRequest, slot: EngineSlot) -> None:
     """Check a stream's first event: callers take the message id from it. Raises InvalidReply."""
     try:
         found = _decode_events(b"[" + event[6:-2] + b"]") if event.startswith(b"data: {") else []
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except NO_JSON as exc:
         raise InvalidReply(f"engine {slot.engine.name} streamed what is no chat completion") from exc
     if found and found[0].choices:
         _require_id(found[0].id, chat, slot)

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from explorer_service.chat.request import ChatRequest
+from explorer_service.errors import NO_JSON
 
 _LOGPROBS, _AFTER_LOGPROBS = b'"logprobs"', b'},"finish_reason":'
 _SILENT = re.compile(rb'^data: (?=.*"delta"\s*:\s*\{\}).*"finish_reason"\s*:\s*null')
@@ -73,7 +74,7 @@ def _logprobs_of(json: bytes) -> list[Raw]:
     """Of each choice; none of what is no JSON, and goes on as it is."""
     try:
         return [choice.logprobs for choice in msgspec.json.decode(json.removeprefix(b"data: "), type=_Event).choices]
-    except msgspec.DecodeError:
+    except NO_JSON:
         return []
 
 

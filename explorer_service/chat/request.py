@@ -28,7 +28,7 @@ _LARGEST_TOP_K = 2**31 - 1  # what the ledger's column holds; beyond any vocabul
 # Parts of a message that vLLM takes and the prompt's token ids do not hold.
 _NOT_TEXT = frozenset((
     "prompt_embeds", "image_url", "image_embeds", "image_pil", "input_image", "input_audio", "audio_url",
-    "audio_embeds", "video_url", "file",
+    "audio_embeds", "video_url", "video_embeds", "file",
 ))  # fmt: skip
 _NO_NAMES: Mapping[str, str] = {}
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling) if field.name != "masked")

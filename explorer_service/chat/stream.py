@@ -105,21 +105,19 @@ class EventStream(Response):
         self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._resources:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async with while_caller_waits(receive):
-                await self._send_events(send)
-        await send({"type": "http.response.body", "body": b""})
-
-    async def _send_events(self, send: Send) -> None:
+        last = b""
         try:
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            async with self._resources:  # what goes wrong ends the engine's connection, too
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                async with while_caller_waits(receive):
+                    async for event in self._events:
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
             answer = as_api_error(error)
-            if answer is None:  # a fault of ours: the server logs it and breaks the answer off
+            if answer is None:  # the caller left; or a fault of ours: the server logs it and breaks the answer off
                 raise
-            await send({"type": "http.response.body", "body": self.error_event(answer), "more_body": True})
+            last = self.error_event(answer)
+        await send({"type": "http.response.body", "body": last})
 
     def error_event(self, error: ApiError) -> bytes:
         return b"data: " + error.body() + b"\n\n"

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from explorer_service.engines.http import CONNECT_TIMEOUT_S, KEEPALIVE_S
-from explorer_service.errors import EngineRefused, EngineTimeout, EngineUnavailable
+from explorer_service.errors import NO_JSON, EngineRefused, EngineTimeout, EngineUnavailable
 from shared.errors import EngineError, VersionError, VersionMissing
 
 HEALTH_TIMEOUT_S = 5.0
@@ -173,7 +173,7 @@ class EngineAdmin:
         content = await self._request(method, path, body, timeout_s)
         try:
             decoded = msgspec.json.decode(content) if content else {}
-        except msgspec.DecodeError as exc:
+        except NO_JSON as exc:
             raise EngineRefused(f"engine {self.url}: {path} answered something that is not JSON", 200) from exc
         return decoded if isinstance(decoded, dict) else {}
 

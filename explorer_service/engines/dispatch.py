@@ -20,7 +20,14 @@ from explorer_service.engines.connection import EngineResponse
 from explorer_service.engines.http import EngineHttp
 from explorer_service.engines.pool import EnginePool
 from explorer_service.engines.slot import EngineSlot
-from explorer_service.errors import AdapterForgotten, EngineLost, EngineUnavailable, VersionNotServed, WeightsUnproven
+from explorer_service.errors import (
+    NO_JSON,
+    AdapterForgotten,
+    EngineLost,
+    EngineUnavailable,
+    VersionNotServed,
+    WeightsUnproven,
+)
 from explorer_service.metrics import ExplorerMetrics
 
 T = TypeVar("T")
@@ -229,7 +236,7 @@ def _message_of(content: bytes) -> str:
     """The message of an error as the engine writes it; else nothing."""
     try:
         return msgspec.json.decode(content, type=_Refusal).error.message
-    except msgspec.DecodeError:
+    except NO_JSON:
         return ""
 
 

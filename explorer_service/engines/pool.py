@@ -18,7 +18,7 @@ from zlib import crc32
 
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.slot import EngineSlot
-from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven
+from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven, without_addresses
 from shared.config import EngineAddress
 from shared.experience import Sampling
 
@@ -166,7 +166,8 @@ class EnginePool:
         """Raise when waiting cannot help."""
         if version is not None and self.serving and not any(self._may_serve(e, version) for e in self.serving):
             served = sorted({v for e in self.engines for v in e.versions})
-            why = next((f" ({e.refused[version]})" for e in self.serving if version in e.refused), "")
+            reasons = (e.refused[version] for e in self.serving if version in e.refused)
+            why = next((f" ({without_addresses(reason)})" for reason in reasons), "")
             raise VersionNotServed(f"version {version} is not in service{why}; in service: {served}")
         if all(e.state is EngineState.UNAVAILABLE or e.name in avoid for e in self.engines):
             raise NoEngine("no engine answers; try again", "engines_unavailable")

@@ -19,8 +19,9 @@ class RewardConfig(Section):
     clip: tuple[Finite, Finite] | None = None
     """Lowest and highest reward of a row; null: unbounded."""
     accept: tuple[Finite, Finite] | None = (-100.0, 100.0)
-    """Lowest and highest reward that a caller may send; others answer 400. null: any finite number. Name the range that
-    your rewards have: one far outside of it outweighs all others of its batch."""
+    """Lowest and highest reward that a caller may send; others answer 400, and metrics that with their weights lie
+    outside, where `clip` is null. null: any finite number. Name the range that your rewards have: one far outside of it
+    outweighs all others of its batch."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> RewardConfig:

@@ -24,7 +24,7 @@ from shared.ledger.tables import experiences, explorers
 from tests.support.experiences import make_experiences, record_ready
 from tests.support.models import make_tiny_model
 from tests.support.postgres import Postgres
-from tests.support.servers import RunningExplorer, make_config, wait_until
+from tests.support.servers import RunningExplorer, make_config, publish, served, wait_until
 
 LIMIT_S = 5.0
 CHATS = 6
@@ -138,6 +138,31 @@ def test_a_row_that_is_locked_costs_its_own_feedback_a_503_and_no_chat_anything(
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "ledger_unavailable")
             assert took_s < LIMIT_S
     assert rate().json()["receipts"][0]["state"] in ("applied", "duplicate")  # who was told 503 may be stored
+
+
+def test_callers_who_wait_for_the_database_hold_up_no_reload(on_postgres):
+    publish(on_postgres, 0)
+    wait_until(lambda: served(on_postgres) == "0")
+    enough = threading.Event()
+
+    def read() -> None:
+        with httpx.Client(base_url=on_postgres.url, timeout=30) as http:
+            while not enough.is_set():
+                http.get("/status")
+
+    callers = [threading.Thread(target=read) for _ in range(24)]
+    with on_postgres.ledger.write() as connection:
+        connection.execute(text("LOCK TABLE trainers IN ACCESS EXCLUSIVE MODE"))  # what a reload does not read
+        for caller in callers:
+            caller.start()
+        time.sleep(0.5)
+        publish(on_postgres, 1)
+        try:
+            wait_until(lambda: served(on_postgres) == "1")
+        finally:
+            enough.set()
+    for caller in callers:
+        caller.join()
 
 
 def test_a_chat_whose_earlier_turn_is_locked_fails_alone(on_postgres, scripted_engine):

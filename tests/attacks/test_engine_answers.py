@@ -10,10 +10,17 @@ from collections.abc import Iterator
 import pytest
 
 from explorer_service.engines import admin
-from tests.support.servers import wait_until
+from tests.support.servers import publish, wait_until
 from tests.support.wire import CHAT_BODY, STREAM_BODY, connect, get, post, read_answers
 
-OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+
+def ok(body: bytes, kind: bytes = b"application/json") -> bytes:
+    """A whole answer."""
+    return b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (kind, len(body)) + body
+
+
+OK = ok(b"{}")
+NO_JSON = [b'{"id": "\xff", "data": [{"id": "\xff"}]}', b'{"id": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"id']
 
 
 class Engine(socketserver.ThreadingTCPServer):
@@ -22,8 +29,10 @@ class Engine(socketserver.ThreadingTCPServer):
     daemon_threads = True
     answer = b""
     health = OK
+    administration = OK
     repeat = b""  # sent on and on behind an answer
     pause_s = 0.0  # between the repetitions
+    chats = 0  # connections that had one
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -34,6 +43,7 @@ class Handler(socketserver.StreamRequestHandler):
     server: Engine
 
     def handle(self) -> None:
+        has_chatted = False
         while line := self.rfile.readline():
             length = 0
             while (field := self.rfile.readline()) not in (b"\r\n", b""):
@@ -41,7 +51,10 @@ class Handler(socketserver.StreamRequestHandler):
                 length = int(value) if name.lower() == b"content-length" else length
             self.rfile.read(length)
             is_chat, is_health = b"completions" in line, b"/health" in line
-            self.wfile.write(self.server.answer if is_chat else self.server.health if is_health else OK)
+            self.server.chats += is_chat and not has_chatted
+            has_chatted |= is_chat
+            other = self.server.health if is_health else self.server.administration
+            self.wfile.write(self.server.answer if is_chat else other)
             while self.server.repeat and (is_chat or (is_health and self.server.health is not OK)):
                 self.wfile.write(self.server.repeat)
                 time.sleep(self.server.pause_s)
@@ -126,3 +139,34 @@ def test_an_engine_whose_health_does_not_end_is_away(engine, start_explorer, mon
     wait_until(lambda: explorer.http.get("/ready").status_code == 503)
     engine.health, engine.repeat = OK, b""
     explorer.wait_ready()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", NO_JSON, ids=["no UTF-8", "deep", "cut off"])
+def test_a_reply_whose_bytes_are_no_json_is_the_engines_fault_and_never_a_500(engine, start_explorer, body, stream):
+    explorer = start_explorer([engine.url]).wait_ready()
+    engine.answer = ok(b"data: " + body + b"\n\n", b"text/event-stream") if stream else ok(body)
+    for stored in (True, False):
+        reply = explorer.chat(stream=stream, store=stored)
+        assert reply.status_code == (200 if stream else 503)
+        assert '"code":"engine_reply"' in reply.text
+
+
+@pytest.mark.parametrize("body", NO_JSON, ids=["no UTF-8", "deep", "cut off"])
+def test_administration_whose_bytes_are_no_json_ends_no_explorer(engine, start_explorer, caplog, body):
+    explorer = start_explorer([engine.url]).wait_ready()
+    engine.administration = ok(body)
+    for version in (0, 1):
+        publish(explorer, version)
+    wait_until(lambda: explorer.background.failed is not None or "that is not JSON" in caplog.text)
+    assert explorer.background.failed is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_that_brought_the_answer_to_another_request_is_thrown_away(engine, start_explorer, stream):
+    explorer = start_explorer([engine.url]).wait_ready()
+    body = b'{"id":"chatcmpl-of-another","choices":[{"index":0,"delta":{},"message":{}}]}'
+    engine.answer = ok(b"data: " + body + b"\n\ndata: [DONE]\n\n", b"text/event-stream") if stream else ok(body)
+    for chats in (1, 2):
+        assert "answered 'chatcmpl-of-another'" in explorer.chat(stream=stream).text
+        assert engine.chats == chats

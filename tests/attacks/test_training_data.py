@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import httpx
+import pytest
 from sqlalchemy import select
 
 from shared.ledger import queries, transitions
@@ -17,6 +19,29 @@ def test_a_reward_of_a_million_is_refused_without_any_setting(explorer):
     said = {"msg_ids": [explorer.chat().json()["id"]]}
     assert explorer.http.post("/feedback", json={**said, "reward": 1e6}).status_code == 400
     assert explorer.http.post("/feedback", json={**said, "reward": -100}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("rule", "accepted", "refused"),
+    [
+        ({"metrics": {"stars": 0.5}}, [-200, 200], [-201, 201, 1e300]),
+        ({"metrics": {"stars": -0.5}, "accept": [1, 5]}, [-10, 0], [-11, 1]),
+        ({"metrics": {"stars": 0.5}, "clip": [-1, 1]}, [1e300], []),
+        ({"metrics": {"stars": 0.5}, "accept": None}, [1e6], []),
+        ({"metrics": {"other": 0.5}}, [1e6], []),
+    ],
+    ids=["by default", "its own bounds", "clipped", "without bounds", "no weight"],
+)
+def test_a_metric_is_no_way_around_the_bounds_of_rewards(scripted_engine, start_explorer, rule, accepted, refused):
+    explorer = start_explorer([scripted_engine.url], reward=rule).wait_ready()
+    known = explorer.chat().json()["id"]
+
+    def say(stars: float) -> httpx.Response:
+        return explorer.http.post("/feedback", json={"msg_ids": [known], "metrics": {"stars": stars}})
+
+    assert [say(stars).status_code for stars in accepted] == [200] * len(accepted)
+    for reply in map(say, refused):
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "metrics")
 
 
 def test_the_temperature_that_is_recorded_is_the_one_that_vllm_used(explorer):

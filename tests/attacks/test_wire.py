@@ -206,6 +206,15 @@ def test_a_body_of_millions_of_values_is_refused_before_it_is_decoded(explorer, 
 # ------------------------------------------------------------------------------------------------ HTTP's own rules
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/tokenize", "/chat", "/feedback"])
+def test_a_line_feed_behind_a_path_is_no_route_and_reaches_no_engine(explorer, scripted_engine, path):
+    """The path of a surface that is passed on stands in the request line that the engine gets."""
+    with connect(explorer, post(f"{path}%0A", CHAT_BODY)) as opened:
+        answer = read_answer(opened)
+    assert (answer.status, json.loads(answer.body)["error"]["message"]) == (404, "Not Found")
+    assert scripted_engine.script.bodies == []
+
+
 def test_a_request_names_one_host(explorer):
     for head in (b"GET /health HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"):
         with connect(explorer, head) as opened:

@@ -103,6 +103,13 @@ def test_a_stream_that_breaks_off_says_so_and_is_not_recorded(explorer, scripted
     assert rows(explorer) == []
 
 
+def test_a_stream_whose_engine_reports_an_error_is_not_recorded_though_it_is_done(explorer, scripted_engine):
+    scripted_engine.script.fails_after_tokens = 1
+    _, events = stream_events(explorer)
+    assert '"content": "t11"' in events[1] and "engine core died" in events[2] and events[3:] == ["data: [DONE]"]
+    assert rows(explorer) == []
+
+
 def test_the_engines_refusal_comes_through_with_its_message(explorer):
     reply = explorer.http.post("/v1/chat/completions", json={"messages": 5})
     assert reply.status_code == 400

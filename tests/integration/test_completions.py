@@ -78,6 +78,10 @@ def test_a_completion_without_an_echo_is_recorded(explorer, scripted_engine, ech
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "prompt_embeds", "data": "AA"}]}]},
         ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "video_embeds", "video_embeds": "AA"}]}]},
+        ),
     ],
     ids=lambda value: json.dumps(value)[:60],
 )

@@ -8,6 +8,7 @@ import threading
 from explorer_service.api.auth import doubtful_keys
 from shared.config import ExplorerConfig
 from tests.support.servers import publish, wait_until
+from tests.support.wire import connect, post
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -69,6 +70,30 @@ def test_a_key_has_only_so_many_requests_at_once_streams_included(scripted_engin
     assert explorer.http.post("/chat", json=CHAT, headers=as_key("chat")).status_code == 429
     running.join(10)
     wait_until(lambda: explorer.http.post("/chat", json=CHAT, headers=as_key("chat")).status_code == 200)
+
+
+def test_feedback_whose_caller_leaves_while_it_waits_for_a_stream_holds_nothing(scripted_engine, start_explorer):
+    keys = [hashed("chat", "chat"), hashed("rate", "feedback", requests_at_once=1)]
+    explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
+    scripted_engine.script.gap_s = 5.0
+    asked = {**CHAT, "stream": True, "metadata": {"task_id": "t"}}
+
+    def rate(**body) -> int:
+        return explorer.http.post("/feedback", json={"reward": 1, **body}, headers=as_key("rate")).status_code
+
+    with explorer.http.stream("POST", "/chat", json=asked, headers=as_key("chat")) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        with connect(explorer, post("/feedback", b'{"task_id": "t", "reward": 1}', "Authorization: Bearer rate")):
+            wait_until(lambda: rate(msg_ids=["x"]) == 429)
+        wait_until(lambda: rate(msg_ids=["x"]) == 404)
+        assert scripted_engine.script.events < 4, "the stream goes on"
+
+
+def test_reading_the_ledger_counts_against_the_key(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], keys=[hashed("chat", "chat", requests_per_minute=2)]).wait_ready()
+    found = [explorer.http.get(path, headers=as_key("chat")).status_code for path in ("/status", "/versions") * 2]
+    assert found == [200, 200, 429, 429]
 
 
 def test_requests_for_an_unknown_model_count_against_the_key(scripted_engine, start_explorer):

@@ -27,6 +27,7 @@ class Script:
     models: set[str] = field(default_factory=lambda: {"agent"})  # the names that it answers to
     held_back: int = 0  # tokens whose text waits for a later one, as a tool parser makes them
     break_after_events: int | None = None  # a stream breaks off
+    fails_after_tokens: int | None = None  # a stream reports an error and is done, as vLLM's API process does
     wrong_probe_for: set[str] = field(default_factory=set)  # folders after whose load the logprobs are off
     noise: float = 0.0  # by which all logprobs of a probe are off
     failed_loads: set[str] = field(default_factory=set)  # folders whose load answers 500 and leaves no weights

@@ -72,4 +72,6 @@ def token_events(
         if body.get("return_token_ids"):
             choice["token_ids"] = [token]
         events.append({**head, "choices": [choice]})
+    if script.fails_after_tokens is not None:
+        events[script.fails_after_tokens :] = [{"error": {"message": "engine core died"}}]
     return events

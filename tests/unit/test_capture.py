@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from explorer_service.api.auth import Caller
-from explorer_service.chat.capture import capture_events
-from explorer_service.chat.request import CHAT, parse_chat
+from explorer_service.chat.capture import capture_events, capture_reply
+from explorer_service.chat.request import CHAT, COMPLETION, Surface, parse_chat
+from explorer_service.engines.dispatch import EngineReply
 from explorer_service.errors import InvalidReply
 from explorer_service.traffic.router import Router
 from shared.config import ExplorerConfig
@@ -79,13 +80,39 @@ def test_an_error_in_a_stream_is_no_sample():
     assert joined(b'data: {"error":{"message":"engine core died"}}\n\n') == []
 
 
+def test_what_a_stream_said_before_an_error_is_no_sample():
+    """vLLM's API process outlives its engine core: it reports the error in an event, and [DONE] after it."""
+    said = [event(0, {"content": "half"}, 1), event(1, {"content": "whole"}, 2, finish_reason="stop")]
+    assert len(joined(*said, b'data: {"error":null,"choices":[]}\n\n')) == 2
+    assert joined(*said, b'data: {"error":{"message":"engine core died"}}\n\n') == []
+
+
 @pytest.mark.parametrize(
     "text",
-    [b"{not json", b'{"id":"m","choices":[{"delta":{}}]}', b'{"id":"m","choices":[{"index":0,"token_ids":"x"}]}'],
+    [
+        b"{not json",
+        b'{"id":"m","choices":[{"delta":{}}]}',
+        b'{"id":"m","choices":[{"index":0,"token_ids":"x"}]}',
+        b'{"id":"m","choices":[{"index":0,"delta":{"content":"\xff"}}]}',
+        b'{"id":"m","choices":[{"index":0,"delta":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}]}",
+    ],
+    ids=lambda text: repr(text[:60]),
 )
 def test_what_is_no_completion_is_the_engines_fault(text):
     with pytest.raises(InvalidReply, match="engine e streamed what is no chat completion"):
         joined(b"data: " + text + b"\n\n")
+
+
+@pytest.mark.parametrize(
+    ("surface", "says"),
+    [(CHAT, b'"message":{"content":"\xff"}'), (COMPLETION, b'"text":"\xff"')],
+    ids=["chat", "plain"],
+)
+def test_a_whole_reply_whose_text_is_no_utf8_is_the_engines_fault(surface: Surface, says: bytes):
+    chat = replace(parse_chat(surface, b"{}", {}, Caller(), Router("agent", engines=1), CONFIG), msg_id="m")
+    content = b'{"id":"m","choices":[{"index":0,"token_ids":[1],%b}],"prompt_token_ids":[1]}' % says
+    with pytest.raises(InvalidReply, match="engine e gave a reply that is no chat completion"):
+        capture_reply(chat, EngineReply(SLOT, 200, "application/json", content, 0.0))
 
 
 @pytest.mark.parametrize(

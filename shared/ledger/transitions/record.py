@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -36,7 +36,9 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
     """
     if not samples:
         return
-    parents = [_find_parent(connection, sample.extends) if sample.extends else None for sample in samples]
+    asked = {sample.extends for sample in samples if sample.extends}  # choices of a message ask for the same
+    found = {extends: _find_parent(connection, extends) for extends in asked}
+    parents = [found.get(sample.extends) for sample in samples]
     rows = [_row(*of) for of in zip(samples, parents, strict=True)]
     continued = [None if parent is None else parent.id for parent in parents]
     stored = share_prefix(connection, list(zip((s.tokens for s in samples), continued, strict=True)))
@@ -88,9 +90,8 @@ def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> No
 
 def _find_parent(connection: Connection, extends: Sequence[bytes]) -> AnyRow | None:
     """The exchange that a request continues: the longest; among equal ones, one that no other turn continues."""
-    alike = _ALIKE[placeholder(connection)]
-    for exchange in extends:
-        rows = connection.exec_driver_sql(alike, (exchange,)).all()
+    for exchange in _first_stored(connection, extends):
+        rows = connection.exec_driver_sql(_ALIKE[placeholder(connection)], (exchange,)).all()
         if len(rows) == 1:
             return rows[0]
         if rows:
@@ -100,6 +101,23 @@ def _find_parent(connection: Connection, extends: Sequence[bytes]) -> AnyRow | N
             chosen: AnyRow = min(reversed(rows), key=lambda row: counts[choice_name(row.msg_id, row.choice)])
             return chosen
     return None
+
+
+def _first_stored(connection: Connection, extends: Sequence[bytes]) -> Iterator[bytes]:
+    """The longest exchange, which mostly is stored; then the first of the others that is, found by one statement."""
+    yield extends[0]
+    others = extends[1:]
+    if others:
+        mark = placeholder(connection)
+        values = ", ".join(f"({place}, {mark})" for place in range(len(others)))
+        # a subquery with a limit: PostgreSQL asks the index for each value, and does not join the whole table
+        query = (
+            f"WITH asked(place, exchange) AS (VALUES {values}) SELECT place FROM asked WHERE"
+            f" (SELECT 1 FROM {experiences.name} WHERE exchange = asked.exchange LIMIT 1) IS NOT NULL"
+            " ORDER BY place LIMIT 1"
+        )
+        for (place,) in connection.exec_driver_sql(query, tuple(others)):
+            yield others[place]
 
 
 def _insert_statements(mark: str) -> tuple[str, str]:

@@ -70,6 +70,16 @@ def test_a_version_that_is_not_on_disk_any_more_is_a_404_that_names_those_that_a
     assert explorer.chat(model="agent@7").json()["error"]["message"].startswith("version 7 does not exist")
 
 
+def test_why_a_pinned_version_is_not_in_service_names_no_address(explorer, scripted_engine):
+    publish_and_wait(explorer, 1, 2)
+    wait_until(lambda: held(scripted_engine) == ["agent@2"])
+    scripted_engine.script.refused.add("/v1/load_lora_adapter")
+    reply = explorer.chat(model="agent@1")
+    assert reply.status_code == 404
+    assert "version 1 is not in service (engine (its address) /v1/load" in reply.json()["error"]["message"]
+    assert scripted_engine.url not in reply.text and scripted_engine.url in engine(explorer).refused[1]
+
+
 def test_a_pin_that_nobody_uses_any_more_leaves_the_engine_and_keeps_no_files(start, scripted_engine):
     explorer = start(unpin_after_s=0.2)
     publish_and_wait(explorer, 1, 2)
