@@ -82,7 +82,7 @@ async def answer_metrics(_request: Request, deps: Deps) -> Response:
 async def answer_versions(request: Request, deps: Deps) -> Response:
     """GET /versions: every version, oldest first; of engines' addresses only to admins."""
     caller = deps.auth.require(request, "chat", "feedback")
-    with caller.limit.taken():
+    with caller.reads.taken():
         versions = [asdict(row) for row in await deps.reader.read(list_versions)]
     if not _is_admin(request, deps):
         for version in versions:
@@ -93,7 +93,7 @@ async def answer_versions(request: Request, deps: Deps) -> Response:
 async def answer_status(request: Request, deps: Deps) -> Response:
     """GET /status: rows by state, versions, engines, trainer step and lag; of engines' addresses only to admins."""
     caller = deps.auth.require(request, "chat", "feedback")
-    with caller.limit.taken():
+    with caller.reads.taken():
         status = await deps.reader.read(ledger_status)
     trainer = deps.config.trainer
     named = AUTO if trainer.algorithm == AUTO else " + ".join(trainer.parts)

@@ -29,6 +29,7 @@ class Caller:
     name: str | None = None
     group: str | None = None  # the rows that it may rate; UNGROUPED: those without a group; None: all
     limit: Limit = field(default_factory=lambda: Limit(None, None))
+    reads: Limit = field(default_factory=lambda: Limit(None, None))  # of the status, beside its other requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,4 +136,5 @@ def _read_key(key: KeyConfig, environ: Mapping[str, str]) -> _Key:
             )
         digest = hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
     group = UNGROUPED if key.role == "feedback" and not key.all_groups and key.group is None else key.group
-    return _Key(digest, key.role, Caller(key.label, group, Limit(key.requests_per_minute, key.requests_at_once)))
+    limit, reads = (Limit(key.requests_per_minute, key.requests_at_once) for _ in range(2))
+    return _Key(digest, key.role, Caller(key.label, group, limit, reads))

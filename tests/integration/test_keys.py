@@ -90,10 +90,11 @@ def test_feedback_whose_caller_leaves_while_it_waits_for_a_stream_holds_nothing(
         assert scripted_engine.script.events < 4, "the stream goes on"
 
 
-def test_reading_the_ledger_counts_against_the_key(scripted_engine, start_explorer):
+def test_reading_the_status_is_limited_for_each_key_and_takes_nothing_from_its_chats(scripted_engine, start_explorer):
     explorer = start_explorer([scripted_engine.url], keys=[hashed("chat", "chat", requests_per_minute=2)]).wait_ready()
     found = [explorer.http.get(path, headers=as_key("chat")).status_code for path in ("/status", "/versions") * 2]
     assert found == [200, 200, 429, 429]
+    assert explorer.http.post("/chat", json=CHAT, headers=as_key("chat")).status_code == 200
 
 
 def test_requests_for_an_unknown_model_count_against_the_key(scripted_engine, start_explorer):
