@@ -23,7 +23,7 @@ def resume_trainer(config: Config) -> bool:
     if not had_tripped:
         log.info("its breaker has not tripped", trainer=name, running=runs)
     elif runs:
-        log.info("the trainer that runs goes on", trainer=name)
+        log.info("the trainer that runs goes on, with the settings that it was started with", trainer=name)
     return runs
 
 

@@ -71,7 +71,7 @@ class Trip:
     @property
     def reason(self) -> str:
         """One line: what was found, and how a trainer that is held goes on."""
-        return f"{self.found}, then go on with `flywheel trainer --resume`"
+        return f"{self.found}, restart the trainer if its settings changed, and go on with `flywheel trainer --resume`"
 
 
 class Breaker:

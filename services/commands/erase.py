@@ -49,7 +49,10 @@ def run(args: Namespace) -> int:
         named = ", ".join(
             f"--{option} {getattr(args, option)!r}" for option in _SCOPE if getattr(args, option) is not None
         )
-        raise StartupError(f"no row is of {named}; nothing was erased: see that it is spelled as it was recorded")
+        raise StartupError(
+            f"no row is of {named}; nothing was erased: see that it is spelled as it was "
+            "recorded. A key's rows are its chats; what it said of others is erased with these"
+        )
     trained = f"they went into {_ranges(versions)}" if versions else "no version was trained on them"
     Console().print(f"{rows} rows erased; {trained}")
     return 0
