@@ -47,7 +47,8 @@ class TrainerConfig(Section):
     batch_size: Count = 64
     """Rows in one update."""
     batch_timeout_s: Positive | None = None
-    """Claim a smaller batch when READY rows have waited this long; null: always wait for a whole one."""
+    """Claim a smaller batch when the trainer has waited beside READY rows this long; null: always wait for a whole one.
+    The time begins anew after each batch and each start."""
     max_share_per_key: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
     """Largest share of a batch, of its rows and of each algorithm's gradient, that comes of what one key has said, so
     that no single key steers the model; 1: all. Of the gradient each of n keys in a batch may have 1/n."""
