@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
-from explorer_service.api.body import decode_typed
+from explorer_service.api.body import decode_typed, ignored_fields
 from explorer_service.api.compat import agentscope_java_answer
 from explorer_service.api.errors import bad_request
 from explorer_service.chat.request import read_id
@@ -31,6 +31,7 @@ class CommitBody(msgspec.Struct):
     time_threshold: float | None = None
 
 
+_NO_BODY = (b"", b"null")
 _decode_commit = msgspec.json.Decoder(CommitBody).decode
 
 
@@ -42,7 +43,8 @@ async def answer_commit(request: Request, deps: Deps) -> Response:
 
 
 async def _answer_within_limit(request: Request, deps: Deps, key_group: str | None) -> Response:
-    scope = parse_commit(await deps.bodies.read(request))
+    raw = await deps.bodies.read(request)
+    scope = parse_commit(raw)
     task_id, run_id = read_id(scope.task_id, "task_id"), read_id(scope.run_id, "run_id")
     before = scope.time_threshold
     if before is not None and before > _MILLISECONDS_ABOVE:
@@ -51,7 +53,9 @@ async def _answer_within_limit(request: Request, deps: Deps, key_group: str | No
         deps.feedback_writer, task_id=task_id, run_id=run_id, before=before, key_group=key_group
     )
     deps.metrics.commit_rows.inc(committed)
-    answer = {"status": "success", "committed": committed, "ready": ready}
+    answer: dict[str, Any] = {"status": "success", "committed": committed, "ready": ready}
+    if raw.strip() not in _NO_BODY and (ignored := ignored_fields(raw, scope)):
+        answer["ignored"] = ignored
     return Response(msgspec.json.encode(agentscope_java_answer(request, answer)), media_type="application/json")
 
 
@@ -74,7 +78,7 @@ async def commit_rows(writer: LedgerWriter, **scope: Any) -> tuple[int, int]:
 
 def parse_commit(raw: bytes) -> CommitBody:
     """No body, null or an object. Raises ApiError 400."""
-    if not raw.strip() or raw.strip() == b"null":
+    if raw.strip() in _NO_BODY:
         return CommitBody()
     scope = decode_typed(raw, _decode_commit)
     if scope.time_threshold is not None and not math.isfinite(scope.time_threshold):

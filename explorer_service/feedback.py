@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from explorer_service.api.auth import Caller
-from explorer_service.api.body import decode_typed, while_caller_waits
+from explorer_service.api.body import decode_typed, ignored_fields, while_caller_waits
 from explorer_service.api.compat import agentscope_java_answer
 from explorer_service.api.errors import ApiError, bad_request, unavailable
 from explorer_service.chat.request import read_id
@@ -48,7 +48,7 @@ from shared.reward import Scope, Signal, learned_kinds
 
 
 class FeedbackBody(msgspec.Struct):
-    """What a caller may send; unknown fields are ignored."""
+    """What a caller may send; unknown fields are ignored, and named in the answer."""
 
     msg_ids: list[str] | None = None
     task_id: str | int | None = None
@@ -81,6 +81,7 @@ async def _answer_within_limit(request: Request, deps: Deps, caller: Caller) -> 
     async with while_caller_waits(request.receive):  # who leaves before it is applied has said nothing
         await feedback.wait_recorded()
     answer = _answer(await feedback.apply())
+    answer.ignored = ignored_fields(raw, body) or msgspec.UNSET
     for state, count in Counter(receipt.state for receipt in answer.receipts).items():
         deps.metrics.feedback_receipts.labels(state).inc(count)
     content = msgspec.json.encode(agentscope_java_answer(request, answer))
@@ -94,6 +95,7 @@ class Answer(msgspec.Struct):
     applied: int
     receipts: list[Receipt]
     error: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    ignored: list[str] | msgspec.UnsetType = msgspec.UNSET  # fields that feedback does not have
 
 
 def parse_feedback(raw: bytes, rule: RewardConfig) -> tuple[FeedbackBody, list[Signal]]:

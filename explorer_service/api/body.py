@@ -16,6 +16,7 @@ from explorer_service.errors import NO_JSON, CallerLeft
 from shared.config import ExplorerConfig
 
 T = TypeVar("T")
+_MOST_SHOWN, _LONGEST_SHOWN = 10, 100  # ignored fields that an answer names; characters of a name
 SMALL_BODY_BYTES = 65_536  # the usual chat: a crowd of large bodies does not keep it out
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -81,6 +82,12 @@ def decode_typed(raw: bytes, decode: Callable[[bytes], T]) -> T:
         raise bad_request(str(exc)) from exc
     except NO_JSON as exc:
         raise bad_request(f"the body is not a JSON object: {exc}") from exc
+
+
+def ignored_fields(raw: bytes, body: msgspec.Struct) -> list[str]:
+    """The first fields of a decoded JSON object that its type does not have: likely misspelled."""
+    given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    return [name[:_LONGEST_SHOWN] for name in given if name not in body.__struct_fields__][:_MOST_SHOWN]
 
 
 class while_caller_waits:

@@ -89,6 +89,16 @@ def test_feedback_that_says_nothing_or_nonsense_is_refused(explorer, body):
     assert reply.json()["error"]["message"]
 
 
+def test_fields_that_feedback_and_commit_do_not_have_are_named_in_the_answer(explorer):
+    name = new_message(explorer)
+    given = {"msg_ids": [name], "reward": 1.0, "scop": "conversation", "run": "r7"}
+    assert feedback(explorer, **given).json()["ignored"] == ["scop", "run"]
+    assert "ignored" not in feedback(explorer, msg_ids=[name], reward=0.5).json()
+    assert explorer.http.post("/commit", json={"taskid": "t"}).json()["ignored"] == ["taskid"]
+    for body in (b"", b"null", b"{}"):
+        assert "ignored" not in explorer.http.post("/commit", content=body).json()
+
+
 def test_commit_makes_rewarded_rows_of_the_scope_ready(explorer):
     first, second = new_message(explorer, metadata={"task_id": "a"}), new_message(explorer, metadata={"task_id": "b"})
     new_message(explorer)
