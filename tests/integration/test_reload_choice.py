@@ -110,10 +110,10 @@ def test_a_proven_version_is_not_rejected_for_a_machine_that_does_not_see_its_fo
     wait_until(lambda: served(healthy) == "0")
     find, blind = VersionJudge._find, [True]
 
-    def find_or_not(self, row, base):
+    def find_or_not(self, row, *rest):
         if blind and self._appear_s == 0.5 and row.version == 1:
             raise VersionMissing("v000001: cannot be read (Stale file handle)")
-        return find(self, row, base)
+        return find(self, row, *rest)
 
     monkeypatch.setattr(VersionJudge, "_find", find_or_not)
     sick = start_explorer([second_engine.url], reload=SETTINGS | {"appear_s": 0.5}).wait_ready()
