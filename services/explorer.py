@@ -228,7 +228,7 @@ def _start_controllers(
     config, pool = reloading.config, reloading.pool
     token, reload = _engine_token(config), config.explorer.reload
     background.start_task("standstill", Standstill(pool, membership, reloading.leases).run())
-    health_checks = {}
+    health_checks: dict[str, Callable[[], Awaitable[None]]] = {}
     for engine in pool.engines:
         admin = EngineAdmin(http, engine.url, config.model.name, reload.answer_timeout_s, token, reload.timeout_s)
         controller = EngineController(engine, admin, reloading)
