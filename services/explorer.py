@@ -159,7 +159,7 @@ def listen(explorer: ExplorerConfig) -> socket.socket:
     return listener
 
 
-def _engine_pool(config: Config) -> EnginePool:
+def _engine_pool(config: Config, metrics: ExplorerMetrics) -> EnginePool:
     explorer = config.explorer
     return EnginePool(
         explorer.engines,
@@ -167,6 +167,7 @@ def _engine_pool(config: Config) -> EnginePool:
         max_in_flight=explorer.max_in_flight,
         max_waiting=explorer.max_waiting,
         adapters=config.model.kind == "lora",
+        note=lambda engine: metrics.note_engine(engine.name, engine.version, is_open=engine.is_open),
     )
 
 
@@ -184,7 +185,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         admin_http = await stack.enter_async_context(open_client())
         http = EngineHttp(explorer.request_timeout_s, explorer.max_reply_bytes)
         stack.push_async_callback(http.close)
-        pool = _engine_pool(config)
+        pool = _engine_pool(config, metrics)
         membership = Membership(writer, agreed_settings(config))
         stack.push_async_callback(membership.leave)
         stack.push_async_callback(background.stop_tasks)
