@@ -22,6 +22,8 @@ from shared.ledger.queries import Tripped, progress
 
 _KEEP_S = 1.0  # how old the text may be, and how long it waits for the ledger
 
+_NO_VERSION = -1
+
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -47,6 +49,7 @@ class ExplorerMetrics:
         self.reload_stage = self._histogram("reload_stage_seconds", "Bringing a version to its engine")
         self.reload_proof = self._histogram("reload_proof_seconds", "Scoring a probe after a load")
         self.reload_failures = self._counter("reload_failures", "Versions not taken up, by reason", "reason")
+        self.engine_up = self._gauge("engine_up", "Whether an engine gets chats", "livemin", "engine")
         self.reload_version = self._gauge("reload_version_number", "Version in service", "livemax", "engine")
         # read from the ledger for each scrape
         self.claim_ready = self._gauge("claim_ready_rows", "Rows that wait for a trainer")
@@ -73,6 +76,11 @@ class ExplorerMetrics:
         self._recorded.inc(rows - quarantined)
         if quarantined:
             self.record_rows.labels("quarantined").inc(quarantined)
+
+    def note_engine(self, name: str, version: int | None, *, is_open: bool) -> None:
+        """An engine gets chats, or none; version: that it serves, if any. (A label's series cannot be taken back.)"""
+        self.engine_up.labels(name).set(is_open)
+        self.reload_version.labels(name).set(_NO_VERSION if version is None else version)
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"flywheel_{name}", meaning, labels, registry=self.registry)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from explorer_service.api.errors import ApiError, unavailable
 from explorer_service.deps import Deps
-from explorer_service.engines.pool import EngineState
+from explorer_service.engines.engine import EngineState
 from explorer_service.errors import VersionNotServed, without_addresses
 from shared.config import AUTO
 from shared.ledger.queries import ledger_status, list_versions

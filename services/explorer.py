@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,7 @@ def listen(explorer: ExplorerConfig) -> socket.socket:
     return listener
 
 
-def _engine_pool(config: Config) -> EnginePool:
+def _engine_pool(config: Config, metrics: ExplorerMetrics) -> EnginePool:
     explorer = config.explorer
     return EnginePool(
         explorer.engines,
@@ -167,6 +167,7 @@ def _engine_pool(config: Config) -> EnginePool:
         max_in_flight=explorer.max_in_flight,
         max_waiting=explorer.max_waiting,
         adapters=config.model.kind == "lora",
+        note=lambda engine: metrics.note_engine(engine.name, engine.version, is_open=engine.is_open),
     )
 
 
@@ -184,7 +185,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         admin_http = await stack.enter_async_context(open_client())
         http = EngineHttp(explorer.request_timeout_s, explorer.max_reply_bytes)
         stack.push_async_callback(http.close)
-        pool = _engine_pool(config)
+        pool = _engine_pool(config, metrics)
         membership = Membership(writer, agreed_settings(config))
         stack.push_async_callback(membership.leave)
         stack.push_async_callback(background.stop_tasks)
@@ -192,7 +193,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         await poller.refresh()
         await _join(membership)
         reloading = Reloading(config, ledger, writer, pool, leases, poller, metrics, ReloadLease(writer, membership))
-        _start_controllers(reloading, membership, admin_http, background)
+        health_checks = _start_controllers(reloading, membership, admin_http, background)
         housekeeper = Housekeeper(explorer, feedback_writer, merges_counts=not ledger.is_sqlite)
         background.start_task("housekeeping", housekeeper.run())
         background.start_task("membership", membership.run())
@@ -210,7 +211,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
             open_streams=OpenStreams(reader, writer, membership),
             router=Router(config.model.name, engines=len(pool.engines)),
             pool=pool,
-            dispatcher=Dispatcher(pool, http, metrics, pins.use if pins else None),
+            dispatcher=Dispatcher(pool, http, metrics, health_checks, pins.use if pins else None),
             auth=Auth(explorer),
             bodies=BodyReader(explorer),
             metrics=metrics,
@@ -220,15 +221,21 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
 
 def _start_controllers(
     reloading: Reloading, membership: Membership, http: httpx.AsyncClient, background: Background
-) -> None:
-    """A side task for each engine: it finds out what the engine serves, and brings it to new versions."""
+) -> dict[str, Callable[[], Awaitable[None]]]:
+    """A side task for each engine: it finds out what the engine serves, and brings it to new versions.
+
+    Returns what asks an engine's health, by the engine's name.
+    """
     config, pool = reloading.config, reloading.pool
     token, reload = _engine_token(config), config.explorer.reload
     background.start_task("standstill", Standstill(pool, membership, reloading.leases).run())
+    health_checks: dict[str, Callable[[], Awaitable[None]]] = {}
     for engine in pool.engines:
         admin = EngineAdmin(http, engine.url, config.model.name, reload.answer_timeout_s, token, reload.timeout_s)
         controller = EngineController(engine, admin, reloading)
         background.start_task(f"engine-controller-{engine.name}", controller.run())
+        health_checks[engine.name] = admin.check_health
+    return health_checks
 
 
 def _engine_token(config: Config) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -132,10 +132,16 @@ class Dispatcher:
         pool: EnginePool,
         http: EngineHttp,
         metrics: ExplorerMetrics,
+        health_checks: Mapping[str, Callable[[], Awaitable[None]]],
         pin: Callable[[int], AbstractAsyncContextManager[None]] | None = None,
     ) -> None:
-        """pin: where engines load adapters, has the version that a request names brought in while the request waits."""
+        """What requests need on their way.
+
+        health_checks: by an engine's name, what asks its health and raises EngineUnavailable. pin: where engines load
+        adapters, has the version that a request names brought in while the request waits.
+        """
         self.pool = pool
+        self._health_checks = health_checks
         self._pin = pin
         self._http = http
         self._metrics = metrics
@@ -185,8 +191,8 @@ class Dispatcher:
         try:
             data = request.encode(slot.model)
             response = await self._http.post(slot.engine.url, request.path, data, headers)
-            if self._pin is not None and response.status == 404 and request.unknown_model is None:
-                await self._require_known(slot, response)
+            if response.status >= 400:
+                await self._doubt(slot, request, response)
         except (EngineUnavailable, TimeoutError) as exc:
             self.end(slot, started)
             raise self.lost(slot, exc) from exc
@@ -199,11 +205,28 @@ class Dispatcher:
             raise VersionNotServed(f"The model `{request.unknown_model}` does not exist.")
         return Exchange(slot, response, started, self)
 
+    async def _doubt(self, slot: EngineSlot, request: EngineRequest, response: EngineResponse) -> None:
+        """Raise when an error says that the engine cannot answer, and nothing of the request."""
+        try:
+            if response.status >= 500:
+                await self._require_healthy(slot, response)
+            elif response.status == 404 and self._pin is not None and request.unknown_model is None:
+                await self._require_known(slot, response)
+        except BaseException:
+            response.close(reusable=False)
+            raise
+
+    async def _require_healthy(self, slot: EngineSlot, response: EngineResponse) -> None:
+        """Raise EngineUnavailable for an engine that is lost: vLLM answers chats with 500 when its core has died."""
+        try:
+            await self._health_checks[slot.engine.name]()
+        except EngineUnavailable as exc:
+            raise EngineUnavailable(f"it answered with status {response.status}, and is not healthy: {exc}") from exc
+
     async def _require_known(self, slot: EngineSlot, response: EngineResponse) -> None:
         """Raise AdapterForgotten when the engine says that there is no model of the name by which it knew a version."""
         unknown = f"The model `{slot.model}` does not exist."
         if slot.version and _message_of(await response.peek()).startswith(unknown):
-            response.close()
             reason = f"it has no adapter {slot.model}, which it had loaded"
             if slot.engine.is_open:
                 self.pool.check(slot.engine, reason)

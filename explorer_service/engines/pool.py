@@ -10,56 +10,19 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Callable, Collection, Iterable
 from zlib import crc32
 
+from explorer_service.engines.engine import OPEN, Engine, EngineState
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.slot import EngineSlot
 from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven, without_addresses
 from shared.config import EngineAddress
 from shared.experience import Sampling
+from shared.log import StageLogger
 
+log = StageLogger("reload")
 AFFINITY_SLACK = 4  # requests that a conversation's own engine may have more in flight than the least loaded one
-
-
-class EngineState(StrEnum):
-    UNAVAILABLE = "unavailable"  # does not answer
-    CHECKING = "checking"  # answers; what it serves is not proven yet
-    SERVING = "serving"  # proven to serve its versions
-    DEGRADED = "degraded"  # serves an older version than it should, for the reason that it has
-    RELOADING = "reloading"  # takes up a version; gets no new requests
-
-
-_OPEN = (EngineState.SERVING, EngineState.DEGRADED)
-
-
-@dataclass(slots=True, eq=False)
-class Engine:
-    """One engine as the pool knows it."""
-
-    name: str
-    url: str
-    state: EngineState = EngineState.CHECKING  # until its first answer: chats that come before it wait
-    versions: dict[int, str] = field(default_factory=dict)  # what it serves: version → the model name it knows it by
-    version: int | None = None  # the one of them that requests get which name none
-    refused: dict[int, str] = field(default_factory=dict)  # pinned versions that it does not serve: version → why
-    in_flight: int = 0
-    in_flight_of: dict[int, int] = field(default_factory=dict)  # requests by version
-    seeded_in_flight: int = 0  # with `seed`: a CPU engine may die when paused under one
-    sampling_defaults: Sampling = field(default_factory=Sampling)  # what it applies where a request sets nothing
-    reason: str = "not seen yet"
-    answered_at: float = -math.inf  # time.monotonic(): a chat, or a part of one
-    hold: Hold = field(default_factory=Hold)  # of the requests that it has
-    # when it was noted, and since when, time.monotonic(), which version samples for requests that began under another
-    switches: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=16))
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it gets chats."""
-        return self.state in _OPEN
 
 
 class EnginePool:
@@ -73,8 +36,13 @@ class EnginePool:
         max_in_flight: int | None = None,
         max_waiting: int = 1000,
         adapters: bool = False,
+        note: Callable[[Engine], None] = lambda _: None,
     ) -> None:
-        """adapters: engines serve sets of versions, and a request's version is chosen before its engine."""
+        """What all engines have in common.
+
+        adapters: engines serve sets of versions, and a request's version is chosen before its engine. note: told of
+        each engine now, and at every change of its state.
+        """
         self.engines = [Engine(address.name, address.url) for address in addresses]
         self._wait_s = wait_s
         self._max_in_flight = max_in_flight
@@ -83,10 +51,13 @@ class EnginePool:
         self._adapters = adapters
         self._current: int | None = None  # what requests get that name no version; None: whatever their engine serves
         self.pinned: set[int] = set()  # versions that callers name, and that engines are to bring in
+        self._note = note
         self._changed = asyncio.Event()  # the next change
         # time.monotonic(): when engines may have been moved without this explorer, as far as its places and, when it
         # stood still itself, the replies at its engines are concerned
         self.known_until = self.awake_until = math.inf
+        for engine in self.engines:
+            note(engine)
 
     # ------------------------------------------------------------------ for chats
 
@@ -150,7 +121,7 @@ class EnginePool:
         free = [
             e
             for e in self.engines
-            if e.state in _OPEN
+            if e.state in OPEN
             and (version is None or version in e.versions)
             and e.name not in avoid
             and (self._max_in_flight is None or e.in_flight < self._max_in_flight)
@@ -182,7 +153,7 @@ class EnginePool:
 
     def has_other(self, lost: Collection[str]) -> bool:
         """Whether any engine but these serves, or will soon."""
-        soon = (*_OPEN, EngineState.RELOADING)
+        soon = (*OPEN, EngineState.RELOADING)
         return any(e.name not in lost and e.state in soon for e in self.engines)
 
     @property
@@ -270,7 +241,10 @@ class EnginePool:
         self._move(engine, EngineState.UNAVAILABLE, reason)
 
     def _move(self, engine: Engine, state: EngineState, reason: str) -> None:
+        if state is EngineState.UNAVAILABLE and engine.state is not state:  # once, until it answers again
+            log.warning("engine is unavailable", engine=engine.name, reason=reason)
         engine.state, engine.reason = state, reason
+        self._note(engine)
         if self._adapters:
             self._current = max((e.version for e in self.engines if e.is_open and e.version is not None), default=None)
         self._announce()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from explorer_service.engines.hold import Hold
 
 if TYPE_CHECKING:
-    from explorer_service.engines.pool import Engine
+    from explorer_service.engines.engine import Engine
 
 
 @dataclass(slots=True)

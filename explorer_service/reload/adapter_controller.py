@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from sqlalchemy import Connection
 
-from explorer_service.engines.pool import Engine, EnginePool
+from explorer_service.engines.engine import Engine
+from explorer_service.engines.pool import EnginePool
 from explorer_service.errors import EngineDied, EngineUnavailable, LoadUndone, NotOwner, ProbeMismatch
 from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame

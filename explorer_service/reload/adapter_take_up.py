@@ -16,7 +16,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.engines.pool import Engine
+from explorer_service.engines.engine import Engine
 from explorer_service.errors import (
     EngineDied,
     EngineRefused,

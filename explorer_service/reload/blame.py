@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection
 
-from explorer_service.engines.pool import Engine
+from explorer_service.engines.engine import Engine
 from explorer_service.errors import EngineDied, LoadUndone, ProbeMismatch, StageFailed
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading

@@ -15,7 +15,7 @@ import time
 from sqlalchemy import Connection
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.engines.pool import Engine, EngineState
+from explorer_service.engines.engine import Engine, EngineState
 from explorer_service.errors import (
     EngineDied,
     EngineUnavailable,
@@ -168,11 +168,9 @@ class EngineController:
     async def _withdraw(self, reason: str) -> None:
         was_available = self._engine.state is not EngineState.UNAVAILABLE
         self._pool.withdraw(self._engine, reason)
-        if was_available:
-            log.warning("engine is unavailable", engine=self._engine.name, reason=reason)
-            if self._is_owner:
-                with contextlib.suppress(LedgerError, NotOwner):  # the others ask the engine's health themselves
-                    await self._leases.announce(self._engine.url, EngineState.UNAVAILABLE, None)
+        if was_available and self._is_owner:
+            with contextlib.suppress(LedgerError, NotOwner):  # the others ask the engine's health themselves
+                await self._leases.announce(self._engine.url, EngineState.UNAVAILABLE, None)
 
     async def _bring_in(self, newest: VersionRow) -> None:
         """Serve the newest; until it is in, and while it is not there or failed here, serve the last good one."""
@@ -296,5 +294,4 @@ class EngineController:
         self._served = target
         self._pool.serve(engine, self._take_up.names(version), target.defaults, degraded, version)
         self._shared.metrics.reloads.labels("served").inc()
-        self._shared.metrics.reload_version.labels(engine.name).set(version)
         log.info("version in service", version=version, engine=engine.name, **fields)

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.engines.pool import Engine, EngineState
+from explorer_service.engines.engine import Engine, EngineState
 from explorer_service.reload.probe import read_sampling_defaults
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import LOADING

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.engines.pool import Engine
+from explorer_service.engines.engine import Engine
 from explorer_service.errors import EngineRefused, EngineTimeout, EngineUnavailable
 from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.ownership import EngineLeases

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from explorer_service.engines.pool import Engine, EnginePool
+from explorer_service.engines.engine import Engine
+from explorer_service.engines.pool import EnginePool
 from explorer_service.membership import Membership
 from explorer_service.reload.ownership import EngineLeases
 from shared.clock import SHORT_SLEEP_S, asleep_s, until_next_tick

@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol
 from sqlalchemy import Connection
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.engines.pool import Engine, EngineState
+from explorer_service.engines.engine import Engine, EngineState
 from explorer_service.errors import (
     EngineDied,
     EngineRefused,

@@ -95,7 +95,9 @@ def _run_vllm(config: Config, address: EngineAddress, host: str, folder: Path, s
             while process.poll() is None and not stop.wait(0.5):
                 pass
         if not stop:
-            raise StartupError(f"vLLM ended by itself with status {process.returncode}: {output.reason()}")
+            raise StartupError(
+                f"vLLM ended by itself with status {process.returncode}: {output.reason(in_service=True)}"
+            )
         return 0
     finally:
         _end(process)
@@ -248,7 +250,7 @@ def _start(
     started = time.monotonic()
     while not warming.is_healthy():
         if process.poll() is not None:
-            raise StartupError(f"vLLM could not start (status {process.returncode}): {output.reason()}")
+            raise StartupError(f"vLLM could not start (status {process.returncode}): {output.reason(in_service=False)}")
         if time.monotonic() - started > timeout_s:
             raise StartupError(
                 f"vLLM was not healthy after {timeout_s:g} s; raise engine.start_timeout_s, or see its log"
@@ -263,7 +265,9 @@ def _start(
     except EngineError as error:
         if stop:
             return False
-        raise StartupError(f"the engine does not answer its warm-up ({error}): {output.reason()}") from error
+        raise StartupError(
+            f"the engine does not answer its warm-up ({error}): {output.reason(in_service=False)}"
+        ) from error
     log.info("warm", seconds=time.monotonic() - started)
     return True
 

@@ -66,6 +66,64 @@ def test_a_chat_whose_only_engine_dies_gets_503_with_retry_after(scripted_engine
     assert "Retry-After" in reply.headers
 
 
+def ask(explorer, path, text, **body):
+    question = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    return explorer.http.post(path, json={**question, **body})
+
+
+def lose_core(engine, path):
+    """The next request there kills the engine core: vLLM's API process answers it with 500, and 503 on /health."""
+    asked = []
+
+    def die():
+        asked.append(path)
+        engine.script.healthy = False
+
+    engine.script.on_call[path] = die
+    engine.script.refused.add(path)
+    return asked
+
+
+surfaces = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+paths = pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+
+
+@paths
+@surfaces
+def test_what_an_engine_answers_with_500_when_its_core_has_died_is_answered_by_another(
+    path, stream, engines, start_explorer
+):
+    explorer = all_serve(start_explorer([engine.url for engine in engines]))
+    asked = lose_core(engines[0], path)
+    with ThreadPoolExecutor(8) as threads:
+        replies = list(threads.map(lambda n: ask(explorer, path, f"question {n}", stream=stream), range(16)))
+    assert [reply.status_code for reply in replies] == [200] * 16
+    assert asked and len(engines[1].script.bodies) == 16
+    assert explorer.deps.pool.engines[0].state == "unavailable"
+
+
+@paths
+@surfaces
+def test_what_the_only_engine_answers_with_500_when_its_core_has_died_gets_503_with_retry_after(
+    path, stream, scripted_engine, explorer
+):
+    lose_core(scripted_engine, path)
+    for expected in ("engine_lost", "engines_unavailable"):
+        reply = ask(explorer, path, "hello", stream=stream)
+        assert reply.status_code == 503 and "Retry-After" in reply.headers
+        assert reply.json()["error"]["code"] == expected
+
+
+@surfaces
+def test_a_500_of_an_engine_that_is_healthy_passes_on(stream, engines, start_explorer):
+    explorer = all_serve(start_explorer([engine.url for engine in engines]))
+    for engine in engines:
+        engine.script.refused.add("/v1/chat/completions")
+    reply = say(explorer, "hello", stream=stream)
+    assert (reply.status_code, reply.json()) == (500, {"error": "a fault was put in"})
+    assert [engine.state for engine in explorer.deps.pool.engines] == ["serving"] * 2
+
+
 def test_chats_wait_for_room_and_too_many_are_refused(scripted_engine, start_explorer):
     explorer = start_explorer([scripted_engine.url], max_in_flight=2, max_waiting=2).wait_ready()
     pool = explorer.deps.pool

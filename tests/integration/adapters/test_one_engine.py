@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from explorer_service.engines.pool import EngineState
+from explorer_service.engines.engine import EngineState
 from services.engine.stage import Stage
 from shared.ledger.queries import leased_versions, list_versions
 from tests.support.adapters import engine, publish_and_wait, said, state, watch_openings

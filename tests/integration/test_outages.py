@@ -1,0 +1,75 @@
+"""An engine that goes out of service is named once in the log, and in the metrics for as long as it is out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.servers import publish, served, wait_until
+
+
+def value(explorer, name, engine="e0"):
+    """Of a metric of an engine."""
+    found = re.search(
+        rf'^flywheel_{name}{{engine="{engine}"}} (\S+)$', explorer.http.get("/metrics").text, re.MULTILINE
+    )
+    assert found
+    return float(found[1])
+
+
+def lose_a_chat(script):
+    script.healthy, script.die_on_chat = False, True
+
+
+def answer_500(script):
+    script.on_call["/v1/chat/completions"] = lambda: setattr(script, "healthy", False)
+    script.refused.add("/v1/chat/completions")
+
+
+def fail_health(script):
+    script.healthy = False
+
+
+def mend(script):
+    script.healthy, script.die_on_chat = True, False
+    script.on_call.pop("/v1/chat/completions", None)
+    script.refused.clear()
+
+
+@pytest.mark.parametrize("end", [lose_a_chat, answer_500, fail_health])
+def test_an_engine_that_becomes_unavailable_is_one_warning_for_each_outage(end, explorer, scripted_engine, caplog):
+    script, asked = scripted_engine.script, []
+    (engine,) = explorer.deps.pool.engines
+    script.on_call["/health"] = lambda: asked.append("/health")
+
+    def warnings():
+        return [one.getMessage() for one in caplog.records if "engine is unavailable" in one.getMessage()]
+
+    for outage in (1, 2):
+        end(script)
+        explorer.chat()
+        wait_until(lambda: engine.state == "unavailable")
+        asked.clear()
+        wait_until(lambda: len(asked) > 5)
+        assert explorer.chat().status_code == 503
+        assert len(warnings()) == outage and "engine=e0 reason=" in warnings()[-1]
+        assert all(one.levelname == "WARNING" for one in caplog.records if "unavailable" in one.getMessage())
+        mend(script)
+        explorer.wait_ready()
+
+
+def test_the_metrics_say_which_engine_gets_chats_and_name_no_version_for_one_that_is_out(explorer, scripted_engine):
+    publish(explorer, 1)
+    wait_until(lambda: served(explorer) == "1")
+    wait_until(lambda: (value(explorer, "engine_up"), value(explorer, "reload_version_number")) == (1, 1))
+    lose_a_chat(scripted_engine.script)
+    assert explorer.chat().status_code == 503
+    wait_until(lambda: (value(explorer, "engine_up"), value(explorer, "reload_version_number")) == (0, -1))
+    mend(scripted_engine.script)
+    wait_until(lambda: (value(explorer, "engine_up"), value(explorer, "reload_version_number")) == (1, 1))
+
+
+def test_an_engine_that_was_never_there_is_down_in_the_metrics(start_explorer):
+    explorer = start_explorer(["http://127.0.0.1:1"])
+    assert (value(explorer, "engine_up"), value(explorer, "reload_version_number")) == (0, -1)
