@@ -163,3 +163,13 @@ class JournalMismatch(LearnError):
     >>> issubclass(JournalMismatch, LearnError)
     True
     """
+
+
+def describe(error: BaseException) -> str:
+    """The error's type and message; of one without a message the type alone.
+
+    >>> describe(ValueError("no action")), describe(TimeoutError())
+    ('ValueError: no action', 'TimeoutError')
+    """
+    message = str(error)
+    return f"{type(error).__name__}: {message}" if message.strip() else type(error).__name__

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.async_client import AsyncClient
-from flywheel.errors import ConfigError
+from flywheel.errors import ConfigError, describe
 from flywheel.model import Model
 from flywheel.report import Evaluation
 from flywheel.run import AsyncRun, new_task_id
@@ -82,8 +82,7 @@ def cause_of(error: Exception) -> str:
     >>> cause_of(ValueError("no action in\\n'hello'"))
     "ValueError: no action in 'hello'"
     """
-    text = " ".join(str(error).split())
-    return type(error).__name__ + (f": {text[:_MOST_OF_CAUSE]}" if text else "")
+    return " ".join(describe(error).split())[:_MOST_OF_CAUSE]
 
 
 def _summary(version: int | None, done: list[tuple[str, float | None, Mapping[str, float]]]) -> Evaluation:
