@@ -52,7 +52,7 @@ class Stats:
     unsafe: int = 0  # ended at a tool; nothing of them is trained
     failed: Counter[str] = field(default_factory=Counter)
     commits: int = 0
-    committed: int = 0  # rows
+    committed: int = 0  # recorded replies of its own runs of which something was said, that a commit followed
     reward_sum: float = 0.0
     last_error: str | None = None
 
@@ -103,6 +103,7 @@ class Shadow:
         self._started = threading.Event()
         self._draining = False
         self._is_over = False  # no run begins any more
+        self._spoken = 0  # recorded replies that the next commit makes ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool = DaemonThreads(options.at_once, "flywheel-shadow")
         self._reward = Caller(options.reward, ("run", "reply"), self._pool)
@@ -203,6 +204,7 @@ class Shadow:
         except Exception as exc:  # noqa: BLE001 — a user's agent or reward function: its run is never rewarded
             self._failed(type(exc).__name__, exc)
         else:
+            self._spoken += run.spoken
             self._stats.unrewarded += reward is None
             self._stats.rewarded += reward is not None
             self._stats.reward_sum += (reward and reward.value) or 0.0
@@ -246,11 +248,14 @@ class Shadow:
             failures = 0 if await self._commit() else failures + 1
 
     async def _commit(self) -> bool:
+        spoken, self._spoken = self._spoken, 0  # the explorer's answer counts everybody's rows
         try:
-            self._stats.committed += (await self._client.commit()).committed
+            await self._client.commit()
         except FlywheelError as exc:
+            self._spoken += spoken
             self._failed("commit", exc)
             return False
+        self._stats.committed += spoken
         self._stats.commits += 1
         return True
 

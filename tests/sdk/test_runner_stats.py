@@ -8,6 +8,7 @@ from typing import Any
 import flywheel
 import pytest
 
+from tests.sdk.conftest import rows, say_async
 from tests.sdk.test_runner import PRODUCTION, agent, ask, fails, score
 from tests.support.servers import free_port, wait_until
 
@@ -76,3 +77,48 @@ def test_a_last_commit_that_the_explorer_does_not_answer_is_told_as_that(monkeyp
     assert runner.stats.failed == {"commit": 1}
     assert str(runner.stats.last_error).startswith("Unreachable: POST /commit: no answer within ")
     assert url in str(runner.stats.last_error)
+
+
+def test_what_others_have_made_ready_is_not_counted_as_committed(explorer):
+    with flywheel.Client(explorer.url) as other:
+        for _ in range(4):
+            with other.run() as run, run.model.openai() as openai:
+                openai.chat.completions.create(model="agent", messages=[{"role": "user", "content": "other"}])
+                run.reward(1.0)
+
+    async def talks(request: dict[str, Any], model: flywheel.Model) -> str:
+        for turn in range(2):
+            await say_async(model, f"{request['text']}, turn {turn}")
+        return ""
+
+    def every_other(run: flywheel.Run, reply: str) -> float | None:
+        rated.append(run)
+        return None if len(rated) % 2 else 0.5
+
+    rated: list[flywheel.Run] = []
+    with flywheel.TrainingRunner(explorer.url, talks, every_other, select=EVERY) as runner:
+        ask(runner.watch(agent, production=PRODUCTION), 4)
+    stats = runner.stats
+    assert (stats.rewarded, stats.unrewarded, stats.commits) == (2, 2, 1)
+    assert sum(row.state == "READY" for row in rows(explorer)) == 4 + 2 * 2
+    assert stats.committed == 2 * 2, "replies of two runs of two turns"
+
+
+def test_what_a_failed_commit_left_is_counted_with_the_next(explorer, monkeypatch):
+    refuses = [True]
+    commit = flywheel.AsyncClient.commit
+
+    async def refused_once(client: flywheel.AsyncClient, **scope: Any) -> flywheel.Committed:
+        if refuses:
+            raise flywheel.Refused(refuses.pop() and 503, "on purpose")
+        return await commit(client, **scope)
+
+    monkeypatch.setattr(flywheel.AsyncClient, "commit", refused_once)
+    with flywheel.TrainingRunner(explorer.url, agent, score, select=EVERY) as runner:
+        ask(runner.watch(agent, production=PRODUCTION), 2)
+        wait_until(lambda: runner.stats.rewarded == 2)
+        runner.commit()
+        assert (runner.stats.commits, runner.stats.committed) == (0, 0)
+        runner.commit()
+        assert (runner.stats.commits, runner.stats.committed) == (1, 2)
+    assert runner.stats.committed == 2
