@@ -11,6 +11,7 @@ FlywheelError
 │   ├── TimedOut          a run took longer than it may
 │   ├── UnsafeTool        a shadow run reached for a tool that it must not call
 │   └── JudgeFailed       a judge gave no usable verdict: there is no reward
+├── NothingCompared    no task has a reward of both evaluations: there is no difference
 └── LearnError         learning cannot go on
     ├── NotTraining       no trainer is alive, or its breaker holds it
     ├── TooManyFailures   too many runs failed
@@ -129,6 +130,14 @@ class JudgeFailed(RunError):
     """A judge gave no usable verdict. There is no reward then, never a reward of 0.
 
     >>> issubclass(JudgeFailed, RunError)
+    True
+    """
+
+
+class NothingCompared(FlywheelError):
+    """No task has a reward of both evaluations, so that there is no difference, never a difference of 0.
+
+    >>> issubclass(NothingCompared, FlywheelError)
     True
     """
 
