@@ -148,8 +148,10 @@ def _gave_up(ask: Ask, outcome: Outcome, retry_after_s: float | None) -> Flywhee
     if isinstance(outcome, Answer):
         message, code, _ = _read_error(outcome)
         return Away(outcome.status, f"{ask.method} {ask.path}: {message}", code=code, retry_after_s=retry_after_s)
-    why = describe(outcome) if outcome is not None else "none came"
-    error = Unreachable(f"{ask.method} {ask.path}: no answer ({why}); is the explorer at FLYWHEEL_URL up?")
+    assert outcome is not None
+    error = Unreachable(
+        f"{ask.method} {ask.path}: no answer ({describe(outcome)}); is the explorer at FLYWHEEL_URL up?"
+    )
     error.__cause__ = outcome
     return error
 

@@ -72,9 +72,7 @@ def test_what_is_printed_into_a_pipe_is_whole(config, ledger, capsys, monkeypatc
         transitions.announce_trainer(connection, name="a-trainer-of-a-name-that-takes-most-of-a-line", **about)
     assert run_here(config, "versions") == 0
     shown = capsys.readouterr().out
-    assert re.search(
-        r"version .* parent .* kind .* state .* since .* published .* in service .* remarks ", shown
-    )
+    assert re.search(r"version .* parent .* kind .* state .* since .* published .* in service .* remarks ", shown)
     assert re.search(rf" REJECTED .*(\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d .*){{2}} {reason} ", shown)
     assert run_here(config, "status") == 0
     assert re.search(r"^trainer   a-trainer-of.* heartbeat \d+ s ago$", capsys.readouterr().out, re.MULTILINE)

@@ -181,9 +181,7 @@ def test_two_evaluations_without_a_task_in_common_give_no_difference():
 
 def test_a_version_that_is_no_longer_in_service_is_not_compared_as_equal(explorer):
     serve(explorer, 1)
-    with pytest.raises(
-        flywheel.NothingCompared, match="version 0: 6 of 6 runs gave no reward, most .* NotFound"
-    ):
+    with pytest.raises(flywheel.NothingCompared, match=r"version 0: 6 of 6 runs gave no reward, most .* NotFound"):
         flywheel.compare(count, TASKS, 0, 1, url=explorer.url)
     kept = flywheel.evaluate(count, TASKS, model=1, url=explorer.url)
     serve(explorer, 2)
