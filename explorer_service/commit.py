@@ -16,6 +16,7 @@ from explorer_service.api.errors import bad_request
 from explorer_service.chat.request import read_id
 from explorer_service.deps import Deps
 from explorer_service.ledger_writer import LedgerWriter
+from explorer_service.metrics import ExplorerMetrics
 from shared.ledger import transitions
 from shared.ledger.queries import count_ready
 
@@ -50,19 +51,18 @@ async def _answer_within_limit(request: Request, deps: Deps, key_group: str | No
     if before is not None and before > _MILLISECONDS_ABOVE:
         before /= 1000
     committed, ready = await commit_rows(
-        deps.feedback_writer, task_id=task_id, run_id=run_id, before=before, key_group=key_group
+        deps.feedback_writer, deps.metrics, task_id=task_id, run_id=run_id, before=before, key_group=key_group
     )
-    deps.metrics.commit_rows.inc(committed)
     answer: dict[str, Any] = {"status": "success", "committed": committed, "ready": ready}
     if raw.strip() not in _NO_BODY and (ignored := ignored_fields(raw, scope)):
         answer["ignored"] = ignored
     return Response(msgspec.json.encode(agentscope_java_answer(request, answer)), media_type="application/json")
 
 
-async def commit_rows(writer: LedgerWriter, **scope: Any) -> tuple[int, int]:
-    """Commit the rows of a scope in parts. Returns (rows made ready now, rows ready in all). Raises LedgerError.
+async def commit_rows(writer: LedgerWriter, metrics: ExplorerMetrics, **scope: Any) -> tuple[int, int]:
+    """Commit the rows of a scope in parts, and count them. Returns (rows made ready now, rows ready in all).
 
-    After an error the parts before it stay committed; a repeat commits the rest.
+    Raises LedgerError. After an error the parts before it stay committed; a repeat commits the rest.
     """
     committed, ready = 0, 0
     last_id: int | None = 0
@@ -72,6 +72,7 @@ async def commit_rows(writer: LedgerWriter, **scope: Any) -> tuple[int, int]:
             return *transitions.commit_part(connection, **scope, after_id=after_id), count_ready(connection)
 
         count, last_id, ready = await writer.write(part)
+        metrics.commit_rows.inc(count)
         committed += count
     return committed, ready
 

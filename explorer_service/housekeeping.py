@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from explorer_service.commit import commit_rows
 from explorer_service.ledger_writer import LedgerWriter
+from explorer_service.metrics import ExplorerMetrics
 from shared.config import ExplorerConfig
 from shared.errors import LedgerError
 from shared.ledger import transitions
@@ -27,11 +28,14 @@ MERGE_EVERY_S = 10.0
 class Housekeeper:
     """`run()` ends only by cancellation."""
 
-    def __init__(self, config: ExplorerConfig, writer: LedgerWriter, *, merges_counts: bool) -> None:
+    def __init__(
+        self, config: ExplorerConfig, writer: LedgerWriter, metrics: ExplorerMetrics, *, merges_counts: bool
+    ) -> None:
         """merges_counts: the ledger is PostgreSQL, whose counts of rows are many lines until they are merged."""
         self._config = config
         self._merges_counts = merges_counts
         self._writer = writer
+        self._metrics = metrics
         self._unavailable = False
 
     async def run(self) -> None:
@@ -59,7 +63,7 @@ class Housekeeper:
                 self._unavailable = True
 
     async def _commit(self) -> None:
-        committed, _ = await commit_rows(self._writer)
+        committed, _ = await commit_rows(self._writer, self._metrics)
         if committed:
             log.debug("committed", rows=committed)
 

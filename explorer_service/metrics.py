@@ -42,7 +42,7 @@ class ExplorerMetrics:
         self.record_commit = self._histogram("record_commit_seconds", "One durable write of the ledger")
         self.feedback_receipts = self._counter("feedback_receipts", "Receipts by state", "state")
         self.pins = self._counter("traffic_pins", "Pinned versions brought to an engine, by result", "result")
-        self.commit_rows = self._counter("commit_rows", "Rows made ready")
+        self.commit_rows = self._counter("commit_rows", "Rows made ready, by requests and from the clock")
         self.reloads = self._counter("reload_versions", "Versions loaded, by result", "result")
         self.reload_pause = self._histogram("reload_pause_seconds", "How long an engine was paused for a reload")
         self.reload_gap = self._histogram("reload_gap_seconds", "How long a reload held up what was in flight")

@@ -217,7 +217,8 @@ def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, 
         # where the same weights sampled and computed again, a gap is an error in our computation
         gaps = gaps[(versions == version) & ~crossed & ~masked & (ahead == 0)]
         known = gaps[~np.isinf(gaps)]  # infinite: our rounding puts the token outside of top-p, top-k or min-p
-        stats["logprob_gap_mean"] = float(known.mean()) if len(known) else 0.0
-        stats["logprob_gap_max"] = float(known.max()) if len(known) else 0.0
-        stats["outside_cut"] = 1.0 - len(known) / len(gaps) if len(gaps) else 0.0
+        if len(known):
+            stats |= {"logprob_gap_mean": float(known.mean()), "logprob_gap_max": float(known.max())}
+        if len(gaps):
+            stats["outside_cut"] = 1.0 - len(known) / len(gaps)
     return stats

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from flywheel.collection import Row, end_cut_line, merge
-from flywheel.errors import ConfigError
+from flywheel.errors import ConfigError, describe
 from flywheel.replies import read_reply, thoughts_of, tool_calls_of
 from flywheel.transport import current_run
 from flywheel.wire import check_number
@@ -148,7 +148,7 @@ class Collector:
                     self.stats.rows += "messages" in row
             except Exception as exc:  # noqa: BLE001 — a user's redaction, a full disk: production goes on
                 self.stats.failed += 1
-                self.stats.last_error = f"{type(exc).__name__}: {exc}"
+                self.stats.last_error = describe(exc)
             finally:
                 self._waiting.task_done()
         self._waiting.task_done()

@@ -11,6 +11,7 @@ FlywheelError
 │   ├── TimedOut          a run took longer than it may
 │   ├── UnsafeTool        a shadow run reached for a tool that it must not call
 │   └── JudgeFailed       a judge gave no usable verdict: there is no reward
+├── NothingCompared    no task has a reward of both evaluations: there is no difference
 └── LearnError         learning cannot go on
     ├── NotTraining       no trainer is alive, or its breaker holds it
     ├── TooManyFailures   too many runs failed
@@ -133,6 +134,14 @@ class JudgeFailed(RunError):
     """
 
 
+class NothingCompared(FlywheelError):
+    """No task has a reward of both evaluations, so that there is no difference, never a difference of 0.
+
+    >>> issubclass(NothingCompared, FlywheelError)
+    True
+    """
+
+
 class LearnError(FlywheelError):
     """Learning cannot go on.
 
@@ -163,3 +172,13 @@ class JournalMismatch(LearnError):
     >>> issubclass(JournalMismatch, LearnError)
     True
     """
+
+
+def describe(error: BaseException) -> str:
+    """The error's type and message; of one without a message the type alone.
+
+    >>> describe(ValueError("no action")), describe(TimeoutError())
+    ('ValueError: no action', 'TimeoutError')
+    """
+    message = str(error)
+    return f"{type(error).__name__}: {message}" if message.strip() else type(error).__name__

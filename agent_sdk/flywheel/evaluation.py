@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flywheel.async_client import AsyncClient
-from flywheel.errors import ConfigError
+from flywheel.errors import ConfigError, NothingCompared, describe
 from flywheel.model import Model
 from flywheel.report import Evaluation
 from flywheel.run import AsyncRun, new_task_id
@@ -82,8 +82,7 @@ def cause_of(error: Exception) -> str:
     >>> cause_of(ValueError("no action in\\n'hello'"))
     "ValueError: no action in 'hello'"
     """
-    text = " ".join(str(error).split())
-    return type(error).__name__ + (f": {text[:_MOST_OF_CAUSE]}" if text else "")
+    return " ".join(describe(error).split())[:_MOST_OF_CAUSE]
 
 
 def _summary(version: int | None, done: list[tuple[str, float | None, Mapping[str, float]]]) -> Evaluation:
@@ -187,15 +186,40 @@ class Comparison:
 
     @classmethod
     def of(cls, a: Evaluation, b: Evaluation) -> Comparison:
-        """Paired by task: tasks that only one of them has a reward for do not count."""
+        """Paired by task: tasks that only one of them has a reward for do not count.
+
+        Raises NothingCompared when none is left.
+        """
         both = [b.rewards[digest] - reward for digest, reward in a.rewards.items() if digest in b.rewards]
+        if not both:
+            raise NothingCompared(_why_nothing(a, b))
         return cls(*mean_and_error(both), a, b)
+
+
+def _why_nothing(a: Evaluation, b: Evaluation) -> str:
+    """What both evaluations lack, and what to do."""
+    remedy = "they have no task in common: evaluate both on the same"
+    if not (a.rewards and b.rewards):
+        remedy = (
+            "make the runs succeed. A version of `model.kind: full` can be evaluated only while it is in service: keep "
+            "the Evaluation made then, and use Comparison.of(a, b). `model.kind: lora` serves several versions at once"
+        )
+    return f"no task has a reward of both: {_failed(a)}; {_failed(b)}; {remedy}"
+
+
+def _failed(found: Evaluation) -> str:
+    model = "the model" if found.version is None else f"version {found.version}"
+    cause = f", most of them by {found.main_failure}" if found.failures else ""
+    return f"{model}: {found.failed} of {found.n + found.failed} runs gave no reward{cause}"
 
 
 def compare(
     workflow: Function, tasks: str | Path | Iterable[Task], a: Model | int, b: Model | int, **options: Any
 ) -> Comparison:
     """Evaluate two models, or versions, on the same tasks, paired by task. options: those of evaluate.
+
+    Both have to be served: two versions by an explorer of `model.kind: lora`, or each by a server of its own. Raises
+    NothingCompared when no task has a reward of both.
 
     >>> compare(lambda task: 1.0, [], 0, 1, url="http://127.0.0.1:8010")
     Traceback (most recent call last):

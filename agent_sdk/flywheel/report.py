@@ -32,6 +32,11 @@ class Evaluation:
     after_runs: int | None = None  # of learn, that had ended before it
     rewards: dict[str, float] = field(default_factory=dict, repr=False)  # the mean of each task, by its digest
 
+    @property
+    def main_failure(self) -> str | None:
+        """The most frequent cause of runs that gave no reward; None when all did."""
+        return max(self.failures, key=self.failures.__getitem__) if self.failures else None
+
 
 @dataclass
 class Report:

@@ -141,6 +141,12 @@ class Run:
         """How many recorded replies this process saw, those of its children included."""
         return len(self.msg_ids) + sum(child.chats for child in self._children)
 
+    @property
+    def spoken(self) -> int:
+        """How many of them are of runs of which something was said; a child is a run of its own."""
+        own = len(self.msg_ids) if self._said else 0
+        return own + sum(child.spoken for child in self._children)
+
     def forget(self) -> None:
         """Take back all that was said: a broken run is not rewarded."""
         self._said.clear()

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from flywheel.conversation import Conversation, User
-from flywheel.errors import ConfigError
+from flywheel.errors import ConfigError, describe
 from flywheel.model import Model
 from flywheel.run import Credit
 from flywheel.selection import Call, Chooser, SamplingRate, Selected, Selection, as_selection, current_mark
@@ -194,4 +194,4 @@ class TrainingRunner:
 
     def _count(self, cause: str, error: Exception) -> None:
         self.stats.failed[cause] += 1
-        self.stats.last_error = f"{type(error).__name__}: {error}"
+        self.stats.last_error = describe(error)

@@ -185,7 +185,7 @@ class Learning:
 def _told(found: Evaluation) -> str:
     """An evaluation on one line, with the most frequent cause of what failed."""
     failed = f", {found.failed} failed" if found.failed else ""
-    cause = f", such as {max(found.failures, key=found.failures.__getitem__)}" if found.failures else ""
+    cause = f", such as {found.main_failure}" if found.failures else ""
     return f"version {found.version}: {found.mean:.3f} ± {found.standard_error:.3f} over {found.n} runs{failed}{cause}"
 
 

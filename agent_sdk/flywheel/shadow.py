@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flywheel.async_client import AsyncClient
-from flywheel.errors import FlywheelError, UnsafeTool
+from flywheel.errors import FlywheelError, TimedOut, Unreachable, UnsafeTool, describe
 from flywheel.model import Model
-from flywheel.reward import read_reward
+from flywheel.reward import Reward, read_reward
 from flywheel.run import AsyncRun, Credit, new_task_id
 from flywheel.selection import Call, Selected, Selection
 from flywheel.threads import DaemonThreads
@@ -34,7 +34,10 @@ LAST_S = 5.0  # at least, for the commit of stop; and for runs to end that were 
 
 @dataclass
 class Stats:
-    """What a TrainingRunner has seen and done. failed: by cause. Read it at any time; it counts up.
+    """What a TrainingRunner has seen and done. Read it at any time; it counts up.
+
+    Each run is counted once: as rewarded, unrewarded, unsafe, or in failed by its error's type or as "stopped". What
+    "watch", "select" and "commit" count in failed are no runs.
 
     >>> Stats(rewarded=2, reward_sum=1.0).reward_mean
     0.5
@@ -42,14 +45,14 @@ class Stats:
 
     seen: int = 0  # production calls
     selected: int = 0
-    dropped: int = 0  # chosen, and the queue was full
+    dropped: int = 0  # chosen and not replayed: the queue was full, or stop waited no longer
     runs: int = 0  # shadow runs that ended
     rewarded: int = 0
     unrewarded: int = 0  # the reward function gave none
     unsafe: int = 0  # ended at a tool; nothing of them is trained
     failed: Counter[str] = field(default_factory=Counter)
     commits: int = 0
-    committed: int = 0  # rows
+    committed: int = 0  # recorded replies of its own runs of which something was said, that a commit followed
     reward_sum: float = 0.0
     last_error: str | None = None
 
@@ -100,6 +103,7 @@ class Shadow:
         self._started = threading.Event()
         self._draining = False
         self._is_over = False  # no run begins any more
+        self._spoken = 0  # recorded replies that the next commit makes ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool = DaemonThreads(options.at_once, "flywheel-shadow")
         self._reward = Caller(options.reward, ("run", "reply"), self._pool)
@@ -156,10 +160,8 @@ class Shadow:
             for worker in late:
                 worker.cancel()
             await asyncio.wait([*workers, clock], timeout=LAST_S)
-            try:  # production ends: it does not wait for an explorer that hangs
-                await asyncio.wait_for(self._commit(), max(LAST_S, self._drain_s))
-            except asyncio.TimeoutError as exc:
-                self._failed("commit", exc)
+            self._stats.dropped += len(self._waiting)
+            await self._commit_last(max(LAST_S, self._drain_s))
             self._pool.shutdown()
 
     async def _work(self) -> None:
@@ -190,33 +192,38 @@ class Shadow:
             await self._shadow_run(replay, run)
 
     async def _shadow_run(self, replay: Replay, run: AsyncRun) -> None:
+        """One run, counted once by what became of it."""
+        try:
+            reward = await self._attempt(replay, run)
+        except UnsafeTool as exc:
+            self._stats.unsafe += 1
+            self._stats.last_error = str(exc)
+        except asyncio.CancelledError:
+            self._failed("stopped", TimedOut(f"stop waited no longer than drain_s={self._drain_s:g} for it"))
+            raise
+        except Exception as exc:  # noqa: BLE001 — a user's agent or reward function: its run is never rewarded
+            self._failed(type(exc).__name__, exc)
+        else:
+            self._spoken += run.spoken
+            self._stats.unrewarded += reward is None
+            self._stats.rewarded += reward is not None
+            self._stats.reward_sum += (reward and reward.value) or 0.0
+        finally:
+            self._stats.runs += 1
+
+    async def _attempt(self, replay: Replay, run: AsyncRun) -> Reward | None:
+        """The reward of a run, which was sent."""
         guard = ShadowGuard(run, self._options.tools, replay.recorded)
         run.guard = guard
         token = current_run.set(run)
         try:
             reply = await self._answer(replay, run, guard)
             reward = read_reward(await within(self._reward(run, reply), None)) or run.outcome
-        except UnsafeTool as exc:
-            self._stats.unsafe += 1
-            self._stats.last_error = str(exc)
-            return
-        except Exception as exc:  # noqa: BLE001 — a user's agent or reward function: its run is never rewarded
-            self._failed(type(exc).__name__, exc)
-            return
         finally:
-            self._stats.runs += 1
             current_run.reset(token)
-        try:
-            run.take(reward)
-            await self._client.drive(run.finish())
-        except Exception as exc:  # noqa: BLE001 — of the explorer, or of a user's function that shares rewards out
-            self._failed(type(exc).__name__, exc)
-            return
-        if reward is None:
-            self._stats.unrewarded += 1
-        else:
-            self._stats.rewarded += 1
-            self._stats.reward_sum += reward.value or 0.0
+        run.take(reward)
+        await self._client.drive(run.finish())
+        return reward
 
     async def _answer(self, replay: Replay, run: AsyncRun, guard: ShadowGuard) -> Any:
         """The trainee's reply; None when the run ended at a tool and is to be rewarded. Raises UnsafeTool."""
@@ -241,17 +248,28 @@ class Shadow:
             failures = 0 if await self._commit() else failures + 1
 
     async def _commit(self) -> bool:
+        spoken, self._spoken = self._spoken, 0  # the explorer's answer counts everybody's rows
         try:
-            self._stats.committed += (await self._client.commit()).committed
+            await self._client.commit()
         except FlywheelError as exc:
+            self._spoken += spoken
             self._failed("commit", exc)
             return False
+        self._stats.committed += spoken
         self._stats.commits += 1
         return True
 
+    async def _commit_last(self, timeout_s: float) -> None:
+        """Production ends: it does not wait for an explorer that hangs."""
+        try:
+            await asyncio.wait_for(self._commit(), timeout_s)
+        except asyncio.TimeoutError:
+            reason = f"POST /commit: no answer within {timeout_s:g} s; is the explorer at {self._client.url} up?"
+            self._failed("commit", Unreachable(reason))
+
     def _failed(self, cause: str, error: BaseException) -> None:
         self._stats.failed[cause] += 1
-        self._stats.last_error = f"{type(error).__name__}: {error}"
+        self._stats.last_error = describe(error)
         if self._options.on_error is not None:
             try:
                 self._options.on_error(error)

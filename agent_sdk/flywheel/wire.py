@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from flywheel.errors import Away, ConfigError, FlywheelError, NothingKnown, Refused, Unreachable
+from flywheel.errors import Away, ConfigError, FlywheelError, NothingKnown, Refused, Unreachable, describe
 from flywheel.results import Committed, Receipt, Receipts, Status, Version
 
 if TYPE_CHECKING:
@@ -148,8 +148,9 @@ def _gave_up(ask: Ask, outcome: Outcome, retry_after_s: float | None) -> Flywhee
     if isinstance(outcome, Answer):
         message, code, _ = _read_error(outcome)
         return Away(outcome.status, f"{ask.method} {ask.path}: {message}", code=code, retry_after_s=retry_after_s)
+    assert outcome is not None
     error = Unreachable(
-        f"{ask.method} {ask.path}: no answer ({type(outcome).__name__}: {outcome}); is the explorer at FLYWHEEL_URL up?"
+        f"{ask.method} {ask.path}: no answer ({describe(outcome)}); is the explorer at FLYWHEEL_URL up?"
     )
     error.__cause__ = outcome
     return error

@@ -6,11 +6,17 @@ imports anything heavy before `run` has read the configuration.
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from shared.config import Config
+
+
+_WIDE = 1_000_000  # columns
 
 
 def add_config(parser: ArgumentParser) -> None:
@@ -32,3 +38,11 @@ def read_config(args: Namespace) -> Config:
     from shared.config import load_config
 
     return load_config(args.config)
+
+
+def open_console(*, stderr: bool = False, markup: bool = True) -> Console:
+    """Where a command prints. A pipe or a file has no width, so that nothing is cut or broken there."""
+    from rich.console import Console
+
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, markup=markup, width=None if is_terminal else _WIDE)

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.commands import add_config, read_config
+from services.commands import add_config, open_console, read_config
 from shared.errors import ConfigError, StartupError
 
 if TYPE_CHECKING:
@@ -33,11 +33,9 @@ def run(args: Namespace) -> int:
     """Move rows into files, oldest first. Raises ConfigError without a bound, StartupError without a folder."""
     config = read_config(args)
     _check(args)
-    from rich.console import Console
-
     from shared.ledger.connect import Ledger
 
-    console = Console(stderr=True, markup=False)
+    console = open_console(stderr=True, markup=False)
     moved = 0
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
-from services.commands import add_config, read_config, utf8
+from services.commands import add_config, open_console, read_config, utf8
 from shared.errors import ConfigError, StartupError
 from shared.log import StageLogger
 
@@ -27,8 +27,6 @@ def run(args: Namespace) -> int:
     scope = {"key_name": args.key, "task_id": args.task, "run_id": args.run, "msg_id": args.message}
     if not any(scope.values()):
         raise ConfigError("erase: name whose rows with --key, --task, --run or --message")
-    from rich.console import Console
-
     from shared.ledger import transitions
     from shared.ledger.connect import Ledger
 
@@ -54,7 +52,7 @@ def run(args: Namespace) -> int:
             "recorded. A key's rows are its chats; what it said of others is erased with these"
         )
     trained = f"they went into {_ranges(versions)}" if versions else "no version was trained on them"
-    Console().print(f"{rows} rows erased; {trained}")
+    open_console().print(f"{rows} rows erased; {trained}")
     return 0
 
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.commands import add_config, read_config, utf8
+from services.commands import add_config, open_console, read_config, utf8
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Write the rows that the options select. Raises ConfigError and StartupError."""
     config = read_config(args)
-    from rich.console import Console
-
     from shared.ledger.connect import Ledger
     from shared.ledger.dataset import conversations, replace_whole
     from shared.tokenizer import tokenizer_digest
@@ -40,7 +38,7 @@ def run(args: Namespace) -> int:
 
     where = _conditions(args)
     counts = {"written": 0, "without text": 0}
-    console = Console(stderr=True, markup=False)
+    console = open_console(stderr=True, markup=False)
 
     def count(rows: Iterator[dict[str, Any] | None]) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(rows, start=1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from services.commands import add_config, read_config
+from services.commands import add_config, open_console, read_config
 
 HELP = "a version as a model folder, or its adapter as PEFT reads it"
 
@@ -20,12 +20,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Raises ConfigError and StartupError."""
     config = read_config(args)
-    from rich.console import Console
-
     from services.export_model import export_model
 
     gap = export_model(config, args.version, args.to, merged=args.merged)
-    Console(stderr=True, markup=False).print(
+    open_console(stderr=True, markup=False).print(
         f"version {args.version} is in {args.to}; its probe, computed from there, is off by at most {gap.largest:.2g}"
     )
     return 0

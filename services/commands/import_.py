@@ -8,7 +8,7 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-from services.commands import add_config, read_config
+from services.commands import add_config, open_console, read_config
 from shared.errors import ConfigError, StartupError
 
 HELP = "record conversations from a file, with rewards or as demonstrations"
@@ -25,8 +25,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Record the file's rows; rows that the ledger holds already are skipped. Returns 1 when no row was usable."""
     config = read_config(args)
-    from rich.console import Console
-
     from services.samples import SampleReader, store
     from shared.experience import MAY_SERVE
     from shared.ledger import transitions
@@ -39,7 +37,7 @@ def run(args: Namespace) -> int:
         require_accepted(args.reward, config.reward)
     except ValueError as exc:
         raise ConfigError(f"--{exc}; give one inside") from exc
-    console, learned = Console(stderr=True, markup=False), learned_kinds(config.trainer)
+    console, learned = open_console(stderr=True, markup=False), learned_kinds(config.trainer)
     counts = {"imported": 0, "known": 0, "unusable": 0}
     with closing(Ledger.open(config.ledger_url)) as ledger:
         with ledger.read() as connection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
-from services.commands import add_config, read_config
+from services.commands import add_config, open_console, read_config
 from shared.errors import ConfigError
 
 HELP = "bring the ledger to this version's schema, or copy it to another database"
@@ -26,14 +26,13 @@ def run(args: Namespace) -> int:
             check_database_url("--to", args.to)
         except ValueError as exc:
             raise ConfigError(str(exc)) from exc
-    from rich.console import Console
     from rich.progress import Progress, TaskID
 
     from shared.ledger.connect import Ledger
     from shared.ledger.migrate import copy_ledger
     from shared.ledger.migrations import HEAD
 
-    console = Console()
+    console = open_console()
     with closing(Ledger.open(config.ledger_url, create=args.to is None)) as source:  # opening upgrades the schema
         if args.to is None:
             console.print(f"{source.shown_url} has schema {HEAD}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from contextlib import closing
 
-from services.commands import add_config, read_config
+from services.commands import add_config, open_console, read_config
 
 HELP = "apply a changed reward section or algorithm to rows that are not trained yet"
 add_arguments = add_config
@@ -13,8 +13,6 @@ add_arguments = add_config
 
 def run(args: Namespace) -> int:
     config = read_config(args)
-    from rich.console import Console
-
     from shared.ledger import transitions
     from shared.ledger.connect import Ledger
     from shared.reward import learned_kinds
@@ -27,5 +25,5 @@ def run(args: Namespace) -> int:
             with ledger.write() as connection:
                 count, last_id = transitions.recompute_rewards(connection, config.reward, learned, last_id)
             changed += count
-    Console().print(f"{changed} rewards changed")
+    open_console().print(f"{changed} rewards changed")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from contextlib import closing
 
-from services.commands import add_config, read_config
+from services.commands import add_config, open_console, read_config
 
 HELP = "rows by state, versions, trainers; GET /status shows engines, too"
 add_arguments = add_config
@@ -13,14 +13,12 @@ add_arguments = add_config
 
 def run(args: Namespace) -> int:
     config = read_config(args)
-    from rich.console import Console
-
     from shared.ledger.connect import Ledger
     from shared.ledger.queries import ledger_status
 
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.read() as connection:
         status = ledger_status(connection)
-    console = Console()
+    console = open_console()
     console.print("rows      " + "  ".join(f"{state} {count}" for state, count in status["rows"].items()))
     for reason, count in status["quarantined"].items():
         console.print(f"          {count} {reason}", highlight=False, markup=False, soft_wrap=True)

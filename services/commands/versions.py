@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from services.commands import add_config, read_config, utf8
+from services.commands import add_config, open_console, read_config, utf8
 from shared.errors import ConfigError, StartupError
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ def _do(ledger: Ledger, action: str, version: int, name: str | None) -> None:
 
 
 def _show(ledger: Ledger) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -90,7 +89,7 @@ def _show(ledger: Ledger) -> None:
         remarks = [f"tag {row.tag}" if row.tag else "", "files gone" if row.deleted_at else "", row.reason or ""]
         about = (str(row.version), parent, row.kind, str(row.step), row.state)
         table.add_row(*map(Text, (*about, *times, "; ".join(filter(None, remarks)))))
-    Console().print(table)
+    open_console().print(table)
 
 
 def _local_time(moment: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -60,8 +61,24 @@ def test_an_erasure_that_finds_nothing_fails(config, ledger, scope):
         run_here(config, "erase", *scope)
 
 
-def test_what_looks_like_markup_is_shown_as_it_is(config, ledger, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_what_is_printed_into_a_pipe_is_whole(config, ledger, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    reason = "it was rejected for a reason that is longer than a line of a terminal is wide, and ends in here"
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        transitions.publish(connection, version=1, parent=0, kind="full", step=1)
+        transitions.reject_version(connection, 1, reason, by="engine e0")
+        about = {"step": 1, "version": 1, "state_path": None, "state_sha256": None}
+        transitions.announce_trainer(connection, name="a-trainer-of-a-name-that-takes-most-of-a-line", **about)
+    assert run_here(config, "versions") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"version .* parent .* kind .* state .* since .* published .* in service .* remarks ", shown)
+    assert re.search(rf" REJECTED .*(\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d .*){{2}} {reason} ", shown)
+    assert run_here(config, "status") == 0
+    assert re.search(r"^trainer   a-trainer-of.* heartbeat \d+ s ago$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_what_looks_like_markup_is_shown_as_it_is(config, ledger, capsys):
     with ledger.write() as connection:
         transitions.publish(connection, version=0, parent=None, kind="full", step=0)
     assert run_here(config, "versions", "tag", "0", "[/b] [red]") == 0

@@ -209,6 +209,15 @@ def test_rewarded_rows_are_committed_from_a_clock_and_unrewarded_ones_expire(scr
     assert feedback(explorer, msg_ids=[other], reward=1).json()["receipts"][0]["state"] == "expired"
 
 
+def test_rows_that_the_clock_commits_are_counted_beside_those_of_requests(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], commit_every_s=0.05).wait_ready()
+    for _ in range(3):
+        feedback(explorer, msg_ids=[new_message(explorer)], reward=1)
+    wait_until(lambda: states(explorer) == ["READY"] * 3)
+    explorer.http.post("/commit")
+    wait_until(lambda: "flywheel_commit_rows_total 3.0" in explorer.http.get("/metrics").text)
+
+
 def states(explorer: RunningExplorer) -> list[str]:
     with explorer.ledger.read() as connection:
         return list(connection.execute(select(experiences.c.state).order_by(experiences.c.id)).scalars())

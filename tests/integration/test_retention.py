@@ -225,8 +225,7 @@ def test_states_are_kept_as_long_as_their_versions_and_no_more_than_keep_states(
     store.close()
 
 
-def test_an_operator_names_a_version_and_takes_the_name_away(tmp_path, ledger, database_url, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_an_operator_names_a_version_and_takes_the_name_away(tmp_path, ledger, database_url, capsys):
     config = config_of(tmp_path, database_url)
     make_line(ledger, tmp_path, served=4, newest=4)
     assert run_here(config, "versions", "tag", "1", "best") == 0

@@ -156,7 +156,7 @@ def test_what_a_terminal_of_another_encoding_cannot_show_is_escaped(tmp_path):
         transitions.tag_version(connection, 0, "größte")
     ledger.close()
     file = write_config(config, tmp_path / "f.yaml")
-    ended = run_flywheel("versions", "-c", str(file), timeout_s=60, PYTHONIOENCODING="ascii", COLUMNS="200")
+    ended = run_flywheel("versions", "-c", str(file), timeout_s=60, PYTHONIOENCODING="ascii")
     assert ended.returncode == 0, ended.stderr
     assert r"gr\xf6\xdfte" in ended.stdout
 

@@ -160,3 +160,30 @@ def test_an_evaluation_in_which_every_run_failed_is_no_result_that_stops_learn(e
         stopped.append(report.stopped)
     assert [(one.n, one.mean) for one in report.evaluations] == [(0, 0.0), (1, -0.5)]
     assert stopped == ["done", "done"]
+
+
+def test_two_evaluations_without_a_task_in_common_give_no_difference():
+    def of(version: int, rewards: dict[str, float], failures: dict[str, int]) -> flywheel.Evaluation:
+        given: dict[str, Any] = {"failed": sum(failures.values()), "failures": failures, "rewards": rewards}
+        return flywheel.Evaluation(version, len(rewards), 0.0, 0.0, 0.0, {}, **given)
+
+    gone = of(0, {}, {"TimedOut: it took": 1, "NotFoundError: version 0": 2})
+    with pytest.raises(flywheel.NothingCompared) as found:
+        flywheel.Comparison.of(gone, of(12, {"a": 0.5, "b": 1.0}, {}))
+    said = str(found.value)
+    assert "version 0: 3 of 3 runs gave no reward, most of them by NotFoundError: version 0" in said
+    assert "version 12: 0 of 2 runs gave no reward" in said
+    assert "model.kind: full" in said and "model.kind: lora" in said and "Comparison.of(a, b)" in said
+    assert isinstance(found.value, flywheel.FlywheelError)
+    with pytest.raises(flywheel.NothingCompared, match="they have no task in common: evaluate both on the same"):
+        flywheel.Comparison.of(of(0, {"a": 0.5}, {}), of(1, {"b": 0.5}, {}))
+
+
+def test_a_version_that_is_no_longer_in_service_is_not_compared_as_equal(explorer):
+    serve(explorer, 1)
+    with pytest.raises(flywheel.NothingCompared, match=r"version 0: 6 of 6 runs gave no reward, most .* NotFound"):
+        flywheel.compare(count, TASKS, 0, 1, url=explorer.url)
+    kept = flywheel.evaluate(count, TASKS, model=1, url=explorer.url)
+    serve(explorer, 2)
+    found = flywheel.Comparison.of(kept, flywheel.evaluate(count, TASKS, model=2, url=explorer.url))
+    assert (found.difference, found.a.version, found.b.version) == (0.0, 1, 2)

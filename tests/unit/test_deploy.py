@@ -123,6 +123,11 @@ def test_files_with_secrets_stay_out_of_git_and_images():
         assert ".env" in (ROOT / file).read_text().splitlines()
 
 
+def test_what_an_installation_of_the_agents_side_builds_stays_out_of_git():
+    """`pip install ./agent_sdk` builds within the folder."""
+    assert "/agent_sdk/build/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
 def test_no_floor_admits_a_release_with_a_known_advisory():
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert "starlette>=1.3.1" in dependencies

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 
 from shared.config import TrainerConfig, WatchConfig
 from shared.errors import ConfigError, StartupError
@@ -20,6 +21,7 @@ from tests.support.processes import wait_for
 from tests.support.records import record
 from tests.support.servers import free_port
 from trainer_service.watch.jsonl import JsonLines
+from trainer_service.watch.prometheus import TrainerMetrics
 from trainer_service.watch.record import Record
 from trainer_service.watch.writer import QUEUED, Outside, Watch
 
@@ -72,6 +74,15 @@ def test_a_line_that_a_crash_cut_short_spoils_no_other(tmp_path):
     JsonLines(tmp_path, max_bytes=10_000).write(record(step=2))
     assert (tmp_path / "figures.jsonl").read_text().splitlines()[1] == '{"st'
     assert json.loads((tmp_path / "figures.jsonl").read_text().splitlines()[2])["step"] == 2
+
+
+def test_prometheus_shows_no_figure_that_the_last_update_does_not_have():
+    metrics = TrainerMetrics()
+    metrics.write(record(logprob_gap_mean=0.25, entropy_after=0.5))
+    metrics.write(record(entropy_after=0.25))
+    shown = generate_latest(metrics.registry).decode()
+    assert 'flywheel_update_figure_number{figure="entropy_after"} 0.25' in shown
+    assert "logprob_gap_mean" not in shown
 
 
 def test_prometheus_shows_figures_rewards_by_version_and_what_tripped_the_breaker(tmp_path):

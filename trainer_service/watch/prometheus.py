@@ -27,6 +27,7 @@ class TrainerMetrics:
         self.registry = CollectorRegistry()
         about: dict[str, Any] = {"registry": self.registry}
         self._figure = Gauge("flywheel_update_figure_number", "The last update's figures", ["figure"], **about)
+        self._shown: set[str] = set()  # figures
         self._rows = Counter("flywheel_update_rows", "Rows trained on, or of no use to any algorithm", ["use"], **about)
         self._signals = Counter("flywheel_update_signals_rows", "Rows by what was said of them", ["kind"], **about)
         self._tokens = Counter("flywheel_update_tokens", "Tokens that updates computed, in all passes", **about)
@@ -39,6 +40,9 @@ class TrainerMetrics:
         )
 
     def write(self, record: Record) -> None:
+        for name in self._shown - record.figures.keys():
+            self._figure.remove(name)
+        self._shown = set(record.figures)
         for name, value in record.figures.items():
             self._figure.labels(name).set(value)
         unused = record.figures.get("rows_unused", 0.0)

@@ -1,0 +1,124 @@
+"""What TrainingRunner's stats say: each run once, by what became of it, and the runner's own rows."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import flywheel
+import pytest
+
+from tests.sdk.conftest import rows, say_async
+from tests.sdk.test_runner import PRODUCTION, agent, ask, fails, score
+from tests.support.servers import free_port, wait_until
+
+EVERY = flywheel.SamplingRate(1.0)
+NO_RUNS = {"watch", "select", "commit"}  # of failed
+
+
+def counted(stats: flywheel.Stats) -> int:
+    """Runs by what became of them."""
+    of_runs = sum(number for cause, number in stats.failed.items() if cause not in NO_RUNS)
+    return stats.rewarded + stats.unrewarded + stats.unsafe + of_runs
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"agent": fails},
+        {"agent": lambda request, model: "no chat"},
+        {"reward": fails},
+        {"reward": lambda run: None},
+        {"credit": fails},
+        {"reward": lambda run, reply: float("nan")},
+    ],
+)
+def test_each_run_is_counted_once_by_what_became_of_it(explorer, given):
+    runner = flywheel.TrainingRunner(explorer.url, **{"agent": agent, "reward": score, "select": EVERY, **given})
+    with runner:
+        ask(runner.watch(agent, production=PRODUCTION), 3)
+    assert (runner.stats.runs, counted(runner.stats)) == (3, 3), runner.stats
+
+
+def test_a_run_that_stop_breaks_off_is_counted_as_that_and_what_had_not_begun_as_dropped(explorer):
+    begun: list[Any] = []
+
+    async def endless(request: dict[str, Any], model: flywheel.Model) -> str:
+        begun.append(request)
+        await asyncio.Event().wait()
+        return ""
+
+    runner = flywheel.TrainingRunner(explorer.url, endless, score, select=EVERY, at_once=2, repeat_time=2)
+    runner.start()
+    ask(runner.watch(agent, production=PRODUCTION), 5)
+    wait_until(lambda: len(begun) == 2)
+    runner.stop(0.1)
+    stats = runner.stats
+    assert (stats.runs, dict(stats.failed), stats.dropped) == (2, {"stopped": 2}, 3)
+    assert stats.last_error == "TimedOut: stop waited no longer than drain_s=0.1 for it"
+
+
+def test_an_error_without_a_message_is_told_by_its_type(explorer):
+    async def silent(request: dict[str, Any], model: flywheel.Model) -> str:
+        raise TimeoutError
+
+    with flywheel.TrainingRunner(explorer.url, silent, score, select=EVERY) as runner:
+        ask(runner.watch(agent, production=PRODUCTION))
+    assert runner.stats.last_error == "TimeoutError"
+
+
+def test_a_last_commit_that_the_explorer_does_not_answer_is_told_as_that(monkeypatch):
+    monkeypatch.setattr("flywheel.shadow.LAST_S", 0.2)
+    url = f"http://127.0.0.1:{free_port()}"
+    runner = flywheel.TrainingRunner(url, agent, score)
+    runner.start()
+    runner.stop(0.0)
+    assert runner.stats.failed == {"commit": 1}
+    assert str(runner.stats.last_error).startswith("Unreachable: POST /commit: no answer within ")
+    assert url in str(runner.stats.last_error)
+
+
+def test_what_others_have_made_ready_is_not_counted_as_committed(explorer):
+    with flywheel.Client(explorer.url) as other:
+        for _ in range(4):
+            with other.run() as run, run.model.openai() as openai:
+                openai.chat.completions.create(model="agent", messages=[{"role": "user", "content": "other"}])
+                run.reward(1.0)
+
+    async def talks(request: dict[str, Any], model: flywheel.Model) -> str:
+        for turn in range(2):
+            await say_async(model, f"{request['text']}, turn {turn}")
+        return ""
+
+    def every_other(run: flywheel.Run, reply: str) -> float | None:
+        rated.append(run)
+        return None if len(rated) % 2 else 0.5
+
+    rated: list[flywheel.Run] = []
+    with flywheel.TrainingRunner(explorer.url, talks, every_other, select=EVERY) as runner:
+        ask(runner.watch(agent, production=PRODUCTION), 4)
+    stats = runner.stats
+    assert (stats.rewarded, stats.unrewarded, stats.commits) == (2, 2, 1)
+    assert sum(row.state == "READY" for row in rows(explorer)) == 4 + 2 * 2
+    assert stats.committed == 2 * 2, "replies of two runs of two turns"
+
+
+def test_what_a_failed_commit_left_is_counted_with_the_next(explorer, monkeypatch):
+    refuses = [True]
+    commit = flywheel.AsyncClient.commit
+
+    async def refused_once(client: flywheel.AsyncClient, **scope: Any) -> flywheel.Committed:
+        if refuses:
+            raise flywheel.Refused(refuses.pop() and 503, "on purpose")
+        return await commit(client, **scope)
+
+    monkeypatch.setattr(flywheel.AsyncClient, "commit", refused_once)
+    with flywheel.TrainingRunner(explorer.url, agent, score, select=EVERY) as runner:
+        ask(runner.watch(agent, production=PRODUCTION), 2)
+        wait_until(lambda: runner.stats.rewarded == 2)
+        runner.commit()
+        assert (runner.stats.commits, runner.stats.committed) == (0, 0)
+        runner.commit()
+        assert (runner.stats.commits, runner.stats.committed) == (1, 2)
+    assert runner.stats.committed == 2
