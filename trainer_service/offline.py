@@ -66,7 +66,7 @@ class OfflineTrainer(Trainer):
             except UpdateError as exc:
                 raise StartupError(f"epoch {epoch}, batch {number}: {exc}; nothing was published") from exc
             figures, trip = record.figures, self._breaker.check(record, without=_UNKNOWN)
-            shown = {name: float(f"{figures[name]:.4g}") for name in ("rows", "reward_mean", "grad_norm")}
+            shown = {n: float(f"{figures[n]:.4g}") for n in ("rows", "reward_mean", "grad_norm") if n in figures}
             log.info("trained", epoch=f"{epoch}/{epochs}", batch=f"{number}/{of_epoch}", **shown)
             self._watch.write(record)
             if trip is not None:

@@ -196,11 +196,13 @@ def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, 
     sequences = [batch.sequences[place] for place in sampled]
     versions = np.concatenate([sequence.versions for sequence in sequences])
     behind = np.maximum(version - versions, 0)  # a later one was withdrawn after a crash
+    rows = [row_id for sequence in sequences for row_id in sequence.row_ids]
+    used_rows = {row_id for place in used for row_id in batch.sequences[place].row_ids}  # by answers to them, too
     stats = {
-        "rows": float(sum(len(sequence.row_ids) for sequence in sequences)),
-        "rows_unused": float(sum(len(batch.sequences[place].row_ids) for place in sampled if place not in used)),
+        "rows": float(len(rows)),
+        "rows_unused": float(sum(row_id not in used_rows for row_id in rows)),
         "tokens": float(len(versions)),
-        "reward_mean": float(np.mean(batch.rewards)) if batch.rewards else 0.0,
+        **({"reward_mean": float(np.mean(batch.rewards))} if batch.rewards else {}),
         "staleness_versions": float(behind.mean()),
         "staleness_versions_max": float(behind.max()),
         **({"rehearsed": float(len(batch.rehearsed))} if batch.rehearsed else {}),

@@ -98,16 +98,15 @@ def test_a_task_of_more_rows_than_a_statement_has_parameters_is_found_with_its_c
     explorer, rows = RunningExplorer(config).wait_ready(), 66_000
     fill = (
         "INSERT INTO experiences (msg_id, choice, conversation_id, task_id, version, version_end, state, reward,"
-        " teaches, n_prompt, n_reply, temperature, top_p, top_k, min_p, created_at)"
-        " SELECT 'm' || n, 0, 'm' || n, 'large', 0, 0, 'RECORDED', 1, 1, 1, 1, 1, 1, 0, 0, 0"
+        " teaches, n_prompt, n_reply, temperature, top_p, top_k, min_p, created_at) SELECT 'm' || n, 0, 'm' || n, 'large', 0, 0, 'RECORDED', 1, 1, 1, 1, 1, 1, 0, 0, 0"
         " FROM generate_series(CAST(:first AS integer), :last) n"
     )
     try:
         for first in range(1, rows, 6_000):  # each well within the explorer's patience
             with explorer.ledger.write() as connection:
                 connection.execute(text(fill), {"first": first, "last": first + 5_999})
-        scope: dict[str, Any] = {"msg_ids": [], "task_id": "large", "run_id": None, "conversations": True}
         with explorer.ledger.read() as connection:
+            scope: dict[str, Any] = {"msg_ids": [], "task_id": "large", "run_id": None, "conversations": True}
             assert len(queries.find_targets(connection, **scope)) == rows
             with pytest.raises(TooManyTargets):
                 queries.find_targets(connection, **scope, at_most=rows - 1)
