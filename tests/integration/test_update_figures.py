@@ -1,4 +1,4 @@
-"""Figures of a batch that nobody misreads: what was not measured is absent, and a row is of use by what was said of it."""
+"""Figures of a batch: what was not measured is absent, and a row is of use by what was said of it."""
 
 from __future__ import annotations
 
