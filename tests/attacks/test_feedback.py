@@ -98,8 +98,8 @@ def test_a_task_of_more_rows_than_a_statement_has_parameters_is_found_with_its_c
     explorer, rows = RunningExplorer(config).wait_ready(), 66_000
     fill = (
         "INSERT INTO experiences (msg_id, choice, conversation_id, task_id, version, version_end, state, reward,"
-        " teaches, n_prompt, n_reply, temperature, top_p, top_k, min_p, created_at) SELECT 'm' || n, 0, 'm' || n, 'large', 0, 0,"
-        " 'RECORDED', 1, 1, 1, 1, 1, 1, 0, 0, 0 FROM generate_series(CAST(:first AS integer), :last) n"
+        " teaches, n_prompt, n_reply, temperature, top_p, top_k, min_p, created_at) SELECT 'm' || n, 0, 'm' || n,"
+        " 'large', 0, 0, 'RECORDED', 1, 1, 1, 1, 1, 1, 0, 0, 0 FROM generate_series(CAST(:first AS integer), :last) n"
     )
     try:
         for first in range(1, rows, 6_000):  # each well within the explorer's patience
