@@ -24,10 +24,10 @@ class TrainingRunner:
     """Shadow traffic that cannot hurt: what production's agent answers is what callers get, at its speed.
 
     url, key, model: as of Client. agent: `agent(request, model)`, sync or async, the one that learns. reward: a
-    function of (run, reply) that returns what a reward function may, or None for none now. select: a strategy, or a
-    function of a Call. repeat_time: runs of each chosen request. tools: what happens to writing tools. copy: how a
-    request is copied, before production can change it. Everything but the copy of a chosen request happens in a thread
-    and an event loop of the runner's own.
+    function of (run, reply) or (run, reply, call) that returns what a reward function may, or None for none now; call
+    has the request and production's reply. select: a strategy, or a function of a Call. repeat_time: runs of each
+    chosen request. tools: what happens to writing tools. copy: how a request is copied, before production can change
+    it. Everything but the copy of a chosen request happens in a thread and an event loop of the runner's own.
 
     >>> runner = TrainingRunner("http://127.0.0.1:8010", reward=lambda run, reply: 1.0)
     >>> serve = runner.watch(lambda request, model: f"reply to {request}", production=None)
@@ -55,7 +55,7 @@ class TrainingRunner:
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
         if reward is None:
-            raise ConfigError("no reward function: give reward=, a function of (run, reply)")
+            raise ConfigError("no reward function: give reward=, a function of (run, reply) or (run, reply, call)")
         for name, value in (("repeat_time", repeat_time), ("at_once", at_once), ("queue", queue)):
             if value < 1:
                 raise ConfigError(f"{name}={value}: give 1 or more")

@@ -106,7 +106,7 @@ class Shadow:
         self._spoken = 0  # recorded replies that the next commit makes ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool = DaemonThreads(options.at_once, "flywheel-shadow")
-        self._reward = Caller(options.reward, ("run", "reply"), self._pool)
+        self._reward = Caller(options.reward, ("run", "reply", "call"), self._pool)
         self._client = AsyncClient(options.url, key=options.key, model=options.model)
         self._thread = threading.Thread(target=self._main, name="flywheel-shadow", daemon=True)
         self._thread.start()
@@ -218,7 +218,7 @@ class Shadow:
         token = current_run.set(run)
         try:
             reply = await self._answer(replay, run, guard)
-            reward = read_reward(await within(self._reward(run, reply), None)) or run.outcome
+            reward = read_reward(await within(self._reward(run, reply, replay.call), None)) or run.outcome
         finally:
             current_run.reset(token)
         run.take(reward)

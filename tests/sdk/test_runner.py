@@ -245,7 +245,7 @@ def test_a_share_by_user_keeps_or_leaves_a_user_whole():
 
 
 def test_a_reward_function_of_wrong_arguments_is_refused_at_the_start(explorer):
-    runner = flywheel.TrainingRunner(explorer.url, agent, lambda a, b, c: 1.0)
+    runner = flywheel.TrainingRunner(explorer.url, agent, lambda a, b, c, d: 1.0)
     with pytest.raises(flywheel.ConfigError, match="run, reply"):
         runner.start()
     assert not runner.running
