@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.trinity import algorithms, table, workflow
+from services.trinity import algorithms, gpus, table, workflow
 from services.trinity.key import Fate, Given, NoCounterpart, NotNeeded, Settings, refusal
 from services.trinity.takes import ARGUMENTS, is_hub_name, words
 from services.trinity.takes_trainer import kl
@@ -178,8 +178,10 @@ def _add_defaults(done: Conversion, given: Given) -> None:
             f"explorer.host is {done.settings['explorer.host']}: Trinity listens on 0.0.0.0 without a key; to listen "
             "on another address, give explorer.keys"
         )
-    if given.get("mode") in ("serve", "explore", "bench"):
+    if given.get("mode") in gpus.WITHOUT_TRAINER:
         return
+    if gpus.is_unknown(given):
+        done.remarks.append(gpus.UNKNOWN)
     ours = algorithms.ours(given)
     of_algorithm = {
         f"trainer.ALGORITHM.{name}": value for name, value in algorithms.counterpart(given).defaults.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.trinity import takes
+from services.trinity import gpus, takes
 from services.trinity.key import Key, lost, moved, unneeded
 from services.trinity.takes import argument
 
@@ -28,9 +28,12 @@ WHOLE: tuple[Key, ...] = (
     unneeded("log.{group_by_node,save_dir}", "each process logs to its standard error"),
     unneeded("monitor.{monitor_type,monitor_args.**,detailed_stats,enable_ray_timeline,cache_dir,cache_root_dir,job_dir}",
              "GET /metrics, `flywheel status` and the log show the same"),
-    unneeded("cluster.{ray_address,node_num,gpu_per_node,total_gpu_num,rollout_gpu_num,auxiliary_model_gpu_num,"
-             "explorer_gpu_num,trainer_gpu_num,trainer_node_num,trainer_gpu_num_per_node}",
-             _RAY + "; trainer.ranks is one for each GPU"),
+    moved("cluster.gpu_per_node", "trainer.devices", "those that engines leave, and in trainer.ranks their number",
+          gpus.trainer),
+    moved("cluster.node_num", "trainer.devices", "on one machine", gpus.machines),
+    unneeded("cluster.{total_gpu_num,rollout_gpu_num,auxiliary_model_gpu_num,explorer_gpu_num,trainer_gpu_num,"
+             "trainer_node_num,trainer_gpu_num_per_node}", _AUTOMATIC),
+    unneeded("cluster.ray_address", _RAY),
 )  # fmt: skip
 
 MODEL: tuple[Key, ...] = (
