@@ -1,4 +1,4 @@
-"""The GPUs of one machine as Trinity shares them out: engines first, auxiliary models next, and the trainer the rest."""
+"""The GPUs of a machine as Trinity shares them out: engines first, then auxiliary models, and the trainer the rest."""
 
 from __future__ import annotations
 

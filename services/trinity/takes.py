@@ -35,6 +35,26 @@ def mode(value: Any, _given: Given) -> Settings:
     raise NotNeeded(PROCESSES.get(str(value), "start what you need: `flywheel --help`"))
 
 
+def monitor(value: Any, given: Given) -> Settings:
+    """Where the trainer's figures go besides the log."""
+    if given.get("mode") in ("serve", "explore", "bench"):
+        raise NotNeeded("GET /metrics has the explorer's figures")
+    if value == "mlflow":
+        return {"trainer.watch.mlflow": given.first("monitor.monitor_args.uri", default="http://localhost:5000")}
+    if value == "wandb":
+        return {"trainer.watch.wandb": given.first("project", "monitor.project", default="Trinity-RFT")}
+    if value == "tensorboard":
+        return {"trainer.watch.tensorboard": True}
+    raise NoCounterpart("set tensorboard, wandb or mlflow in trainer.watch; figures are in the log and figures.jsonl")
+
+
+def mlflow(_value: Any, given: Given) -> Settings:
+    """MLflow's address, where figures go there."""
+    if given.get("monitor.monitor_type") != "mlflow":
+        raise NotNeeded("with monitor_type: mlflow")
+    return monitor("mlflow", given)
+
+
 def root_dir(_value: Any, given: Given) -> Settings:
     """The folder of one experiment."""
     parts = (
