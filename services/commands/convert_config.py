@@ -110,7 +110,8 @@ def _show(done: Conversion, out: Path, agents_side: list[Path]) -> None:
             console.print(f"{mark} {line.key:<{widest}}  {arrow}")
     for remark in done.remarks:
         console.print(remark)
-    console.print(f"{len(done.lines)} keys; {len(done.lost)} of them, marked !, change what is trained")
+    credit = "; besides these the credit of a run's reward, see above" if done.other_credit else ""
+    console.print(f"{len(done.lines)} keys; {len(done.lost)} of them, marked !, change what is trained{credit}")
     for file in (out, *agents_side):
         console.print(f"written: {file}")
     if agents_side:

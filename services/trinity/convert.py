@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.trinity import algorithms, table, workflow
+from services.trinity import algorithms, gpus, table, workflow
 from services.trinity.key import Fate, Given, NoCounterpart, NotNeeded, Settings, refusal
 from services.trinity.takes import ARGUMENTS, is_hub_name, words
 from services.trinity.takes_trainer import kl
@@ -30,7 +30,11 @@ _TRAINED = (  # what begins so decides what is learned, and from what
 _OPEN = ("deepspeed", "params", "eval_params")  # sections that take any key
 _LOST_KL = "in the place of the KL term that is lost"
 _NO_TASKS = "there is no task set: an agent in use brings its own tasks"
-_TEMPERATURE = "send it with each chat, as Trinity's proxy does, or write it into the model's generation_config.json"
+_SENT = "send it with each chat, or write it into the model's generation_config.json"
+_CREDIT = "credit: Trinity gives a run's reward to each of its calls, and here it counts once, at the run's end; for \
+Trinity's "
+_EACH_OF_LEARN = "set credit: each in learn.yaml"
+_EACH = '`"each": true` in the feedback, or credit="each" in the SDK'
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,12 @@ class Conversion:
         return _nested(ours, []) if "learn.name" in self.settings else None
 
     @property
+    def other_credit(self) -> bool:
+        """Whether the credit of a run's reward makes training another; it has no key in Trinity."""
+        learns_from = ALGORITHMS[algorithms.ours(self.given)].learns_from
+        return self.given.get("mode") != "bench" and "reward" in learns_from
+
+    @property
     def example(self) -> str | None:
         """The folder of the example that does what Trinity's workflow does."""
         return workflow.example(self.given)
@@ -99,6 +109,8 @@ def convert(given: Given) -> Conversion:
         except (TypeError, ValueError, AttributeError, ArithmeticError) as exc:
             raise refusal(name, value) from exc
     _add_defaults(done, given)
+    if done.other_credit:
+        done.remarks.append(_CREDIT + (_EACH_OF_LEARN if has_tasks(given) else f"send {_EACH}"))
     if is_hub_name(str(done.settings.get("model.path"))):
         done.remarks.append(f"model.path is {done.settings['model.path']}: download it, and name its folder")
     return done
@@ -137,8 +149,8 @@ def _ours(done: Conversion, name: str, settings: Settings, given: Given) -> Sett
     ours = {path.replace("ALGORITHM", algorithms.ours(given)): value for path, value in settings.items()}
     for path, value in ours.items():
         if path.startswith(("learn.", workflow.FILE, "examples.")) and not has_tasks(given):
-            if path == "learn.params.temperature" and value != 1.0 and given.get("mode") != "train":
-                raise NoCounterpart(_TEMPERATURE, changes_training=True)
+            if path.startswith("learn.params.") and given.get("mode") != "train":
+                raise NoCounterpart(_SENT, changes_training=path.endswith(".temperature") and value != 1.0)
             raise NotNeeded(_NO_TASKS)
         if not exists(path):
             if not value:
@@ -178,8 +190,10 @@ def _add_defaults(done: Conversion, given: Given) -> None:
             f"explorer.host is {done.settings['explorer.host']}: Trinity listens on 0.0.0.0 without a key; to listen "
             "on another address, give explorer.keys"
         )
-    if given.get("mode") in ("serve", "explore", "bench"):
+    if given.get("mode") in gpus.WITHOUT_TRAINER:
         return
+    if gpus.is_unknown(given):
+        done.remarks.append(gpus.UNKNOWN)
     ours = algorithms.ours(given)
     of_algorithm = {
         f"trainer.ALGORITHM.{name}": value for name, value in algorithms.counterpart(given).defaults.items()

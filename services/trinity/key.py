@@ -75,8 +75,8 @@ class Key:
     names: dotted; `{a,b}` stands for either, `*` for any one part, `**` at the end for all below. to: our key, where
     `*` is the last part of theirs, or what takes its place. note: why the key is not needed, what to do without it, or
     what to know of it. off: with these values a key without a counterpart asks for nothing else than what is here;
-    None: a key without `to` is not needed, whatever its value. take: our settings, from the value and the whole file;
-    raises NotNeeded or NoCounterpart.
+    None: a key without `to` is not needed, whatever its value. same: why it is not needed with
+    them. take: our settings, from the value and the whole file; raises NotNeeded or NoCounterpart.
     """
 
     names: str
@@ -85,6 +85,7 @@ class Key:
     off: tuple[Any, ...] | None = None
     changes_training: bool = False
     take: Take | None = None
+    same: str = "as it is here"
 
     def settings(self, name: str, value: Any, given: Given) -> Settings:
         """Our settings by their dotted keys. Raises NotNeeded, NoCounterpart."""
@@ -95,7 +96,7 @@ class Key:
         if self.to:
             return {self.to.replace("*", name.rpartition(".")[2]): value}
         if self.off is None or value in self.off:
-            raise NotNeeded(self.note if self.off is None else "as it is here")
+            raise NotNeeded(self.note if self.off is None else self.same)
         raise NoCounterpart(self.note, changes_training=self.changes_training)
 
 
@@ -109,9 +110,16 @@ def unneeded(names: str, why: str) -> Key:
     return Key(names, note=why)
 
 
-def lost(names: str, what_to_do: str, off: tuple[Any, ...] = (), *, changes_training: bool = False) -> Key:
+def lost(
+    names: str,
+    what_to_do: str,
+    off: tuple[Any, ...] = (),
+    *,
+    changes_training: bool = False,
+    same: str = Key.same,
+) -> Key:
     """A key without a counterpart, unless it is off."""
-    return Key(names, note=what_to_do, off=(*off, "", {}, []), changes_training=changes_training)
+    return Key(names, note=what_to_do, off=(*off, "", {}, []), changes_training=changes_training, same=same)
 
 
 def expand(names: str) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.trinity import takes
+from services.trinity import gpus, takes
 from services.trinity.key import Key, lost, moved, unneeded
 from services.trinity.takes import argument
 
@@ -26,15 +26,23 @@ WHOLE: tuple[Key, ...] = (
     lost("stages.**", "write a file for each stage, and start them one after the other", changes_training=True),
     moved("log.level", "log_level", take=lambda value, _given: {"log_level": str(value).upper()}),
     unneeded("log.{group_by_node,save_dir}", "each process logs to its standard error"),
-    unneeded("monitor.{monitor_type,monitor_args.**,detailed_stats,enable_ray_timeline,cache_dir,cache_root_dir,job_dir}",
+    moved("monitor.monitor_type", "trainer.watch", "its package must be installed where the trainer runs",
+          takes.monitor),
+    moved("monitor.monitor_args.uri", "trainer.watch.mlflow", take=takes.mlflow),
+    unneeded("monitor.monitor_args.**", "set the variables of wandb or mlflow where the trainer runs"),
+    unneeded("monitor.{detailed_stats,enable_ray_timeline,cache_dir,cache_root_dir,job_dir}",
              "GET /metrics, `flywheel status` and the log show the same"),
-    unneeded("cluster.{ray_address,node_num,gpu_per_node,total_gpu_num,rollout_gpu_num,auxiliary_model_gpu_num,"
-             "explorer_gpu_num,trainer_gpu_num,trainer_node_num,trainer_gpu_num_per_node}",
-             _RAY + "; trainer.ranks is one for each GPU"),
+    moved("cluster.gpu_per_node", "trainer.devices", "those that engines leave, and in trainer.ranks their number",
+          gpus.trainer),
+    moved("cluster.node_num", "trainer.devices", "on one machine", gpus.machines),
+    unneeded("cluster.{total_gpu_num,rollout_gpu_num,auxiliary_model_gpu_num,explorer_gpu_num,trainer_gpu_num,"
+             "trainer_node_num,trainer_gpu_num_per_node}", _AUTOMATIC),
+    unneeded("cluster.ray_address", _RAY),
 )  # fmt: skip
 
 MODEL: tuple[Key, ...] = (
-    moved("model.model_path", "model.path", "a folder: download what a hub names"),
+    moved("model.model_path", "model.path", "a folder: download what a hub names; clients name it `agent` "
+          "(model.name), and any other name is answered by 404"),
     lost("model.critic_model_path", "the critic begins as a copy of the model", changes_training=True),
     moved("model.{max_model_len,max_token_len}", "engine.max_model_len"),
     moved(

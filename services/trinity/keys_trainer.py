@@ -19,7 +19,11 @@ _BIND = "bind it to your workflow, as functools.partial does"
 _ROW = "the workflow gets the row, and takes from it what it wants"
 _STEPS = "learn ends with its epochs; give it so many tasks, or press Ctrl-C"
 _PACKED = "always on: rows are packed up to trainer.max_tokens_per_micro_batch"
-_STATES = "a state is saved with each version; versions hold safetensors as Hugging Face writes them"
+_STATES = "trainer.save_every says when a state is saved, always a whole one"
+_FILES = "every version is safetensors as Hugging Face writes them"
+_KEPT = "versions.max_versions bounds the folder of versions"
+_ONE_GPU = "one GPU computes a whole sequence; see trainer.gradient_checkpointing"
+_SAME_GPU = "one GPU computes a whole sequence here, too"
 
 ALGORITHM: tuple[Key, ...] = (
     moved("{algorithm,trainer}.algorithm_type", "trainer.algorithm", "see the table of algorithms", takes.algorithm),
@@ -161,10 +165,9 @@ TRAINER: tuple[Key, ...] = (
     moved("{trainer,trainer.trainer_config.actor_rollout_ref.actor.fsdp_config}.optimizer_offload",
           f"{_ZERO}.offload_optimizer", "in the machine's memory", takes.offload("offload_optimizer")),
     unneeded("trainer.{grad_offload,offload_policy}", "gradients go with the optimizer"),
-    lost("trainer.ulysses_sequence_parallel_size", "one GPU computes a whole sequence; see "
-         "trainer.gradient_checkpointing", (1,)),
+    lost("trainer.ulysses_sequence_parallel_size", _ONE_GPU, (1,), same=_SAME_GPU),
     unneeded("trainer.{use_dynamic_bsz,use_remove_padding,balance_batch,fix_actor_microbatch_loss_scale}", _PACKED),
-    unneeded("trainer.{save_hf_checkpoint,save_strategy}", _STATES),
+    unneeded("trainer.{save_hf_checkpoint,save_strategy}", _FILES),
     unneeded("trainer.enable_preview", "`flywheel export` writes what was sampled"),
     lost("trainer.megatron.**", f"set {_ZERO}.stage", (1, True, None)),
     lost("trainer.trust_remote_code", "models with code of their own are not trained", (False,)),
@@ -186,13 +189,16 @@ TRAINER: tuple[Key, ...] = (
     moved(_VERL + "trainer.critic_warmup", "trainer.ppo.critic_warmup", take=takes.critic("critic_warmup")),
     moved(_VERL + "actor_rollout_ref.model.enable_gradient_checkpointing", "trainer.gradient_checkpointing"),
     moved(_VERL + "algorithm.{gamma,lam}", "trainer.ALGORITHM.*"),
-    unneeded(_VERL + "trainer.{balance_batch,max_actor_ckpt_to_keep,max_critic_ckpt_to_keep}", _STATES),
+    unneeded(_VERL + "trainer.balance_batch", _PACKED),
+    unneeded(_VERL + "trainer.{max_actor_ckpt_to_keep,max_critic_ckpt_to_keep}", _KEPT),
     unneeded(_VERL + "{actor_rollout_ref.actor,critic}.checkpoint.**", _STATES),
     unneeded(_VERL + "actor_rollout_ref.{hybrid_engine,model.use_remove_padding,actor.use_dynamic_bsz,"
              "ref.fsdp_config.**,actor.fsdp_config.**}", _PACKED),
     unneeded(_VERL + "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{ppo_max_token_len_per_gpu,"
-             "ppo_micro_batch_size_per_gpu,log_prob_micro_batch_size_per_gpu,ulysses_sequence_parallel_size,"
-             "forward_micro_batch_size_per_gpu}", _PACKED),
+             "ppo_micro_batch_size_per_gpu,log_prob_micro_batch_size_per_gpu,forward_micro_batch_size_per_gpu}",
+             _PACKED),
+    lost(_VERL + "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.ulysses_sequence_parallel_size", _ONE_GPU,
+         (1,), same=_SAME_GPU),
     lost(_VERL + "**", "look for it in docs/trainer.md; verl's other keys are not read", changes_training=True),
 )  # fmt: skip
 

@@ -54,7 +54,8 @@ def _tree(file: Path) -> dict[str, Any]:
     except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{file} is not YAML{where}; correct that line") from exc
+        correct = "correct that line, or the indentation of the lines before it"
+        raise ConfigError(f"{file} is not YAML{where}; {correct}") from exc
     except ValueError as exc:
         raise ConfigError(f"{file} holds a number or a date that does not exist; correct it") from exc
     if not isinstance(tree, dict):

@@ -12,11 +12,11 @@ from typing import Any
 from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
 from shared.config import refusal_of_argument
 
-_ROLLOUT = "explorer.rollout_model."
+ROLLOUT = "explorer.rollout_model."
 _URLS = ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///")
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _LAST_PORT = 65535
-_MOST_GPUS = 1024  # of one engine
+MOST_GPUS = 1024  # of one engine
 ARGUMENTS = "engine.extra_args"
 WITHOUT_NO = ("disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb")
 """Arguments of vLLM's that only turn something on: they have no form with `--no-`."""
@@ -33,6 +33,26 @@ PROCESSES = {
 def mode(value: Any, _given: Given) -> Settings:
     """Trinity's mode is ours by the command that is started."""
     raise NotNeeded(PROCESSES.get(str(value), "start what you need: `flywheel --help`"))
+
+
+def monitor(value: Any, given: Given) -> Settings:
+    """Where the trainer's figures go besides the log."""
+    if given.get("mode") in ("serve", "explore", "bench"):
+        raise NotNeeded("GET /metrics has the explorer's figures")
+    if value == "mlflow":
+        return {"trainer.watch.mlflow": given.first("monitor.monitor_args.uri", default="http://localhost:5000")}
+    if value == "wandb":
+        return {"trainer.watch.wandb": given.first("project", "monitor.project", default="Trinity-RFT")}
+    if value == "tensorboard":
+        return {"trainer.watch.tensorboard": True}
+    raise NoCounterpart("set tensorboard, wandb or mlflow in trainer.watch; figures are in the log and figures.jsonl")
+
+
+def mlflow(_value: Any, given: Given) -> Settings:
+    """MLflow's address, where figures go there."""
+    if given.get("monitor.monitor_type") != "mlflow":
+        raise NotNeeded("with monitor_type: mlflow")
+    return monitor("mlflow", given)
 
 
 def root_dir(_value: Any, given: Given) -> Settings:
@@ -63,11 +83,10 @@ def loopback(value: Any, _given: Given) -> Settings:
 
 def engines(_value: Any, given: Given) -> Settings:
     """The engines: ports in a row, and to each its own GPUs where there are several."""
-    port = given.whole(f"{_ROLLOUT}base_port", default=8101, most=_LAST_PORT)
+    port = given.whole(f"{ROLLOUT}base_port", default=8101, most=_LAST_PORT)
     ports = _LAST_PORT + 1 - port
-    count = given.whole(f"{_ROLLOUT}engine_num", "explorer.engine_num", default=1, most=ports)
-    sizes = (f"{_ROLLOUT}tensor_parallel_size", "explorer.tensor_parallel_size")
-    gpus = given.whole(*sizes, default=1, most=_MOST_GPUS)
+    count = given.whole(f"{ROLLOUT}engine_num", "explorer.engine_num", default=1, most=ports)
+    gpus = gpus_per_engine(given)
     found: list[dict[str, Any]] = [
         {"name": f"e{number}", "url": f"http://127.0.0.1:{port + number}"} for number in range(count)
     ]
@@ -75,6 +94,12 @@ def engines(_value: Any, given: Given) -> Settings:
         for number, engine in enumerate(found):
             engine["devices"] = list(range(number * gpus, (number + 1) * gpus))
     return {"explorer.engines": found}
+
+
+def gpus_per_engine(given: Given) -> int:
+    """GPUs over which each engine shares the model's tensors."""
+    sizes = (f"{ROLLOUT}tensor_parallel_size", "explorer.tensor_parallel_size")
+    return given.whole(*sizes, default=1, most=MOST_GPUS)
 
 
 def argument(flag: str, off: tuple[Any, ...] = ()) -> Take:
@@ -90,7 +115,7 @@ def argument(flag: str, off: tuple[Any, ...] = ()) -> Take:
 
 def engine_argument(_value: Any, given: Given) -> Settings:
     """All of extra_engine_args that engines may be started with; a section's keys follow vLLM's dots."""
-    prefix = f"{_ROLLOUT}extra_engine_args."
+    prefix = f"{ROLLOUT}extra_engine_args."
     extra = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
     named = {_flag(name): value for name, value in extra.items() if value is not None and name not in WITHOUT_NO}
     return {f"{ARGUMENTS}.{flag}": value for flag, value in named.items() if refusal_of_argument(flag) is None}
@@ -132,14 +157,14 @@ def thinking(value: Any, _given: Given) -> Settings:
 
 def tool_parser(value: Any, given: Given) -> Settings:
     """Trinity wants two keys for tools, we one."""
-    if not given.get(f"{_ROLLOUT}enable_auto_tool_choice"):
+    if not given.get(f"{ROLLOUT}enable_auto_tool_choice"):
         raise NotNeeded("enable_auto_tool_choice is off")
     return {"engine.tool_parser": value}
 
 
 def max_model_len(_value: Any, given: Given) -> Settings:
     """The longest prompt and the longest reply together, as Trinity adds them where no sum is given."""
-    if given.first("model.max_model_len", f"{_ROLLOUT}max_model_len") is not None:
+    if given.first("model.max_model_len", f"{ROLLOUT}max_model_len") is not None:
         raise NotNeeded("engine.max_model_len bounds prompt and reply together")
     prompt, response = given.get("model.max_prompt_tokens"), given.get("model.max_response_tokens")
     if prompt is None or response is None:

@@ -42,7 +42,7 @@ def batch_size(value: Any, given: Given) -> Settings:
 def save_every(value: Any, given: Given) -> Settings:
     """Versions between two saved states; Trinity counts updates."""
     if not value:
-        raise NotNeeded("0 saves at the end alone; a state is saved with each version")
+        raise NotNeeded("0 saves at the end alone; trainer.save_every is 1")
     return {"trainer.save_every": max(1, int(value) // publish_every(value, given)["trainer.publish_every"])}
 
 

@@ -158,7 +158,10 @@ explorer: {proxy_port: "${oc.env:PORT,8010}"}
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (["a: [1"], "0.yaml is not YAML at line 1, column 6; correct that line"),
+        (
+            ["a: [1"],
+            "0.yaml is not YAML at line 1, column 6; correct that line, or the indentation of the lines before it",
+        ),
         (["- 1"], "0.yaml holds no keys; name Trinity's YAML file"),
         (["a: 1"], "no key of the file is one of Trinity's; name Trinity's YAML file"),
         (["mode: both"], "model.model_path is missing; add it to Trinity's file"),
