@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import traceback
 from collections import Counter, deque
@@ -21,6 +22,7 @@ from flywheel.tasks import NamedTask
 from flywheel.transport import current_run
 from flywheel.workflow import Caller, score, within
 
+log = logging.getLogger("flywheel")
 _WINDOW = 50  # attempts of which max_failed_share is a share
 
 
@@ -39,7 +41,10 @@ class Failures:
 
     def failed(self, error: BaseException) -> None:
         """An attempt failed."""
-        self.causes[type(error).__name__] += 1
+        name = type(error).__name__
+        if name not in self.causes:
+            log.warning("a run failed; the first %s: %s", name, error)
+        self.causes[name] += 1
         self._last.append(True)
         if len(self._first) < 3:
             self._first.append("".join(traceback.format_exception(type(error), error, error.__traceback__)))

@@ -89,3 +89,15 @@ def test_a_shadow_run_that_fails_in_an_unusual_way_leaves_its_worker_alive(explo
         for number in range(3):
             assert asyncio.run(serve(number)) == "reply"
         wait_until(lambda: runner.stats.failed[cause] == 3)
+
+
+def test_the_first_failure_of_each_kind_is_told_while_learn_goes_on(explorer, tmp_path, caplog):
+    def fails(task: Any, model: flywheel.Model) -> float:
+        if task["n"] == 0:
+            raise ValueError(f"no action in {task}")
+        say(model)
+        return 1.0
+
+    report = learn(explorer, tmp_path, fails, max_failed_share=1.0)
+    assert report.failures == {"ValueError": 3}
+    assert caplog.text.count("a run failed; the first ValueError: no action in {'n': 0}") == 1
