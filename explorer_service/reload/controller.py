@@ -166,9 +166,8 @@ class EngineController:
         await self._leases.announce(self._engine.url, EngineState.CHECKING, None)
 
     async def _withdraw(self, reason: str) -> None:
-        was_available = self._engine.state is not EngineState.UNAVAILABLE
         self._pool.withdraw(self._engine, reason)
-        if was_available and self._is_owner:
+        if self._is_owner and not self._leases.has_told(self._engine.url, EngineState.UNAVAILABLE, None):
             with contextlib.suppress(LedgerError, NotOwner):  # the others ask the engine's health themselves
                 await self._leases.announce(self._engine.url, EngineState.UNAVAILABLE, None)
 

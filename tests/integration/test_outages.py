@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from shared.ledger.queries import read_engine
 from tests.support.servers import publish, served, wait_until
 
 
@@ -57,6 +58,20 @@ def test_an_engine_that_becomes_unavailable_is_one_warning_for_each_outage(end, 
         assert all(one.levelname == "WARNING" for one in caplog.records if "unavailable" in one.getMessage())
         mend(script)
         explorer.wait_ready()
+
+
+@pytest.mark.parametrize("end", [lose_a_chat, fail_health])
+def test_whoever_finds_an_engine_gone_its_owner_tells_the_other_explorers(end, explorer, scripted_engine):
+    (engine,) = explorer.deps.pool.engines
+
+    def told():
+        with explorer.ledger.read() as connection:
+            return read_engine(connection, explorer.deps.leases.key(engine.url)).state
+
+    wait_until(lambda: told() == "serving")
+    end(scripted_engine.script)
+    explorer.chat()
+    wait_until(lambda: told() == "unavailable")
 
 
 def test_the_metrics_say_which_engine_gets_chats_and_name_no_version_for_one_that_is_out(explorer, scripted_engine):
