@@ -110,10 +110,10 @@ def test_a_proven_version_is_not_rejected_for_a_machine_that_does_not_see_its_fo
     wait_until(lambda: served(healthy) == "0")
     find, blind = VersionJudge._find, [True]
 
-    def find_or_not(self, row, base):
+    def find_or_not(self, row, base, defaults):
         if blind and self._appear_s == 0.5 and row.version == 1:
             raise VersionMissing("v000001: cannot be read (Stale file handle)")
-        return find(self, row, base)
+        return find(self, row, base, defaults)
 
     monkeypatch.setattr(VersionJudge, "_find", find_or_not)
     sick = start_explorer([second_engine.url], reload=SETTINGS | {"appear_s": 0.5}).wait_ready()
@@ -230,5 +230,5 @@ def test_settings_that_cannot_be_read_here_reject_no_version(scripted_engine, st
     time.sleep(0.3)  # long enough to reject it
     assert states(again)[1] == "SERVING"
     monkeypatch.undo()
-    wait_until(lambda: shown(again)["version"] == 1)
+    wait_until(lambda: shown(again)["state"] == "serving" and shown(again)["version"] == 1)
     assert again.deps.pool.engines[0].sampling_defaults.temperature == 0.25
