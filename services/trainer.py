@@ -86,6 +86,7 @@ def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> I
     from trainer_service.leftovers import remove_leftovers
     from trainer_service.publish import ensure_base_version
     from trainer_service.resume import StateStore
+    from trainer_service.state_files import require_same_critic
     from trainer_service.watch.writer import Watch
 
     model = config.model
@@ -96,8 +97,10 @@ def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> I
         with contextlib.closing(StateStore(config.root, config.trainer.name)) as states:
             row = remove_leftovers(config.root, ledger, config.trainer.name)
             config = chosen(config, ledger, row, stop)
-            has_state = row is not None and row.state_path is not None
-            start = 0 if has_state else begin_with(ledger, config.trainer.name)
+            saved = None if row is None else row.state_path
+            if saved is not None:
+                require_same_critic(config.root / saved, config.trainer)
+            start = 0 if saved is not None else begin_with(ledger, config.trainer.name)
             for version in sorted({0, start}):
                 _require_whole(config, version)
             folder = _whole_folder(config, start, states.folder)
