@@ -145,8 +145,8 @@ def read_manifest(folder: Path, sha256: str | None = None) -> Manifest:
             raise VersionError(f"{folder}: {MANIFEST} is no regular file of at most {MAX_MANIFEST_BYTES} bytes")
         encoded = file.read_bytes()
         if sha256 is not None and (digest := hashlib.sha256(encoded).hexdigest()) != sha256:
-            reason = f"{MANIFEST} is not the one that was published (its sha256 is {digest[:12]}…)"
-            raise VersionExchanged(f"{folder}: {reason}")
+            other = f"{MANIFEST} is not the one that was published"
+            raise VersionExchanged(f"{folder}: {other} (its sha256 is {digest[:12]}…)")
         manifest = msgspec.json.decode(encoded, type=Manifest)
     except OSError as exc:
         raise VersionMissing(f"{folder}: {MANIFEST} cannot be read ({exc.strerror})") from exc
