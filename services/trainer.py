@@ -16,7 +16,7 @@ from shared.errors import ConfigError, StartupError, VersionError
 from shared.experience import Purpose
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import list_versions
+from shared.ledger.queries import list_versions, live_trainers
 from shared.log import StageLogger, configure_logging
 from shared.process import process_name, visible_devices
 from shared.stop_request import StopRequest
@@ -86,6 +86,7 @@ def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> I
     from trainer_service.leftovers import remove_leftovers
     from trainer_service.publish import ensure_base_version
     from trainer_service.resume import StateStore
+    from trainer_service.state_files import require_same_critic
     from trainer_service.watch.writer import Watch
 
     model = config.model
@@ -95,9 +96,12 @@ def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> I
         ensure_base_version(config, ledger)
         with contextlib.closing(StateStore(config.root, config.trainer.name)) as states:
             row = remove_leftovers(config.root, ledger, config.trainer.name)
+            warn_of_others(ledger, config.trainer.name)
             config = chosen(config, ledger, row, stop)
-            has_state = row is not None and row.state_path is not None
-            start = 0 if has_state else begin_with(ledger, config.trainer.name)
+            saved = None if row is None else row.state_path
+            if saved is not None:
+                require_same_critic(config.root / saved, config.trainer)
+            start = 0 if saved is not None else begin_with(ledger, config.trainer.name)
             for version in sorted({0, start}):
                 _require_whole(config, version)
             folder = _whole_folder(config, start, states.folder)
@@ -112,6 +116,18 @@ def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> I
                 trainer.resume(row, start)
                 yield trainer
             learner.close()
+
+
+def warn_of_others(ledger: Ledger, trainer: str) -> None:
+    """Log that trainers of other names are at work on this ledger."""
+    with ledger.read() as connection:
+        others = [name for name in live_trainers(connection) if name != trainer]
+    if others:
+        log.warning(
+            "other trainers are at work on this ledger: all claim from the same rows, and publish versions in turn, "
+            "each from its own weights; unless that is meant, end them, or set trainer.name to theirs once they ended",
+            trainers=", ".join(others),
+        )
 
 
 def preparations(config: Config, stop: StopRequest) -> list[Preparation]:

@@ -12,8 +12,8 @@ from shared.adapters import read_adapter_config
 from shared.config import Config
 from shared.errors import ConfigError, StartupError, VersionError
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import list_versions
-from shared.versions import version_name
+from shared.ledger.queries import VersionRow, list_versions
+from shared.versions import manifest_sha256, version_name
 
 REMEDY = (
     "nothing was deleted; set database_url (FLYWHEEL_DATABASE_URL) to the ledger that they belong to, "
@@ -22,7 +22,11 @@ REMEDY = (
 
 
 def require_belonging(root: Path, ledger: Ledger) -> None:
-    """Raise StartupError when the folder holds versions of another ledger, or none of those that this ledger names."""
+    """Raise StartupError when the folder holds versions of another ledger, or none of those that this ledger names.
+
+    Of the same number, too: where the base, or a version that an engine has proven, has another manifest than the
+    ledger names, the folder is the wrong one. What never served may be damaged; an explorer rejects that.
+    """
     require_known_versions(root, ledger)
     with ledger.read() as connection:
         rows = [row for row in list_versions(connection) if row.may_serve]
@@ -31,6 +35,21 @@ def require_belonging(root: Path, ledger: Ledger) -> None:
             f"the ledger {ledger.shown_url} names versions up to {version_name(rows[-1].version)}, and "
             f"{root / 'versions'} holds none of them; set root_dir to the folder that they are in, or mount it"
         )
+    for row in rows:
+        if (row.version == 0 or row.served_at is not None) and _is_exchanged(root, row):
+            raise StartupError(
+                f"{root / row.path} holds another {version_name(row.version)} than the ledger {ledger.shown_url} names "
+                f"(the sha256 of its MANIFEST.json differs); set root_dir to that ledger's folder, or database_url "
+                f"(FLYWHEEL_DATABASE_URL) to that folder's ledger; if both are right, restore {row.path}"
+            )
+
+
+def _is_exchanged(root: Path, row: VersionRow) -> bool:
+    """Whether the folder has a manifest, and the ledger names another one."""
+    try:
+        return row.manifest_sha256 not in (None, manifest_sha256(root / row.path))
+    except OSError:  # not there, or not yet: whoever needs it says so
+        return False
 
 
 def require_known_versions(root: Path, ledger: Ledger) -> None:

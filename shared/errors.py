@@ -6,7 +6,8 @@ FlywheelError
 ├── LedgerError      the database is unavailable or refuses
 ├── LeaseLost        another trainer holds the rows now
 ├── VersionError     a version folder is damaged, or holds what it must not
-│   └── VersionMissing   the folder or a part of it is not there, or not yet
+│   ├── VersionMissing   the folder or a part of it is not there, or not yet
+│   └── VersionExchanged   the folder holds another version of this number than the ledger names
 ├── DiskFull         a version or a state does not fit on the disk
 ├── CorruptTokens    a row's token arrays do not agree (experience.py)
 ├── TooManySignals   so much was said about a row that it takes no more
@@ -49,6 +50,10 @@ class VersionError(FlywheelError):
 
 class VersionMissing(VersionError):
     """A version's folder, or a file of it, is not there: for good, or not yet."""
+
+
+class VersionExchanged(VersionError):
+    """A version's manifest is not the one that the ledger names: of another ledger, or changed since."""
 
 
 class DiskFull(FlywheelError):

@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from shared.adapters import contradiction_of_kind
-from shared.errors import DiskFull, VersionError, VersionMissing, is_full
+from shared.errors import DiskFull, VersionError, VersionExchanged, VersionMissing, is_full
 from shared.probe import Probe
 
 MANIFEST = "MANIFEST.json"
@@ -135,7 +135,8 @@ _SAMPLES, _SAMPLE_BYTES = 17, 64 * 1024
 def read_manifest(folder: Path, sha256: str | None = None) -> Manifest:
     """Parse a version's manifest, and check what its types do not say. Raises VersionError, or VersionMissing.
 
-    sha256: of the manifest as the ledger knows it; None: it was published before the ledger kept it.
+    sha256: of the manifest as the ledger knows it, else VersionExchanged; None: it was published before the ledger kept
+    it.
     """
     file = folder / MANIFEST
     try:
@@ -144,7 +145,8 @@ def read_manifest(folder: Path, sha256: str | None = None) -> Manifest:
             raise VersionError(f"{folder}: {MANIFEST} is no regular file of at most {MAX_MANIFEST_BYTES} bytes")
         encoded = file.read_bytes()
         if sha256 is not None and (digest := hashlib.sha256(encoded).hexdigest()) != sha256:
-            raise VersionError(f"{folder}: {MANIFEST} is not the one that was published (its sha256 is {digest[:12]}…)")
+            other = f"{MANIFEST} is not the one that was published"
+            raise VersionExchanged(f"{folder}: {other} (its sha256 is {digest[:12]}…)")
         manifest = msgspec.json.decode(encoded, type=Manifest)
     except OSError as exc:
         raise VersionMissing(f"{folder}: {MANIFEST} cannot be read ({exc.strerror})") from exc

@@ -17,15 +17,19 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from shared.config import TrainerConfig
 from shared.errors import ConfigError, StartupError, VersionError
 from shared.experience import JSON
 from shared.tensors import Tensor, read_header
+from trainer_service.algorithms.registry import algorithm
+from trainer_service.algorithms.seam import Needs
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.tensor_files import make_header, write_tensors
 
 FORMAT = 1
 PROGRESS = "state.json"
 _MASTER = "master"
+_OF_CRITIC = "value_head."  # how names of weights begin that no policy has
 
 
 def write_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
@@ -66,6 +70,26 @@ def read_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
         for name, whole in _tensors(backend, folder, kind):
             state.write(parameters[name], whole, kind)
     state.set_progress(about)
+
+
+def require_same_critic(folder: Path, settings: TrainerConfig) -> None:
+    """Raise ConfigError when a state has a critic and the algorithms train none, or the other way round.
+
+    Read from the header of one file, before any model is loaded. What is damaged is left to `read_state`.
+    """
+    try:
+        names = read_header(_file(folder, None))
+    except (OSError, VersionError):
+        return
+    had = any(name.startswith(_OF_CRITIC) for name in names)
+    has = any(Needs.VALUES in algorithm(name, settings).needs for name in settings.parts)
+    if had != has:
+        of, now = ("with", "without") if had else ("without", "with")
+        raise ConfigError(
+            f"the trainer's state {folder} was saved {of} a critic, and trainer.algorithm={','.join(settings.parts)} "
+            f"trains {now} one; set an algorithm {of} a critic again, or set another trainer.name: it begins at the "
+            "newest version, with new moments"
+        )
 
 
 def _tensors(backend: DeepSpeedBackend, folder: Path | None, kind: str | None) -> Iterator[tuple[str, torch.Tensor]]:

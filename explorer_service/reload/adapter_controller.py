@@ -117,7 +117,10 @@ class AdapterController:
         if row is None or not row.may_be_pinned:
             return "it is not on disk any more"
         try:
-            target = await self._judge.examine(row)
+            try:
+                target = await self._judge.examine(row)
+            except EngineError as error:  # of root_dir, and not of the engine
+                return str(error)
             if target is None:
                 return "its files are not there yet"
             return await self._load(target)

@@ -26,7 +26,8 @@ class VersionChoice:
     async def examine(self, row: VersionRow) -> TargetVersion | None:
         """A version that may go in; None: it is not there yet, or rejected now.
 
-        Raises StageFailed when an engine has proven it, and this machine does not see it.
+        Raises StageFailed when an engine has proven it, and this machine does not see it, or has another in its place;
+        EngineError when root_dir holds no version at all, or another version 0.
         """
         try:
             target = await self._judge.examine(row)

@@ -182,17 +182,18 @@ class EngineController:
                 target = await self._choice.examine(newest)
             except EngineError as error:
                 if not (engine.is_open or isinstance(error, StageFailed)):
-                    raise  # root_dir is not mounted here
+                    raise  # root_dir is not mounted here, or another's
                 await self._stay(newest.version, error)
         if target is not None and await self._has(target):
             await self._serve(target)
             return
-        is_unproven = not engine.is_open or (target is not None and self._served is None)
+        is_withdrawn = newest.version < (engine.version or 0)  # what the engine serves
+        is_unproven = not engine.is_open or (is_withdrawn if target is None else self._served is None)
         if is_unproven and (target is None or self._adapters is None):
             good = await self._choice.find_good(newest.version, self._served)
             if good is not None and await self._has(good):
                 await self._serve(good)
-            elif target is None and not engine.is_open:
+            elif target is None:
                 target = good
         if target is not None and not self._backoff.wait_s(target.version):
             await self._replace(target, newest)
@@ -250,10 +251,8 @@ class EngineController:
             raise error
         if isinstance(error, ProbeMismatch):
             await self._take_up.run(good, None)
-        if isinstance(error, LoadUndone) and error.is_technical:
-            await self._blame.count(target, str(error))
-        else:
-            await self._blame.condemn(target, str(error))
+        is_technical = isinstance(error, LoadUndone) and error.is_technical
+        await (self._blame.count if is_technical else self._blame.condemn)(target, str(error))
         await self._serve(good)
 
     async def _stay(self, version: int, error: EngineError | VersionError) -> None:

@@ -8,10 +8,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from explorer_service.errors import StageFailed
 from explorer_service.reload.probe import read_sampling_defaults
 from shared.belonging import version_folders
 from shared.config import Config
-from shared.errors import EngineError, VersionError, VersionMissing
+from shared.errors import EngineError, VersionError, VersionExchanged, VersionMissing
 from shared.experience import Sampling
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, list_versions
@@ -20,6 +21,10 @@ from shared.soundness import Base, read_base, require_well_formed
 from shared.versions import Manifest, version_label, version_path
 
 log = StageLogger("reload")
+
+_OTHER_FOLDER = (
+    "root_dir belongs to another ledger, or this folder was changed: correct root_dir, or restore the folder"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +62,26 @@ class VersionJudge:
 
         Returns None when the version, or version 0, is not there yet. One that an engine has proven is somewhere: then
         this machine does not see it, however long that lasts (`overdue`).
-        Raises VersionError when the version is to be rejected, EngineError when root_dir holds no version at all.
+        Raises VersionError when the version is to be rejected, EngineError when root_dir holds no version at all or
+        another version 0 than the ledger names, StageFailed when it holds another one in the place of this one, which
+        has served.
         """
         try:
             base, defaults = await asyncio.to_thread(self._read_base, row)
+        except VersionExchanged as error:
+            raise EngineError(f"{error}; {_OTHER_FOLDER}") from error
         except VersionError as error:  # no fault of this version's, however long it lasts
             await asyncio.to_thread(self.require_mounted)
             self._note(row, f"version 0, with which it is compared: {error}; restore its folder")
             return None
         try:
             target = await asyncio.to_thread(self._find, row, base, defaults)
+        except VersionExchanged as error:
+            if row.version == 0:
+                raise EngineError(f"{error}; {_OTHER_FOLDER}") from error
+            if row.served_at is not None:
+                raise StageFailed(f"{error}; {_OTHER_FOLDER}") from error
+            raise
         except VersionMissing as error:
             await asyncio.to_thread(self.require_mounted)
             self._note(row, str(error))

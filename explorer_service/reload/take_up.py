@@ -33,7 +33,7 @@ from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.probe import Bounds, prove
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.tolerance import EngineTolerance
-from shared.errors import EngineError, VersionMissing
+from shared.errors import EngineError, VersionExchanged, VersionMissing
 from shared.ledger.queries.explorers import LIVE_S
 from shared.log import StageLogger
 from shared.versions import verify_version
@@ -89,7 +89,7 @@ async def stage_folder(
             if folder is None and not target.is_verified:
                 await asyncio.to_thread(verify_version, shared.config.root / row.path, row.manifest_sha256)
             return folder
-    except (EngineRefused, EngineTimeout, VersionMissing) as error:
+    except (EngineRefused, EngineTimeout, VersionMissing, VersionExchanged) as error:
         raise StageFailed(str(error)) from error
 
 

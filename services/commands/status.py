@@ -34,9 +34,13 @@ def run(args: Namespace) -> int:
     for trainer in status["trainers"]:
         alive = "alive" if trainer["alive"] else "stopped"
         console.print(
-            f"trainer   {trainer['name']}  {alive}  step {trainer['step']}  version {trainer['version']}  "
+            f"trainer   {trainer['name']}  {alive}  step {trainer['at_step']}  version {trainer['at_version']}  "
             f"heartbeat {trainer['heartbeat_age_s']:.0f} s ago"
         )
+        if trainer["at_version"] != trainer["version"]:
+            saved = f"its saved state has step {trainer['step']}, version {trainer['version']}"
+            waiting = f"trained, waiting for a state: {trainer['rows_waiting_for_state']} rows"
+            console.print(f"          {waiting}; {saved}", highlight=False, soft_wrap=True)
         if trainer["chosen"]:
             names = "  ".join(f"{name} {weight:g}" for name, weight in trainer["chosen"]["algorithms"].items())
             console.print(f"          algorithms by what is said: {names}", highlight=False, soft_wrap=True)

@@ -23,7 +23,7 @@ import msgspec
 
 from shared.chain import Link, copy_version, read_chain
 from shared.config import Config
-from shared.errors import StartupError, VersionError, VersionMissing
+from shared.errors import StartupError, VersionError, VersionExchanged, VersionMissing
 from shared.ledger.queries import VersionRow
 from shared.log import StageLogger
 from shared.versions import WEIGHTS_SUFFIX, Manifest
@@ -182,7 +182,7 @@ def answer(stage: Stage, line: bytes) -> tuple[int, object]:
     try:
         request = msgspec.json.decode(line, type=Request)
         return STAGED, {"path": str(stage.stage(request.version, request.manifest_sha256, request.in_use))}
-    except VersionMissing as error:
+    except (VersionMissing, VersionExchanged) as error:  # this machine has not what was published; another may
         return MISSING, _error("version_missing", str(error))
     except VersionError as error:
         return UNSOUND, _error("version_error", str(error))

@@ -230,5 +230,5 @@ def test_settings_that_cannot_be_read_here_reject_no_version(scripted_engine, st
     time.sleep(0.3)  # long enough to reject it
     assert states(again)[1] == "SERVING"
     monkeypatch.undo()
-    wait_until(lambda: shown(again)["version"] == 1)
+    wait_until(lambda: shown(again)["state"] == "serving" and shown(again)["version"] == 1)
     assert again.deps.pool.engines[0].sampling_defaults.temperature == 0.25

@@ -13,17 +13,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from services.trainer import build_update
-from shared.errors import DiskFull, FlywheelError
+from services.trainer import build_update, resumed
+from shared.errors import ConfigError, DiskFull, FlywheelError
+from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.stop_request import StopRequest
 from shared.versions import version_path
+from tests.support.batches import ALONE
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
 from trainer_service.learner import Learner
+from trainer_service.loop import Trainer
 from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import SavedState, StateStore
+from trainer_service.state_files import require_same_critic
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 EVERYTHING_PARTITIONED = {"stage3_param_persistence_threshold": 0}
@@ -233,3 +239,40 @@ def test_after_a_failed_update_the_state_is_loaded_though_the_version_that_train
         learner.restore()
         found = everything(learner)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(("saved_by", "now"), [("ppo", "grpo"), ("grpo", "ppo")])
+def test_a_change_between_algorithms_with_and_without_a_critic_is_refused_before_models_are_loaded(
+    tmp_path, saved_by, now
+):
+    folder = tmp_path / "state-000001"
+    names = ["policy.lm_head.weight", *(["value_head.weight"] if saved_by == "ppo" else [])]
+    tensors = {name: torch.zeros(2) for name in names}
+    folder.mkdir()
+    save_file(tensors, folder / "master.safetensors")
+    settings = trainer_config(tmp_path, tmp_path, algorithm=now).trainer
+    with pytest.raises(ConfigError) as caught:
+        require_same_critic(folder, settings)
+    a, b = ("with", "without") if saved_by == "ppo" else ("without", "with")
+    assert f"was saved {a} a critic, and trainer.algorithm={now} trains {b} one" in str(caught.value)
+    assert "set another trainer.name" in str(caught.value)
+    require_same_critic(folder, settings.model_copy(update={"algorithm": saved_by}))
+    require_same_critic(tmp_path / "not there", settings)
+
+
+def test_a_trainer_that_is_set_from_ppo_to_grpo_says_so_before_it_builds_anything(tmp_path, model, monkeypatch):
+    config = trainer_config(tmp_path / "data", model, algorithm="grpo")
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
+        ensure_base_version(config, ledger)
+        state = tmp_path / "data/trainer/trainer/state-000000"
+        state.mkdir(parents=True)
+        save_file({"value_head.weight": torch.zeros(2)}, state / "master.safetensors")
+        with ledger.write() as connection:
+            about = {"step": 1, "version": 0, "state_path": "trainer/trainer/state-000000", "state_sha256": None}
+            transitions.announce_trainer(connection, name="trainer", **about)
+    monkeypatch.setattr("services.trainer.build_update", None)  # nothing is built
+    with (
+        pytest.raises(ConfigError, match="was saved with a critic"),
+        resumed(config, ALONE, StopRequest(), Trainer),
+    ):
+        pass

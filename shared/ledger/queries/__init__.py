@@ -35,7 +35,7 @@ from shared.ledger.queries.rows import (
 from shared.ledger.queries.signals import count_signals, load_signals, recent_kinds, tasks_repeat
 from shared.ledger.queries.status import LedgerProgress, Pace, Tripped, ledger_status, pace, progress
 from shared.ledger.queries.targets import Target, Targets, find_targets
-from shared.ledger.queries.trainers import StateRow, TrainerRow, find_trainer, list_states, list_trainers
+from shared.ledger.queries.trainers import StateRow, TrainerRow, find_trainer, list_states, list_trainers, live_trainers
 from shared.ledger.queries.versions import (
     DecisionRow,
     Rewards,
@@ -55,8 +55,8 @@ __all__ = [
     "count_ready", "count_rows", "count_signals", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest",
     "find_targets", "find_trainer", "find_versions", "held_rows", "is_to_blame", "known_choices", "leased_versions",
     "ledger_status", "list_decisions", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers",
-    "load_lease", "load_signals", "newest_version", "oldest_done", "oldest_ready", "owned_engines", "pace",
-    "pinned_versions", "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds",
+    "live_trainers", "load_lease", "load_signals", "newest_version", "oldest_done", "oldest_ready", "owned_engines",
+    "pace", "pinned_versions", "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds",
     "remembered_answer", "rewards_by_version", "served_adapters", "size_bytes", "streams_of_task", "tasks_repeat",
     "versions_on_disk",
 ]  # fmt: skip

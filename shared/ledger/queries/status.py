@@ -10,6 +10,7 @@ from sqlalchemy import Connection, func, select
 from shared.experience import VersionState
 from shared.ledger.conditions import is_ready
 from shared.ledger.connect import database_time
+from shared.ledger.queries.ahead import trained_ahead
 from shared.ledger.queries.lease import quarantined
 from shared.ledger.queries.rows import count_by_state, count_ready
 from shared.ledger.queries.trainers import list_trainers
@@ -44,6 +45,7 @@ def pace(connection: Connection, now: float, window_s: float = 60.0) -> Pace:
         .join(batches, batches.c.id == experiences.c.batch_id)
         .where(batches.c.consumed_version.in_(made))
     ).scalar_one()
+    trained += sum(ahead.trained_since(now - window_s) for ahead in trained_ahead(connection).values())
     return Pace(
         None if oldest is None else max(0.0, now - oldest), 60 * counted / max(span_s, 1e-3), 60 * trained / window_s
     )
@@ -84,6 +86,7 @@ def ledger_status(connection: Connection) -> dict[str, Any]:
     now = database_time(connection)
     rows, known, flow = count_by_state(connection), list_versions(connection), pace(connection, now)
     newest, serving = _newest_and_serving(known)
+    ahead = trained_ahead(connection)
     return {
         "rows": rows,
         "quarantined": quarantined(connection),
@@ -99,6 +102,9 @@ def ledger_status(connection: Connection) -> dict[str, Any]:
                 "name": t.name,
                 "step": t.step,
                 "version": t.version,
+                "at_step": ahead[t.name].step if t.name in ahead else t.step,
+                "at_version": ahead[t.name].version if t.name in ahead else t.version,
+                "rows_waiting_for_state": ahead[t.name].waiting if t.name in ahead else 0,
                 "alive": t.alive,
                 "heartbeat_age_s": round(now - t.heartbeat_at, 1),
                 "stats": t.stats,

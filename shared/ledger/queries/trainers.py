@@ -9,7 +9,10 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from shared.ledger.conditions import AnyRow
+from shared.ledger.connect import database_time
 from shared.ledger.tables import trainer_states, trainers
+
+_ALIVE_S = 30.0  # since a heartbeat, of which there is one every five seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +68,9 @@ def _decode(data: bytes | None) -> dict[str, Any] | None:
 def find_trainer(connection: Connection, name: str) -> TrainerRow | None:
     """The trainer of this name."""
     return next((row for row in list_trainers(connection) if row.name == name), None)
+
+
+def live_trainers(connection: Connection) -> list[str]:
+    """The names of the trainers that are at work: they have not stopped, and their heartbeats are recent."""
+    now = database_time(connection)
+    return [row.name for row in list_trainers(connection) if row.alive and now - row.heartbeat_at < _ALIVE_S]

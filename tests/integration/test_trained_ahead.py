@@ -1,0 +1,100 @@
+"""With `trainer.save_every` above 1 the status tells of versions and rows that no saved state contains yet."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from shared.config import Config
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from shared.ledger.queries import ledger_status
+from shared.ledger.tables import batches, versions
+from tests.support.experiences import record_ready, rows
+from tests.support.processes import run_here
+from tests.support.servers import make_config
+
+ABOUT: dict[str, Any] = {"kind": "full", "trainer": "t"}
+
+
+@pytest.fixture
+def config(tmp_path, database_url) -> Config:
+    return make_config(tmp_path, ["http://127.0.0.1:1"], database_url=database_url)
+
+
+def claim(ledger: Ledger) -> int:
+    with ledger.write() as connection:
+        batch_id = transitions.claim(connection, owner="t", at_least=2, at_most=2, lease_s=60.0)
+    assert batch_id is not None
+    return batch_id
+
+
+def publish_ahead(ledger: Ledger, version: int) -> None:
+    with ledger.write() as connection:
+        assert transitions.reserve_version(connection, writer="t") == version
+        transitions.publish_ahead(connection, version=version, parent=version - 1, step=version, **ABOUT)
+
+
+def status(ledger: Ledger) -> dict[str, Any]:
+    with ledger.read() as connection:
+        return ledger_status(connection)
+
+
+@pytest.fixture
+def ahead(config):
+    """State 0 contains nothing. Versions 1 and 2 were published, of two rows each; two more rows are trained on now."""
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
+        with ledger.write() as connection:
+            transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+            about = {"step": 0, "version": 0, "state_path": None, "state_sha256": None}
+            transitions.announce_trainer(connection, name="t", **about)
+        record_ready(ledger, rows(8))
+        held = {}
+        for version in (1, 2):
+            held[version] = [claim(ledger)]
+            publish_ahead(ledger, version)
+        claim(ledger)
+        yield ledger, held
+
+
+def test_rows_that_were_trained_on_and_wait_for_a_state_are_counted(ahead, config, capsys):
+    ledger, held = ahead
+    found = status(ledger)
+    (trainer,) = found["trainers"]
+    assert (trainer["step"], trainer["version"]) == (0, 0), "of the saved state"
+    assert (trainer["at_step"], trainer["at_version"], trainer["rows_waiting_for_state"]) == (2, 2, 4)
+    assert found["rows"]["LEASED"] == 6 and found["pace"]["trained_per_minute"] == 4.0
+    assert run_here(config, "status") == 0
+    said = capsys.readouterr().out
+    assert "step 2  version 2" in said
+    assert "trained, waiting for a state: 4 rows; its saved state has step 0, version 0" in said
+    with ledger.write() as connection:
+        about = {"contained": held, "state_path": "s", "state_sha256": None}
+        transitions.record_state(connection, trainer="t", version=2, step=2, **about)
+    found = status(ledger)
+    (trainer,) = found["trainers"]
+    assert (trainer["step"], trainer["at_step"], trainer["at_version"]) == (2, 2, 2)
+    assert trainer["rows_waiting_for_state"] == 0 and found["pace"]["trained_per_minute"] == 4.0
+
+
+def test_rows_of_more_than_a_minute_ago_are_not_in_the_pace_and_wait_all_the_same(ahead):
+    ledger, held = ahead
+    with ledger.write() as connection:
+        connection.execute(update(versions).where(versions.c.version == 1).values(created_at=1000.0))
+        connection.execute(update(batches).where(batches.c.id.in_(held[1])).values(created_at=999.0))
+    found = status(ledger)
+    assert found["trainers"][0]["rows_waiting_for_state"] == 4 and found["pace"]["trained_per_minute"] == 2.0
+
+
+def test_after_a_restart_nothing_of_what_was_withdrawn_is_counted(ahead):
+    ledger, _ = ahead
+    with ledger.write() as connection:
+        transitions.give_back(connection, owner="t")
+        transitions.withdraw_versions(connection, writer="t", after=0)
+    found = status(ledger)
+    (trainer,) = found["trainers"]
+    assert (trainer["at_step"], trainer["at_version"], trainer["rows_waiting_for_state"]) == (0, 0, 0)
+    assert found["pace"]["trained_per_minute"] == 0.0
