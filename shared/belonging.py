@@ -24,8 +24,8 @@ REMEDY = (
 def require_belonging(root: Path, ledger: Ledger) -> None:
     """Raise StartupError when the folder holds versions of another ledger, or none of those that this ledger names.
 
-    Of the same number, too: where the base, or a version that an engine has proven, has another manifest than the
-    ledger names, the folder is the wrong one. What never served may be damaged; an explorer rejects that.
+    Of the same number, too: where the base has another manifest than the ledger names, or each version that an engine
+    has proven, the folder is the wrong one. A single version may be damaged: an explorer serves without it.
     """
     require_known_versions(root, ledger)
     with ledger.read() as connection:
@@ -35,13 +35,18 @@ def require_belonging(root: Path, ledger: Ledger) -> None:
             f"the ledger {ledger.shown_url} names versions up to {version_name(rows[-1].version)}, and "
             f"{root / 'versions'} holds none of them; set root_dir to the folder that they are in, or mount it"
         )
-    for row in rows:
-        if (row.version == 0 or row.served_at is not None) and _is_exchanged(root, row):
-            raise StartupError(
-                f"{root / row.path} holds another {version_name(row.version)} than the ledger {ledger.shown_url} names "
-                f"(the sha256 of its MANIFEST.json differs); set root_dir to that ledger's folder, or database_url "
-                f"(FLYWHEEL_DATABASE_URL) to that folder's ledger; if both are right, restore {row.path}"
-            )
+    proven = [row for row in rows if row.served_at is not None and row.version != 0 and (root / row.path).is_dir()]
+    exchanged = [row for row in proven if _is_exchanged(root, row)]
+    suspects = [row for row in rows if row.version == 0 and _is_exchanged(root, row)]
+    if len(exchanged) == len(proven):
+        suspects += exchanged
+    if suspects:
+        row = suspects[0]
+        raise StartupError(
+            f"{root / row.path} holds another {version_name(row.version)} than the ledger {ledger.shown_url} names "
+            f"(the sha256 of its MANIFEST.json differs); set root_dir to that ledger's folder, or database_url "
+            f"(FLYWHEEL_DATABASE_URL) to that folder's ledger; if both are right, restore {row.path}"
+        )
 
 
 def _is_exchanged(root: Path, row: VersionRow) -> bool:

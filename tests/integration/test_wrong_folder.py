@@ -95,6 +95,20 @@ def test_a_damaged_version_that_has_never_served_or_was_given_up_refuses_no_star
         require_belonging(tmp_path, ledger)
 
 
+def test_a_damaged_version_among_others_that_have_served_refuses_no_start(tmp_path):
+    config = make_config(tmp_path, ["http://e0"])
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
+        for version in (0, 1, 2):
+            publish(ledger, tmp_path, version)
+            with ledger.write() as connection:
+                assert transitions.serve_version(connection, version, by="engine e0")
+        exchange(tmp_path, 1)
+        require_belonging(tmp_path, ledger)
+        exchange(tmp_path, 2)
+        with pytest.raises(StartupError, match="v000001"):
+            require_belonging(tmp_path, ledger)
+
+
 def begin(explorer: RunningExplorer, *versions: int) -> None:
     for version in versions:
         publish(explorer.ledger, explorer.config.root, version)
