@@ -10,7 +10,7 @@ from alfworld.gen import constants
 
 from examples import group_learning
 from examples.alfworld.houses import PICK, House, make_house, mangled, may_hold, pickable, type_of
-from examples.tiny_model import Demonstration, Recipe, in_like_batches
+from examples.tiny_model import Demonstration, Recipe
 
 ROOM = "Bathroom"  # which has the fewest types of things
 MOST = 4  # receptacles
@@ -36,12 +36,9 @@ def task(seed: int) -> dict[str, Any]:
 
 
 def recipe() -> Recipe:
-    """Walks through houses: short ones first."""
-    few = FEW * BATCH
-    short = [_walk(DEMONSTRATED + n, SHORT) for n in range(few)]
-    long = [_walk(DEMONSTRATED + n, LONG) for n in range(few, STEPS * BATCH)]
+    """Walks through houses."""
     return Recipe(
-        demonstrations=in_like_batches(short, BATCH) + in_like_batches(long, BATCH),
+        demonstrations=[_walk(DEMONSTRATED + n, SHORT if n < FEW * BATCH else LONG) for n in range(STEPS * BATCH)],
         teaches="to go about, open, take and put down",
         vocabulary=900,
         context=1536,
