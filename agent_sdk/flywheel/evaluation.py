@@ -158,9 +158,9 @@ def evaluate(workflow: Function, tasks: str | Path | Iterable[Task], **options: 
     """Run a workflow on tasks that nothing is learned from, and return what it earned.
 
     model: a Model, a version's number, or None for the version in service; when another comes into its place
-    meanwhile, that one is evaluated instead. Further options: url, key, judge,
-    runs_per_task, at_once, timeout_s, params (fields of chats, such as temperature). A run that takes longer than
-    timeout_s is counted as failed; a sync function goes on in its thread, which ends with the process.
+    meanwhile, that one is evaluated instead. Further options: url, key, judge, runs_per_task, at_once, timeout_s,
+    params (fields of chats, such as temperature). A run that takes longer than timeout_s is counted as failed; a sync
+    function goes on in its thread, which ends with the process.
 
     >>> evaluate(lambda task: 1.0, [], model=0, url="http://127.0.0.1:8010")
     Traceback (most recent call last):

@@ -42,6 +42,13 @@ def publish(ledger: Ledger, root: Path, version: int) -> None:
         transitions.publish(connection, version=version, parent=parent, **about)
 
 
+def publish_and_serve(ledger: Ledger, root: Path, *versions: int) -> None:
+    for version in versions:
+        publish(ledger, root, version)
+        with ledger.write() as connection:
+            assert transitions.serve_version(connection, version, by="engine e0")
+
+
 def exchange(root: Path, version: int) -> Path:
     """Put another ledger's version in the place of this one. Returns where this one is now."""
     folder, kept = root / f"versions/v{version:06d}", root / f"kept-{version}"
@@ -73,10 +80,7 @@ def test_a_start_is_refused_and_names_both_sides_when_version_0_is_another_ledge
 def test_a_copy_of_the_folder_that_went_on_with_another_ledger_is_refused(tmp_path):
     config = make_config(tmp_path, ["http://e0"])
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
-        for version in (0, 1):
-            publish(ledger, tmp_path, version)
-            with ledger.write() as connection:
-                assert transitions.serve_version(connection, version, by="engine e0")
+        publish_and_serve(ledger, tmp_path, 0, 1)
         exchange(tmp_path, 1)
         with pytest.raises(StartupError, match="v000001"):
             require_belonging(tmp_path, ledger)
@@ -98,10 +102,7 @@ def test_a_damaged_version_that_has_never_served_or_was_given_up_refuses_no_star
 def test_a_damaged_version_among_others_that_have_served_refuses_no_start(tmp_path):
     config = make_config(tmp_path, ["http://e0"])
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
-        for version in (0, 1, 2):
-            publish(ledger, tmp_path, version)
-            with ledger.write() as connection:
-                assert transitions.serve_version(connection, version, by="engine e0")
+        publish_and_serve(ledger, tmp_path, 0, 1, 2)
         exchange(tmp_path, 1)
         require_belonging(tmp_path, ledger)
         exchange(tmp_path, 2)
