@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from sqlalchemy import Connection, select, update
 
 from shared.config import Config
@@ -18,13 +17,6 @@ from trainer_service.janitor import Janitor
 from trainer_service.resume import StateStore
 
 HOUR_S = 3600.0
-
-
-@pytest.fixture
-def ledger(tmp_path, database_url):
-    opened = Ledger.open(make_config(tmp_path, ["http://e0"], database_url=database_url).ledger_url)
-    yield opened
-    opened.close()
 
 
 class Clock:

@@ -15,14 +15,6 @@ from shared.ledger.tables import experiences, trainers
 from tests.support.samples import sample
 
 
-@pytest.fixture
-def ledger(tmp_path, database_url):
-    url = database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
-    opened = Ledger.open(url.replace("postgresql://", "postgresql+psycopg://"))
-    yield opened
-    opened.close()
-
-
 def by_driver_statements(connection: Connection, name: str) -> None:
     transitions.record(connection, [sample(name)])
 

@@ -13,6 +13,7 @@ from shared.ledger.tables import load_failures
 from tests.support import take_up_faults
 from tests.support.failing_ledger import failing_statements
 from tests.support.house import House, Streams
+from tests.support.postgres import sqlite_alone
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import publish, served, wait_until
 
@@ -21,10 +22,7 @@ LONG = list(range(100, 140))
 AT_MOST = None if os.environ.get("FLYWHEEL_TORTURE") == "full" else 2  # statements of a take-up that fail
 
 
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 @pytest.fixture

@@ -18,14 +18,6 @@ from shared.ledger.queries import list_decisions, list_versions, newest_version
 from shared.ledger.tables import engines, leases, versions
 from shared.process import process_name
 from tests.support.processes import run_here
-from tests.support.servers import make_config
-
-
-@pytest.fixture
-def ledger(tmp_path, database_url):
-    opened = Ledger.open(make_config(tmp_path, ["http://e0"], database_url=database_url).ledger_url)
-    yield opened
-    opened.close()
 
 
 def do(ledger: Ledger, name: str, *args, **kwargs):
@@ -275,8 +267,7 @@ def test_a_new_trainer_begins_with_what_engines_have_proven(ledger):
     assert begin_with(ledger, "new") == 1
 
 
-def test_an_operator_lets_engines_try_a_failed_version_again(ledger, tmp_path, database_url, capsys):
-    config = make_config(tmp_path, ["http://127.0.0.1:1"], database_url=database_url)
+def test_an_operator_lets_engines_try_a_failed_version_again(ledger, config, capsys):
     publish(ledger, 0, 1)
     with pytest.raises(StartupError, match="version 1 has not failed"):
         run_here(config, "versions", "retry", "1")
