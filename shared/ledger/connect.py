@@ -1,7 +1,8 @@
 """Opening the ledger: SQLite or PostgreSQL, durable, with errors that say what to do.
 
 Owns every connection and every transaction; how a connection is made is in driver.py. On SQLite a writing transaction
-begins with BEGIN IMMEDIATE, so that two writers queue instead of failing half-way.
+begins with BEGIN IMMEDIATE, so that two writers queue instead of failing half-way. Nobody else writes then, and
+SQLAlchemy leaves FOR UPDATE out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, exc
+from sqlalchemy import Connection, Engine, Table, exc
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 
 from shared.errors import LedgerError
@@ -175,6 +177,11 @@ def copy_rows(connection: Connection, statement: str, rows: Iterable[Sequence[An
         if driver.closed:
             connection.invalidate(error)  # the rollback would fail
         raise exc.DBAPIError.instance(statement, None, error, driver_error, dialect=connection.dialect) from error
+
+
+def insert_into(connection: Connection, table: Table) -> Any:
+    """The INSERT of this kind of database, which can say ON CONFLICT."""
+    return (postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert)(table)
 
 
 def wait_no_more(connection: Connection) -> None:

@@ -14,10 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.experience import MAY_SERVE, Purpose, VersionState
-from shared.ledger.connect import database_time
+from shared.ledger.connect import database_time, insert_into
 from shared.ledger.tables import decisions, engines, load_failures, version_leases, versions
 from shared.versions import version_path
 
@@ -35,15 +34,14 @@ def reserve_version(connection: Connection, *, writer: str, kind: str = "full") 
     held: int | None = connection.execute(select(func.min(versions.c.version)).where(*own)).scalar()
     if held is not None:
         return held
-    make: Any = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     while True:
         highest = connection.execute(select(func.max(versions.c.version))).scalar()
         version: int = 0 if highest is None else highest + 1
         now = database_time(connection)
         row = {"version": version, "kind": kind, "path": version_path(version), "step": 0, "created_at": now}
         state = {"state": VersionState.RESERVED, "decided_at": now, "writer": writer}
-        made = make(versions).values(**row, **state).on_conflict_do_nothing()  # another trainer may want it, too
-        if connection.execute(made.returning(versions.c.version)).first() is not None:
+        made = insert_into(connection, versions).values(**row, **state).returning(versions.c.version)
+        if connection.execute(made.on_conflict_do_nothing()).first() is not None:  # else another trainer has it
             _note(connection, version, VersionState.RESERVED, None, writer)
             return version
 
