@@ -1,7 +1,7 @@
-"""What HTTP asks of every request and answer, whatever the route: the outermost layer of the application.
+"""HTTP rules for the requests and responses of all routes: the outermost layer of the application.
 
-A request names one host, and a version of HTTP that is spoken here; a caller of HTTP/1.0 gets a stream whole, with its
-length, for it does not know chunks.
+A request needs one Host header and a supported version of HTTP. A caller of HTTP/1.0, which has no chunks, gets a
+stream as a whole response with its length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from explorer_service.api.errors import ApiError, bad_request
 
 
 class HttpRules:
-    """An ASGI application around another one."""
+    """Middleware that applies the rules to another ASGI application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -35,22 +35,22 @@ class HttpRules:
 def _check(scope: Scope) -> ApiError | None:
     version = scope["http_version"]
     if version not in ("1.1", "1.0"):
-        return ApiError(505, f"HTTP/{version} is not spoken here; use HTTP/1.1", code="http_version_not_supported")
+        return ApiError(505, f"HTTP/{version} is not supported; use HTTP/1.1", code="http_version_not_supported")
     hosts = [name for name, _ in scope["headers"]].count(b"host")
     if hosts > 1 or (not hosts and version == "1.1"):
-        return bad_request(f"a request has one Host header, and this one has {hosts}")
+        return bad_request(f"the request has {hosts} Host headers; send one")
     return None
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer and close: whoever breaks these rules may not see requests where we see them."""
+    """Answer and close the connection: the sender may see other request boundaries than this server."""
     response = error.response()
     response.headers["Connection"] = "close"
     await response(scope, receive, send)
 
 
 class _Whole:
-    """Sends an answer of unknown length as one of known length, once it is complete."""
+    """Buffers a response without a length, and sends it with its length once it is complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
