@@ -8,7 +8,6 @@ dies when the folder is gone.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
@@ -150,12 +149,8 @@ class AdapterTakeUp:
         """The versions that the engine may read, whoever has had it load them: an owner before this one, too."""
         await self.read_present()
         found = (self._shared.version_named(name) for name in self.present)
-        leased = await asyncio.to_thread(self._read_leased)
+        leased = await self._shared.fetch(lambda connection: queries.leased_versions(connection, self._key))
         return {*leased, *(version for version in found if version is not None)}
-
-    def _read_leased(self) -> list[int]:
-        with self._shared.ledger.read() as connection:
-            return queries.leased_versions(connection, self._key)
 
     def leave(self, version: int, name: str) -> None:
         """The version gets no new requests."""

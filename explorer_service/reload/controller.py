@@ -40,7 +40,7 @@ from shared.clock import until_next_tick
 from shared.errors import EngineError, LedgerError, VersionError
 from shared.experience import VersionState
 from shared.ledger import transitions
-from shared.ledger.queries import VersionRow
+from shared.ledger.queries import VersionRow, any_published
 from shared.log import StageLogger
 
 log = StageLogger("reload")
@@ -147,7 +147,7 @@ class EngineController:
     async def _serve_unproven(self) -> None:
         """No version may serve. Before any was published an engine serves what it was started with, as version 0."""
         engine = self._engine
-        if await self._choice.is_anything_published():
+        if await self._shared.fetch(any_published):
             if engine.reason != NONE_MAY_SERVE:
                 log.error("no version may serve", engine=engine.name, reason=NONE_MAY_SERVE)
                 await self._leases.announce(engine.url, EngineState.CHECKING, None)

@@ -63,13 +63,13 @@ class EngineTolerance:
         require(admin, gap, allowed)
 
     async def _find_noise(self, dtype: str) -> Gap | None:
-        if dtype not in self._noise and (found := await asyncio.to_thread(self._read, dtype)) is not None:
-            self._noise[dtype] = Gap(*found)
+        if dtype not in self._noise:
+            found = await asyncio.to_thread(
+                self._ledger.fetch, lambda connection: queries.read_calibration(connection, self._key, dtype)
+            )
+            if found is not None:
+                self._noise[dtype] = Gap(*found)
         return self._noise.get(dtype)
-
-    def _read(self, dtype: str) -> tuple[float, float] | None:
-        with self._ledger.read() as connection:
-            return queries.read_calibration(connection, self._key, dtype)
 
     async def _store(self, dtype: str, gap: Gap) -> None:
         await self._writer.write(lambda c: transitions.calibrate_engine(c, self._key, dtype, gap.largest, gap.mean))

@@ -81,6 +81,11 @@ class Ledger:
             with self._transaction(connection, "DEFERRED"):
                 yield connection
 
+    def fetch(self, query: Callable[[Connection], T]) -> T:
+        """What a query finds, in a snapshot of its own."""
+        with self.read() as connection:
+            return query(connection)
+
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A writing transaction: durable when the block ends, undone when it raises."""
