@@ -113,17 +113,33 @@ class AdapterTakeUp:
         except EngineUnavailable as error:
             raise EngineDied(str(error)) from error
         except EngineRefused as error:
-            raise await self._explain(error, target) from error
+            raise await self._explain(error) from error
         except ProbeMismatch:
-            await self._forget(target)
+            if target.version != 0:  # it has served nobody, unless it was proven before
+                self.leave(target.version, self._shared.adapter_name(target.version, target.sha256))
             raise
 
-    async def _explain(self, error: EngineRefused, target: TargetVersion) -> EngineError:
+    async def _explain(self, error: EngineRefused) -> EngineError:
+        """What a refused load says: of the engine, of its settings, or of the adapter."""
         try:
             await self._admin.check_health()
         except EngineUnavailable as gone:  # the process that answers may outlive the one that computes
             return EngineDied(f"{error}; then {gone}")
-        return _explain(error, target)
+        message = str(error)
+        if "LoRA is not enabled" in message or (error.status in (404, 405) and '"error"' not in message):
+            return StageFailed(
+                f"the engine was started without LoRA ({message}); start it with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as `flywheel engine` does with model.kind: lora"
+            )
+        if "max_lora_rank" in message:
+            return StageFailed(
+                f"{message}; start the engine with the model.lora.rank that the adapter has, or a higher one"
+            )
+        if error.status == 404:
+            return StageFailed(f"{message}; mount root_dir on the engine's machine as here, or set engine.staging_dir")
+        if error.status == 400:
+            return StageFailed(message)
+        return LoadUndone(message, is_technical=False)
 
     @property
     def room(self) -> int:
@@ -193,27 +209,3 @@ class AdapterTakeUp:
         await prove(self._admin, target.manifest.probe, await self._tolerance.bounds(target), name)
         self.leaving.pop(target.version, None)
         self.served[target.version] = name
-
-    async def _forget(self, target: TargetVersion) -> None:
-        """What was not proven has served nobody, unless it was proven before."""
-        if target.version != 0:
-            self.leave(target.version, self._shared.adapter_name(target.version, target.sha256))
-
-
-def _explain(error: EngineRefused, target: TargetVersion) -> EngineError:
-    """What a refused load says: of the engine's settings, or of the adapter."""
-    message = str(error)
-    if "LoRA is not enabled" in message or (error.status in (404, 405) and '"error"' not in message):
-        return StageFailed(
-            f"the engine was started without LoRA ({message}); start it with --enable-lora and "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as `flywheel engine` does with model.kind: lora"
-        )
-    if "max_lora_rank" in message:
-        return StageFailed(
-            f"{message}; start the engine with the model.lora.rank that the adapter has, or a higher one"
-        )
-    if error.status == 404:
-        return StageFailed(f"{message}; mount root_dir on the engine's machine as here, or set engine.staging_dir")
-    if error.status == 400:
-        return StageFailed(message)
-    return LoadUndone(message, is_technical=False)
