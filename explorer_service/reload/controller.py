@@ -64,11 +64,11 @@ class EngineController:
         tolerance = EngineTolerance(shared.config, shared.ledger, shared.writer, shared.leases.key(engine.url))
         self._follower = EngineFollower(engine, admin, shared)
         self._blame = Blame(engine, judge, shared)
+        self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, shared)
         self._adapters: AdapterController | None = None
         if shared.loads_adapters:
-            adapters = AdapterTakeUp(engine, admin, tolerance, shared)
+            self._take_up = adapters = AdapterTakeUp(engine, admin, tolerance, shared)
             self._adapters = AdapterController(engine, adapters, judge, self._blame, shared)
-        self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, shared) if self._adapters is None else adapters
         self._backoff = Backoff(self._settings.retry_s)
         self._choice = VersionChoice(judge, self._blame, self._take_up, self._backoff, shared)
         self._health = EngineHealth(engine, admin, shared.leases)
