@@ -8,7 +8,6 @@ dies when the folder is gone.
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from explorer_service.errors import (
 from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.probe import prove
 from explorer_service.reload.reloading import Reloading
-from explorer_service.reload.take_up import stage_folder
+from explorer_service.reload.take_up import stage_target
 from explorer_service.reload.tolerance import EngineTolerance
 from shared.errors import EngineError
 from shared.ledger import queries, transitions
@@ -64,26 +63,13 @@ class AdapterTakeUp:
         transitions.hold_adapters(connection, self._key, serves=self.served, leaving=self.leaving)
 
     async def stage(self, target: TargetVersion) -> TargetVersion:
-        """The target, in the folder from which the engine will read it.
-
-        Raises VersionError when the engine's machine finds the version unsound, StageFailed when it cannot have it,
-        LedgerError.
-        """
-        version, row = target.version, target.row
-        if version == 0 or version in self.served:
+        """As the protocol says. What the engine serves already, and the base, stay where they are."""
+        if target.version == 0 or target.version in self.served:
             return target
-        if row.kind != "lora":
-            raise StageFailed(
-                f"version {version} is of the kind {row.kind!a}, and model.kind is lora here; start all processes of "
-                "this ledger with the same model.kind"
-            )
-        await self._shared.lease_files(self._key, version)
-        folder = await stage_folder(self._admin, target, self._shared, in_use=await self._read_in_use())
-        folder = folder or self._shared.config.root.resolve() / row.path
-        return dataclasses.replace(target, folder=folder, is_verified=True)
+        in_use = {*await self._read_in_use(), target.version}
+        return await stage_target(self._admin, target, self._shared, in_use)
 
     async def holds(self, target: TargetVersion) -> bool:
-        """Whether the engine has the target already, and proves it. Raises EngineUnavailable, LedgerError."""
         await self.read_present()
         if target.version != 0:
             name = self._shared.adapter_name(target.version, target.sha256)
