@@ -12,14 +12,7 @@ of a race changes nothing. Callers write `transitions.claim(...)`.
 """
 
 from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version, renew_pin
-from shared.ledger.transitions.claim import (
-    Whole,
-    claim,
-    close_empty_batch,
-    discard_stale,
-    extend_lease,
-    give_back,
-)
+from shared.ledger.transitions.claim import Whole, claim, close_empty_batch, discard_stale, extend_lease, give_back
 from shared.ledger.transitions.commit import commit, commit_part, expire
 from shared.ledger.transitions.counts import merge_counts
 from shared.ledger.transitions.engine_leases import ENGINE_LEASE_S, acquire_engine, confirm_engine, set_engine_state
@@ -35,12 +28,7 @@ from shared.ledger.transitions.feedback import (
     recompute_rewards,
     remember_answer,
 )
-from shared.ledger.transitions.leases import (
-    LEASE_S,
-    acquire_lease,
-    release_lease,
-    renew_lease,
-)
+from shared.ledger.transitions.leases import LEASE_S, acquire_lease, release_lease, renew_lease
 from shared.ledger.transitions.loads import calibrate_engine, count_load_failure
 from shared.ledger.transitions.membership import heartbeat, sign_off
 from shared.ledger.transitions.open_streams import RunName, close_stream, open_stream
