@@ -235,13 +235,9 @@ def _can_be_recorded(surface: Surface, body: dict[str, Any]) -> bool:
 def _is_more_than_text(message: Any) -> bool:
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and any(
-        isinstance(part, dict) and (_is_not_text(part.get("type")) or not _NOT_TEXT.isdisjoint(part))
+        isinstance(part, dict) and (str(part.get("type")) in _NOT_TEXT or not _NOT_TEXT.isdisjoint(part))
         for part in content
     )
-
-
-def _is_not_text(kind: Any) -> bool:
-    return isinstance(kind, str) and kind in _NOT_TEXT
 
 
 def read_id(value: object, name: str) -> str | None:

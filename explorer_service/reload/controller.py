@@ -61,7 +61,7 @@ class EngineController:
         self._leases = shared.leases
         self._settings = shared.config.explorer.reload
         judge = VersionJudge(shared.config, shared.ledger)
-        tolerance = EngineTolerance(shared.config, shared.ledger, shared.writer, shared.leases.key(engine.url))
+        tolerance = EngineTolerance(engine, shared)
         self._follower = EngineFollower(engine, admin, shared)
         self._blame = Blame(engine, judge, shared)
         self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, shared)
