@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import resource
-from typing import Protocol
+from asyncio import Transport
 
 from shared.config import ExplorerConfig
 
 _RESERVED_DESCRIPTORS = 256  # for files other than connections to callers and engines
-
-
-class Closable(Protocol):
-    """The part of a connection that is used here."""
-
-    def give_up(self) -> None:
-        """Close at once."""
 
 
 class Connections:
@@ -23,30 +16,30 @@ class Connections:
     def __init__(self, limits: ExplorerConfig, max_open: int) -> None:
         self.limits = limits
         self._max_open = max_open
-        self._open: set[Closable] = set()
-        self._incomplete: dict[Closable, None] = {}  # without a complete request, the longest first
+        self._open: set[Transport] = set()
+        self._incomplete: dict[Transport, None] = {}  # without a complete request, the longest first
 
-    def admit(self, connection: Closable) -> bool:
+    def admit(self, connection: Transport) -> bool:
         """Add a new connection, and close another one if the limit is reached. Returns False if all are busy."""
         if len(self._open) >= self._max_open:
             oldest = next(iter(self._incomplete), None)
             if oldest is None:
                 return False
             self.remove(oldest)
-            oldest.give_up()
+            oldest.abort()
         self._open.add(connection)
         self._incomplete[connection] = None
         return True
 
-    def begin_answer(self, connection: Closable) -> None:
+    def begin_answer(self, connection: Transport) -> None:
         """The connection's request is complete."""
         self._incomplete.pop(connection, None)
 
-    def end_answer(self, connection: Closable) -> None:
+    def end_answer(self, connection: Transport) -> None:
         if connection in self._open:
             self._incomplete[connection] = None
 
-    def remove(self, connection: Closable) -> None:
+    def remove(self, connection: Transport) -> None:
         self._open.discard(connection)
         self._incomplete.pop(connection, None)
 

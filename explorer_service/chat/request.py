@@ -16,7 +16,6 @@ from urllib.parse import unquote
 from explorer_service.api.auth import Caller
 from explorer_service.api.body import decode_body
 from explorer_service.api.errors import bad_request
-from explorer_service.api.headers import header_text
 from explorer_service.chat.conversation import Digest, conversation_affinity, read_prompt
 from explorer_service.engines.dispatch import EngineRequest
 from explorer_service.traffic.router import Route, Router
@@ -191,7 +190,7 @@ def _attribute(
         metadata = {}
     if not isinstance(metadata, dict):
         raise bad_request("metadata must be an object of strings", "metadata")
-    task, run = (_from_path(names, name) or header_text(headers, f"x-flywheel-{name}") for name in ("task", "run"))
+    task, run = (_from_path(names, name) or _header_text(headers, f"x-flywheel-{name}") for name in ("task", "run"))
     task_id = read_id(task or metadata.get("task_id"), "task_id")
     run_id = read_id(run or metadata.get("run_id"), "run_id")
     digest, extends = read_prompt(body.get("messages"), caller.name, task_id, run_id)
@@ -204,6 +203,17 @@ def _from_path(names: Mapping[str, str], name: str) -> str | None:
         return unquote(names[name], errors="strict") if name in names else None
     except UnicodeDecodeError as exc:
         raise bad_request(f"the {name} in the path is not percent-encoded UTF-8", f"{name}_id") from exc
+
+
+def _header_text(headers: Mapping[str, str], name: str) -> str | None:
+    """Return a header's value, decoded as UTF-8, like JSON; or else as Latin-1, which older clients send."""
+    value = headers.get(name)  # Starlette decodes every value as Latin-1
+    if value is None or value.isascii():
+        return value
+    try:
+        return value.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return value
 
 
 def _can_be_recorded(surface: Surface, body: dict[str, Any]) -> bool:
@@ -225,13 +235,9 @@ def _can_be_recorded(surface: Surface, body: dict[str, Any]) -> bool:
 def _is_more_than_text(message: Any) -> bool:
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and any(
-        isinstance(part, dict) and (_is_not_text(part.get("type")) or not _NOT_TEXT.isdisjoint(part))
+        isinstance(part, dict) and (str(part.get("type")) in _NOT_TEXT or not _NOT_TEXT.isdisjoint(part))
         for part in content
     )
-
-
-def _is_not_text(kind: Any) -> bool:
-    return isinstance(kind, str) and kind in _NOT_TEXT
 
 
 def read_id(value: object, name: str) -> str | None:

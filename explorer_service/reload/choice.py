@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from explorer_service.errors import StageFailed
 from explorer_service.reload.blame import Backoff, Blame
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import TakeUp
 from shared.errors import VersionError
-from shared.ledger.queries import VersionRow, any_published, list_versions
+from shared.ledger.queries import VersionRow, list_versions
 
 
 class VersionChoice:
@@ -40,7 +38,8 @@ class VersionChoice:
 
     async def find_good(self, failed: int, served: TargetVersion | None) -> TargetVersion | None:
         """What this engine has served before, or else the newest other version that has ever served, or the base."""
-        rows = await asyncio.to_thread(self._servable, failed)
+        rows = [row for row in await self._shared.fetch(list_versions) if row.version != failed and row.may_serve]
+        rows = [row for row in rows if row.version == 0 or row.kind == self._shared.config.model.kind]
         if served is not None and any(row.version == served.version for row in rows):
             return served
         for row in reversed(rows):
@@ -63,16 +62,3 @@ class VersionChoice:
             if good is not served:
                 await self._blame.reject(good.row, error)
             raise StageFailed(f"what would go back in is damaged: {error}") from error
-
-    async def is_anything_published(self) -> bool:
-        """Whether there ever was a version, which none can serve any more."""
-        return await asyncio.to_thread(self._any_published)
-
-    def _any_published(self) -> bool:
-        with self._shared.ledger.read() as connection:
-            return any_published(connection)
-
-    def _servable(self, failed: int) -> list[VersionRow]:
-        with self._shared.ledger.read() as connection:
-            rows = [row for row in list_versions(connection) if row.version != failed and row.may_serve]
-        return [row for row in rows if row.version == 0 or row.kind == self._shared.config.model.kind]

@@ -81,6 +81,11 @@ class Ledger:
             with self._transaction(connection, "DEFERRED"):
                 yield connection
 
+    def fetch(self, query: Callable[[Connection], T]) -> T:
+        """What a query finds, in a snapshot of its own."""
+        with self.read() as connection:
+            return query(connection)
+
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A writing transaction: durable when the block ends, undone when it raises."""
@@ -117,16 +122,12 @@ class Ledger:
             busy, _, _ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
             return not busy
 
-    def dedicated_connection(self) -> DedicatedConnection:
-        """A connection for one thread that writes or reads all the time."""
-        return DedicatedConnection(self)
-
     def close(self) -> None:
         self._engine.dispose()
 
 
 class DedicatedConnection:
-    """A connection that stays out of the pool between transactions; for one thread at a time."""
+    """A connection that stays out of the pool between transactions, for one thread that uses it all the time."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -74,23 +74,13 @@ def serve_version(connection: Connection, version: int, *, by: str, engine: str 
         serving = select(versions.c.version).where(here, versions.c.state == VersionState.SERVING)
         if connection.execute(serving).first() is None:
             return False
-    retire_versions(connection, by=by, serving=version, engine=engine)
+    others = and_(versions.c.state == VersionState.SERVING, versions.c.version != version)
+    _move(connection, and_(others, ~is_held(connection, but=engine)), VersionState.RETIRED, by=by)
     overtaken = and_(versions.c.version.between(1, version - 1), versions.c.state == VersionState.PUBLISHED)
     _move(connection, overtaken, VersionState.SKIPPED, by=by, reason=f"version {version} served before it did")
     loaded = (version_leases.c.reader == engine, version_leases.c.purpose == Purpose.LOADING)
     connection.execute(delete(version_leases).where(*loaded))
     return True
-
-
-def retire_versions(connection: Connection, *, by: str, serving: int | None = None, engine: str | None = None) -> bool:
-    """SERVING → RETIRED for every version that no engine holds, by the rows of the engines that an explorer owns.
-
-    serving: a version that serves whatever those rows say; engine: the engine that serves it, whose row is not read.
-    """
-    idle = and_(versions.c.state == VersionState.SERVING, ~is_held(connection, but=engine))
-    if serving is not None:
-        idle = and_(idle, versions.c.version != serving)
-    return _move(connection, idle, VersionState.RETIRED, by=by)
 
 
 def is_held(connection: Connection, but: str | None = None) -> ColumnElement[bool]:
