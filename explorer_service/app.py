@@ -1,4 +1,4 @@
-"""The explorer's HTTP surface: every route in one table, and the one place where exceptions become answers."""
+"""The explorer's HTTP application: all routes in one table, and the only place that answers exceptions."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/versions/{version}/promote", answer_not_yet),
     ("POST", "/rollback", answer_not_yet),
 )
-_COUNTED = (answer_chat, answer_completion)  # in the metrics of chat
+_COUNTED = (answer_chat, answer_completion)  # included in the metrics of chat
 _CALLER_LEFT = 499
 
 
 class ExplorerApp(FastAPI):
-    """FastAPI without its error handlers and exit stack: every route answers its exceptions itself, in `Endpoint`."""
+    """FastAPI without its error handlers and exit stack: `Endpoint` handles the exceptions of all routes."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        """What was added by `add_middleware` around the routes, and nothing else."""
+        """Build the stack from the routes and the middleware of `add_middleware` only."""
         app: ASGIApp = self.router
         for middleware in reversed(self.user_middleware):
             app = middleware.cls(app, *middleware.args, **middleware.kwargs)
@@ -79,7 +79,7 @@ class ExplorerApp(FastAPI):
 
 
 def build_app(open_deps: Callable[[], AbstractAsyncContextManager[Deps]], config: ExplorerConfig) -> FastAPI:
-    """The application. open_deps: builds what handlers need, and closes it when the application ends."""
+    """Build the application. open_deps: opens what handlers need, until the application ends."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[dict[str, Deps]]:
@@ -87,19 +87,19 @@ def build_app(open_deps: Callable[[], AbstractAsyncContextManager[Deps]], config
             yield {"deps": deps}
 
     app = ExplorerApp(title="Flywheel Explorer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.redirect_slashes = False  # a redirect would name the host that the caller sent
+    app.router.redirect_slashes = False  # a redirect would contain the Host that the caller sent
     app.router.default = _answer_not_found
     app.router.routes += [_RawRoute(path, Endpoint(handler), methods=[method]) for method, path, handler in ROUTES]
-    if not config.keys:  # a page knows no key, and a browser adds none by itself
+    if not config.keys:  # otherwise pages are harmless: they know no key, and browsers do not add one
         app.add_middleware(BrowserGuard, allowed_hosts=config.allowed_hosts)
     return app
 
 
 class _RawRoute(Route):
-    """A route by the path as it was sent, whose names may hold a percent-encoded slash. They stay encoded."""
+    """A route that matches the undecoded path, so that its parameters may contain a percent-encoded slash."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if "{" not in self.path:  # Starlette's own pattern takes a line feed at the end, too
+        if "{" not in self.path:  # Starlette's pattern would also match a path that ends with a line feed
             return super().matches(scope) if scope["path"] == self.path else (Match.NONE, {})
         return super().matches({**scope, "path": scope.get("raw_path", b"").decode("latin-1")})
 
@@ -118,7 +118,7 @@ async def _answer_not_found(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Endpoint:
-    """A handler as an ASGI application. What it raises becomes an answer here, and nowhere else."""
+    """A handler as an ASGI application. Only this class converts its exceptions to answers."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -131,7 +131,7 @@ class Endpoint:
             await response(scope, receive, send)
             status = response.status_code
         except CallerLeft:
-            status = _CALLER_LEFT  # there is nobody to answer
+            status = _CALLER_LEFT  # no answer can be sent
         finally:
             if self._handler in _COUNTED:
                 deps.metrics.count_answer(status, time.perf_counter() - started)

@@ -1,8 +1,8 @@
-"""Side tasks and threads of the process, supervised in one place: one that dies stops the process, loudly.
+"""Supervise the side tasks and threads of the process: if one dies, the process stops.
 
-A process without its writer, its poller or an engine's controller would go on and serve less and less. So each of them
-runs until it is told to end; one that ends by itself is logged with its traceback, and the process is asked to stop.
-Whoever runs the process reads `failed`, and ends with a status that a supervisor takes for a failure.
+A process without its writer, its poller or an engine's controller would run on with fewer and fewer functions. So each
+of them must run until it is stopped. If one ends by itself, this is logged with its traceback, and the process gets a
+stop request; its runner then reads `failed`, and exits with a status that a supervisor treats as failure.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ log = StageLogger("explorer")
 
 
 def stop_process() -> None:
-    """Ask this process to end in order."""
+    """Request an orderly stop of this process."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Background:
-    """Side tasks and threads. `stop`: called when one of them dies."""
+    """Side tasks and threads. stop: called when one of them dies."""
 
     def __init__(self, stop: Callable[[], None] = stop_process) -> None:
         self._stop = stop
@@ -45,7 +45,7 @@ class Background:
         self._fail(name)
 
     def start_thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
-        """Run a function that ends only when it is told to. Returns its thread, to be joined."""
+        """Run a function that ends only when it is stopped. Returns its thread, to be joined."""
 
         def guarded() -> None:
             try:
@@ -63,7 +63,7 @@ class Background:
         self._stop()
 
     async def stop_tasks(self) -> None:
-        """Cancel the tasks and wait for their end. Threads are told to end by whoever started them."""
+        """Cancel the tasks and wait for their end. Threads are stopped by their owners."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Stage 4, commit: trajectories of which something was said become ready, in short transactions one after the other."""
+"""Stage 4, commit: make trajectories with signals ready, in a series of short transactions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from explorer_service.metrics import ExplorerMetrics
 from shared.ledger import transitions
 from shared.ledger.queries import count_ready
 
-# A threshold above this is milliseconds: as seconds it would lie after the year 5000.
+# A threshold above this is in milliseconds: in seconds, it would be after the year 5000.
 _MILLISECONDS_ABOVE = 1e11
 
 
 class CommitBody(msgspec.Struct):
-    """The scope; with none of it, everything."""
+    """The scope of a commit; without any field, all rows."""
 
     task_id: str | int | None = None
     run_id: str | int | None = None
@@ -55,9 +55,9 @@ async def answer_commit(request: Request, deps: Deps) -> Response:
 
 
 async def commit_rows(writer: LedgerWriter, metrics: ExplorerMetrics, **scope: Any) -> tuple[int, int]:
-    """Commit the rows of a scope in parts, and count them. Returns (rows made ready now, rows ready in all).
+    """Commit the rows of a scope in parts, and count them. Returns (rows made ready, all ready rows).
 
-    Raises LedgerError. After an error the parts before it stay committed; a repeat commits the rest.
+    Raises LedgerError. After an error, the parts before it stay committed; a repeat commits the rest.
     """
     committed, ready = 0, 0
     last_id: int | None = 0
@@ -73,7 +73,7 @@ async def commit_rows(writer: LedgerWriter, metrics: ExplorerMetrics, **scope: A
 
 
 def parse_commit(raw: bytes) -> CommitBody:
-    """No body, null or an object. Raises ApiError 400."""
+    """Parse a body that is empty, null or an object. Raises ApiError 400."""
     if raw.strip() in _NO_BODY:
         return CommitBody()
     scope = decode_typed(raw, _decode_commit)

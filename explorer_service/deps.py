@@ -1,4 +1,4 @@
-"""Everything a request handler may touch, in one object."""
+"""Everything that request handlers use, in one object."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shared.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Deps:
-    """Built once by services/explorer.py; handed to every handler."""
+    """Built once by services/explorer.py; passed to every handler."""
 
     config: Config
     reader: LedgerReader
     writer: LedgerWriter
-    feedback_writer: LedgerWriter  # for what changes rows that others may have locked
+    feedback_writer: LedgerWriter  # for changes to rows that other sessions may have locked
     membership: Membership
     leases: EngineLeases
     open_streams: OpenStreams

@@ -1,28 +1,28 @@
-"""Why a request cannot be served. Nothing here knows HTTP: api/errors.py turns these into answers, in one place.
+"""Why a request cannot be served. Without HTTP: only api/errors.py converts these exceptions to answers.
 
 FlywheelError                     shared/errors.py
-├── LedgerError                   the database is unavailable or refuses
-├── EngineError                   an engine is unavailable, or did not do what was asked
-│   ├── EngineUnavailable         nothing answers there, or it stopped answering
-│   │   ├── EngineLost            it broke off while it had a request of ours
+├── LedgerError                   the database is unavailable or refuses a request
+├── EngineError                   an engine is unavailable, or a request to it failed
+│   ├── EngineUnavailable         it does not answer
+│   │   ├── EngineLost            it did not complete a request
 │   │   ├── EngineTimeout         it did not answer in time
-│   │   └── EngineDied            it did one of both while it took up a version
+│   │   └── EngineDied            it died or did not answer in time during a take-up
 │   ├── EngineRefused             it answered an administrative request with an error
-│   ├── InvalidReply              its reply to a chat is no completion, or not the one asked for
-│   ├── LoadUndone                it did not load a version, and has the one from before back
-│   ├── NotOwner                  another explorer moves it now
+│   ├── InvalidReply              its reply is not a chat completion, or answers another request
+│   ├── LoadUndone                it did not load a version, and has the previous one again
+│   ├── NotOwner                  another explorer owns it now
 │   ├── TurnLost                  another engine takes up a version now
-│   ├── StageFailed               it cannot hold a version on its own disk, or does not see it
-│   ├── ProbeMismatch             it computes other logprobs than the trainer did
-│   ├── AdapterForgotten          it does not know an adapter that it had loaded, for it has started anew
-│   └── WeightsUnproven           it sampled a reply by weights that failed their proof
-├── NoEngine                      no engine can take this chat; it may be sent again
+│   ├── StageFailed               its machine cannot store a version, or does not see it
+│   ├── ProbeMismatch             it computes other logprobs than the trainer
+│   ├── AdapterForgotten          it restarted, and lacks an adapter that it had loaded
+│   └── WeightsUnproven           it sampled a reply with weights that failed their proof
+├── NoEngine                      no engine can serve a chat now; it may be sent again
 └── VersionNotServed              the version or model that a caller named is not in service
 
 CallerLeft                        the caller closed its connection; nobody waits for the answer
-ApiError                          an answer that is an error, for what only HTTP knows (api/errors.py)
-FramingError                      a connection can no longer be read as requests (api/framing.py)
-CannotGroup, JobFailed            how a group of writes failed; only the writer meets them (write_group.py)
+ApiError                          an error response, for errors of HTTP itself (api/errors.py)
+FramingError                      a connection's bytes can no longer be split into requests (api/framing.py)
+CannotGroup, JobFailed            a group of writes failed; only the writer uses them (write_group.py)
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ import msgspec
 
 from shared.errors import EngineError, FlywheelError
 
-NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # bytes that are not the JSON they should be
+NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # raised for bytes that are not the expected JSON
 _ADDRESS = re.compile(r"https?://[^\s;,)]+")
 
 
 class EngineUnavailable(EngineError):
-    """Nothing answers there, or it stopped answering."""
+    """The engine does not answer, or stopped answering."""
 
 
 class EngineLost(EngineUnavailable):
-    """The engine broke off while it had a request of ours."""
+    """The engine did not complete a request."""
 
     def __init__(self, engine: str, reason: str) -> None:
-        super().__init__(f"engine {engine} broke off ({reason}); try again")
+        super().__init__(f"engine {engine} did not complete the request ({reason}); try again")
         self.engine = engine
 
 
@@ -54,7 +54,7 @@ class EngineTimeout(EngineUnavailable):
 
 
 class EngineDied(EngineUnavailable):
-    """The engine died, or did not answer in time, while it took up a version."""
+    """The engine died, or did not answer in time, during a take-up."""
 
 
 class EngineRefused(EngineError):
@@ -62,18 +62,18 @@ class EngineRefused(EngineError):
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
-        self.status = status  # of HTTP
+        self.status = status  # HTTP status
 
 
 class InvalidReply(EngineError):
-    """The engine's reply to a chat is no completion, or not the one that was asked for."""
+    """The engine's reply is not a chat completion, or answers another request."""
 
 
 class LoadUndone(EngineError):
-    """A load failed, and the last good version was put back in before the engine resumed."""
+    """A load failed, and the last good version was loaded again before the engine resumed."""
 
     def __init__(self, message: str, *, is_technical: bool) -> None:
-        """is_technical: it took too long, which may be nobody's fault."""
+        """is_technical: the load took too long, so that the version may be good."""
         super().__init__(message)
         self.is_technical = is_technical
 
@@ -83,27 +83,27 @@ class NotOwner(EngineError):
 
 
 class TurnLost(EngineError):
-    """Another engine takes up a version now; nothing was done to this one."""
+    """Another engine takes up a version now; this one is unchanged."""
 
 
 class StageFailed(EngineError):
-    """The engine's machine cannot hold a version on its own disk, or does not see it; the engine serves on."""
+    """The engine's machine cannot store a version, or does not see it; the engine continues to serve."""
 
 
 class ProbeMismatch(EngineError):
-    """The engine answers, with other logprobs than the trainer computed."""
+    """The engine computes other logprobs than the trainer."""
 
 
 class AdapterForgotten(EngineError):
-    """The engine does not know the adapter that it had loaded: it has started anew, and is given its set back."""
+    """The engine restarted, and lacks an adapter that it had loaded; its adapters are being loaded again."""
 
 
 class WeightsUnproven(EngineError):
-    """The engine went on with a reply under weights that then failed their proof."""
+    """The engine sampled a part of a reply with weights that failed their proof."""
 
 
 class NoEngine(FlywheelError):
-    """No engine can take this chat now. `code` says why: engines_unavailable, engines_busy or overloaded."""
+    """No engine can serve this chat now. `code` is the reason: engines_unavailable, engines_busy or overloaded."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -119,5 +119,5 @@ class CallerLeft(Exception):
 
 
 def without_addresses(reason: str) -> str:
-    """A reason as callers may read it: where engines are is known to admins alone."""
+    """Return a reason without the engines' addresses, which only admins may see."""
     return _ADDRESS.sub("(its address)", reason)

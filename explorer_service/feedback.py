@@ -1,8 +1,8 @@
-"""Stage 3, feedback: rewards and other signals reach rows; every id gets an honest receipt.
+"""Stage 3, feedback: add rewards and other signals to rows; every id gets a receipt.
 
-A request about many rows is applied in slices, each a short transaction of its own, so that nobody's chat waits for it;
-what one slice takes is one transaction. A slice that fails leaves the earlier ones applied, and whoever repeats the
-request hears of those rows that they are `duplicate`.
+A request about many rows is applied in slices, each in its own short transaction, so that chats do not wait for it. If
+a slice fails, the earlier ones stay applied; if the caller repeats the request, the receipts of those rows are
+`duplicate`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from explorer_service.feedback_limits import (
     cost_of_row,
     require_room,
 )
-from explorer_service.idempotency import Asked, recall, remember
+from explorer_service.idempotency import KeyedRequest, recall, remember
 from shared.config import RewardConfig
 from shared.errors import LedgerError
 from shared.ledger import queries, transitions
@@ -48,7 +48,7 @@ from shared.reward import Scope, Signal, learned_kinds
 
 
 class FeedbackBody(msgspec.Struct):
-    """What a caller may send; unknown fields are ignored, and named in the answer."""
+    """The body of POST /feedback. Unknown fields are ignored, and listed in the answer."""
 
     msg_ids: list[str] | None = None
     task_id: str | int | None = None
@@ -60,7 +60,7 @@ class FeedbackBody(msgspec.Struct):
     correction: str | None = None
     preferred_over: list[str] | None = None
     scope: Literal["message", "conversation"] | None = None
-    each: bool | None = None  # about every message that it reaches, and about no whole
+    each: bool | None = None  # the signals are for each message, not for the whole
 
 
 _decode_feedback = msgspec.json.Decoder(FeedbackBody).decode
@@ -73,8 +73,8 @@ async def answer_feedback(request: Request, deps: Deps) -> Response:
         raw = await deps.bodies.read(request)
         body, signals = parse_feedback(raw, deps.config.reward)
         msg_ids = list(dict.fromkeys(body.msg_ids or []))
-        feedback = _Feedback(body, msg_ids, signals, caller, deps, _asked(request, caller.name, raw))
-        async with while_caller_waits(request.receive):  # who leaves before it is applied has said nothing
+        feedback = _Feedback(body, msg_ids, signals, caller, deps, _keyed_request(request, caller.name, raw))
+        async with while_caller_waits(request.receive):  # if the caller leaves now, nothing is applied
             await feedback.wait_recorded()
         answer = _answer(await feedback.apply())
     answer.ignored = ignored_fields(raw, body) or msgspec.UNSET
@@ -85,7 +85,7 @@ async def answer_feedback(request: Request, deps: Deps) -> Response:
 
 
 class Answer(msgspec.Struct):
-    """The reply to feedback."""
+    """The answer to feedback."""
 
     status: str
     applied: int
@@ -95,7 +95,7 @@ class Answer(msgspec.Struct):
 
 
 def parse_feedback(raw: bytes, rule: RewardConfig) -> tuple[FeedbackBody, list[Signal]]:
-    """The targets, and what is said about them. Raises ApiError 400 naming the field."""
+    """Parse the targets and signals. Raises ApiError 400 with the field's name."""
     body = decode_typed(raw, _decode_feedback)
     signals = _signals(body)
     if not body.msg_ids and read_id(body.task_id, "task_id") is None:
@@ -123,18 +123,18 @@ def _signals(body: FeedbackBody) -> list[Signal]:
     return signals
 
 
-def _asked(request: Request, key_name: str | None, raw: bytes) -> Asked | None:
-    """The caller's idempotency key, apart from other callers' keys of the same name; and what it was sent with."""
+def _keyed_request(request: Request, key_name: str | None, raw: bytes) -> KeyedRequest | None:
+    """Return the digests of the caller and its idempotency key, and of the body; None: no such key was sent."""
     given = request.headers.get("idempotency-key")
     if given is None:
         return None
     caller = f"key {key_name}" if key_name is not None else f"address {request.client.host if request.client else ''}"
     key = hashlib.sha256(f"{caller}\x00{given}".encode("utf-8", "surrogateescape")).hexdigest()
-    return Asked(key, hashlib.sha256(raw).digest())
+    return KeyedRequest(key, hashlib.sha256(raw).digest())
 
 
 class _Feedback:
-    """One request's way into the ledger."""
+    """Applies one request to the ledger."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Feedback:
         signals: list[Signal],
         caller: Caller,
         deps: Deps,
-        asked: Asked | None,
+        keyed: KeyedRequest | None,
     ) -> None:
         self._msg_ids = msg_ids
         self._task_id, self._run_id = read_id(body.task_id, "task_id"), read_id(body.run_id, "run_id")
@@ -156,12 +156,12 @@ class _Feedback:
         )
         self._cost = cost_of_row(signals)
         self._deps = deps
-        self._asked = asked
+        self._keyed = keyed
 
     async def wait_recorded(self) -> None:
-        """A stream names its id, run and task before its row is stored: until those named here are. Raises LedgerError.
+        """Wait until the rows of target streams are stored: callers know a stream's id, run and task earlier.
 
-        Raises ApiError 503 when one of them streams for too long.
+        Raises ApiError 503 if one of them streams for too long, LedgerError.
         """
         limit_s = self._deps.config.explorer.request_timeout_s
         streams, names = self._deps.open_streams, self._msg_ids
@@ -171,11 +171,11 @@ class _Feedback:
                     names = await streams.of_task(self._task_id, self._run_id, self._group)
                 await streams.wait_recorded(names)
         except TimeoutError as exc:
-            reason = f"a message is still being streamed after {limit_s:g} s; send this again when its stream has ended"
+            reason = f"a message is still being streamed after {limit_s:g} s; try again when its stream has ended"
             raise unavailable(reason, "stream_open") from exc
 
     async def apply(self) -> list[Receipt]:
-        """The answer given before, or the change. Raises ApiError, TooManySignals, TooManyTargets and LedgerError."""
+        """Apply the request, or recall its answer. Raises ApiError, TooManySignals, TooManyTargets, LedgerError."""
         try:
             return await self._apply()
         except LedgerError as error:
@@ -184,7 +184,7 @@ class _Feedback:
             known, _ = await self._deps.reader.read(self._read)
             if known is None:
                 raise
-            return known  # the same request was sent twice at once, and the other one was faster
+            return known  # the same request was sent twice at once, and the other copy was applied first
 
     async def _apply(self) -> list[Receipt]:
         if self._msg_ids and not self._conversations and len(self._msg_ids) * self._cost <= AT_ONCE_COST:
@@ -198,11 +198,11 @@ class _Feedback:
         for part in first:
             began = time.monotonic()
             receipts += await self._deps.feedback_writer.write(partial(self._apply_part, part))
-            await asyncio.sleep(2 * (time.monotonic() - began))  # two thirds of the time are for others
+            await asyncio.sleep(2 * (time.monotonic() - began))  # leaves two thirds of the time to other writes
         return await self._deps.feedback_writer.write(lambda c: self._apply_last(c, last, receipts))
 
     def _read(self, connection: Connection) -> tuple[list[Receipt] | None, Targets]:
-        known = recall(connection, self._asked, self._msg_ids)
+        known = recall(connection, self._keyed, self._msg_ids)
         return known, {} if known is not None else self._find(connection)
 
     def _find(self, connection: Connection) -> Targets:
@@ -218,7 +218,7 @@ class _Feedback:
         )
 
     def _apply_at_once(self, connection: Connection) -> list[Receipt]:
-        known = recall(connection, self._asked, self._msg_ids)
+        known = recall(connection, self._keyed, self._msg_ids)
         return self._apply_last(connection, self._find(connection), []) if known is None else known
 
     def _apply_part(self, targets: Targets, connection: Connection) -> list[Receipt]:
@@ -226,12 +226,12 @@ class _Feedback:
 
     def _apply_last(self, connection: Connection, targets: Targets, before: list[Receipt]) -> list[Receipt]:
         receipts = before + self._apply_part(targets, connection)
-        remember(connection, self._asked, self._msg_ids, receipts)
+        remember(connection, self._keyed, self._msg_ids, receipts)
         return receipts
 
 
 def _slices(targets: Targets, cost_of_row: float) -> Iterator[Targets]:
-    """The targets in slices of at most SLICE_COST, at least one target each; one empty slice of no targets."""
+    """Yield the targets in slices that cost at most SLICE_COST or have one target; without targets, an empty slice."""
     part: Targets = {}
     cost = 0.0
     for name, ids in targets.items():
@@ -246,6 +246,6 @@ def _slices(targets: Targets, cost_of_row: float) -> Iterator[Targets]:
 
 def _answer(receipts: list[Receipt]) -> Answer:
     if all(receipt.state == "unknown" for receipt in receipts):
-        error = ApiError(404, "no target of this feedback is known here", code="unknown_target")
+        error = ApiError(404, "all targets of this feedback are unknown", code="unknown_target")
         return Answer("error", 0, receipts, error.content())
     return Answer("success", sum(receipt.state in ("applied", "updated") for receipt in receipts), receipts)

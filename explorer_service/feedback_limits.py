@@ -1,4 +1,4 @@
-"""How much one feedback may say, and about how many messages."""
+"""Limits of one feedback request: its targets, signals and texts."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from shared.config import RewardConfig
 from shared.reward import Signal
 
 MAX_TARGETS = 10_000
-MAX_NAME = 200  # characters of a metric's name, as the ledger's column has it
+MAX_NAME = 200  # characters of a metric's name, the length of the ledger's column
 MAX_MSG_ID = 220  # characters of ID#CHOICE
-MAX_OF_A_KIND = 100  # metrics, or messages that it is preferred over
+MAX_OF_A_KIND = 100  # metrics, or entries of preferred_over
 MAX_TEXT_BYTES = 64 * 1024  # of a comment or a correction
-MAX_STORED_BYTES = 16 * 1024 * 1024  # of texts: each row that they are about has its own copy
-MAX_ROWS = 100_000  # that a task, a run or conversations may hold
-FIND_TIMEOUT_S = 60.0  # to find them, in many statements, each of which has its own limit
-SLICE_COST = 50.0  # what one transaction may cost; see cost_of_row
-AT_ONCE_COST = 50.0  # of named messages; each may have many choices
+MAX_STORED_BYTES = 16 * 1024 * 1024  # of texts: each target row stores its own copy
+MAX_ROWS = 100_000  # of a task, a run or conversations
+FIND_TIMEOUT_S = 60.0  # to find the rows, in many statements, each with its own limit
+SLICE_COST = 50.0  # of one transaction; see cost_of_row
+AT_ONCE_COST = 50.0  # of named messages in one transaction; each may have many choices
 
 
 def check_targets(msg_ids: Sequence[str]) -> None:
-    """Raises ApiError 400."""
+    """Raise ApiError 400 if a limit is exceeded."""
     if len(msg_ids) > MAX_TARGETS:
         raise bad_request(f"at most {MAX_TARGETS} msg_ids in one request", "msg_ids")
     for name in msg_ids:
         if len(name) > MAX_MSG_ID or "\x00" in name:
-            raise bad_request(f"a message id has at most {MAX_MSG_ID} characters and no NUL in it", "msg_ids")
+            raise bad_request(f"a message id has at most {MAX_MSG_ID} characters, and no NUL", "msg_ids")
 
 
 def check_signals(signals: Sequence[Signal]) -> None:
-    """Raises ApiError 400."""
+    """Raise ApiError 400 if a limit is exceeded."""
     for kind, param in (("metric", "metrics"), ("preferred_over", "preferred_over")):
         if sum(signal.kind == kind for signal in signals) > MAX_OF_A_KIND:
             raise bad_request(f"at most {MAX_OF_A_KIND} {param} in one request", param)
@@ -45,36 +45,36 @@ def check_signals(signals: Sequence[Signal]) -> None:
         if _bytes(signal) > MAX_TEXT_BYTES:
             raise bad_request(f"a {signal.kind} has at most {MAX_TEXT_BYTES} bytes", signal.kind)
         if "\x00" in (signal.text or "") + (signal.name or ""):
-            raise bad_request("text must not hold NUL", signal.kind)
+            raise bad_request("text must not contain NUL", signal.kind)
 
 
 def check_rewards(reward: float | None, metrics: Mapping[str, float], rule: RewardConfig) -> None:
-    """Raises ApiError 400 for a reward outside of `reward.accept`, also for one that a metric's weight makes.
+    """Raise ApiError 400 for a reward, or a metric times its weight, outside `reward.accept`.
 
-    A metric is a part of a reward, so that 0 is always within; `reward.clip` bounds what metrics make.
+    A metric is only a part of a reward, so 0 is always allowed. With `reward.clip`, metrics are not checked.
     """
     if rule.accept is None:
         return
     lowest, highest = rule.accept
     if reward is not None and not lowest <= reward <= highest:
-        raise bad_request(f"reward must lie between {lowest:g} and {highest:g}", "reward")
+        raise bad_request(f"reward must be between {lowest:g} and {highest:g}", "reward")
     for name in metrics.keys() & rule.metrics.keys() if rule.clip is None else ():
         part = rule.metrics[name] * metrics[name]
         if not min(lowest, 0.0) <= part <= max(highest, 0.0):
-            reason = f"metric {name} makes a reward of {part:g}; it must lie between {lowest:g} and {highest:g}"
+            reason = f"metric {name} gives a reward of {part:g}; it must be between {lowest:g} and {highest:g}"
             raise bad_request(f"{reason} (reward.accept, reward.metrics)", "metrics")
 
 
 def require_room(signals: Sequence[Signal], rows: int) -> None:
-    """Raises ApiError 400 when the texts, once for each row, take too much room."""
+    """Raise ApiError 400 if the texts, stored once for each row, are too large."""
     size = rows * sum(map(_bytes, signals))
     if size > MAX_STORED_BYTES:
-        reason = f"the texts take {size} bytes for {rows} messages, at most {MAX_STORED_BYTES}; name fewer messages"
+        reason = f"the texts need {size} bytes for {rows} messages, at most {MAX_STORED_BYTES}; name fewer messages"
         raise bad_request(reason, "comment")
 
 
 def cost_of_row(signals: Sequence[Signal]) -> float:
-    """What it costs to say this about one row: 1 for each signal, and for each 2,000 bytes of text."""
+    """Return the cost of these signals for one row: 1 for each signal, and for each 2,000 bytes of text."""
     return len(signals) + sum(map(_bytes, signals)) / 2000
 
 

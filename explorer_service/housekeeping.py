@@ -1,6 +1,6 @@
-"""What the explorer does from a clock: commit what is rewarded, expire what never was, forget old keys, merge counts.
+"""Periodic jobs: commit rows with signals, expire rows without, delete old idempotency keys, merge counts.
 
-Every step is a conditional statement, so any number of explorers may do this on one ledger.
+All jobs use conditional statements, so any number of explorers may run them on one ledger.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shared.log import StageLogger
 
 log = StageLogger("housekeeping")
 
-KEEP_ANSWERS_S = 24 * 3600.0  # how long an Idempotency-Key is remembered
+KEEP_ANSWERS_S = 24 * 3600.0  # how long an Idempotency-Key is stored
 FORGET_EVERY_S = 600.0
 EXPIRE_EVERY_S = 30.0
 MERGE_EVERY_S = 10.0
 
 
 class Housekeeper:
-    """`run()` ends only by cancellation."""
+    """Runs the jobs. `run()` ends only by cancellation."""
 
     def __init__(
         self, config: ExplorerConfig, writer: LedgerWriter, metrics: ExplorerMetrics, *, merges_counts: bool
     ) -> None:
-        """merges_counts: the ledger is PostgreSQL, whose counts of rows are many lines until they are merged."""
+        """merges_counts: the ledger is PostgreSQL, where each change of a count adds a row until they are merged."""
         self._config = config
         self._merges_counts = merges_counts
         self._writer = writer
@@ -59,8 +59,8 @@ class Housekeeper:
                 await job()
                 self._unavailable = False
             except LedgerError as error:
-                if not self._unavailable:  # logged once, until it is back
-                    log.warning("the ledger is unavailable; this waits", reason=str(error))
+                if not self._unavailable:  # logged once per outage
+                    log.warning("the ledger is unavailable; periodic jobs wait", reason=str(error))
                 self._unavailable = True
 
     async def _commit(self) -> None:

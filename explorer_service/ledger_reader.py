@@ -1,6 +1,6 @@
-"""Reads of the ledger on behalf of callers: none of them waits for a database that does not answer.
+"""Read the ledger for callers, with a timeout for a database that does not answer.
 
-In threads of their own: however many callers read, those of the event loop are left to reloads.
+It uses its own threads, so that callers never occupy those of the event loop, which reloads need.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from shared.log import StageLogger
 
 T = TypeVar("T")
 log = StageLogger("explorer")
-_AT_ONCE = 4  # reads; on PostgreSQL each has a connection, of ten that a process may have
+_AT_ONCE = 4  # concurrent reads; on PostgreSQL, each needs one of the ten connections of a process
 
 
 class LedgerReader:
-    """`await read(query)` returns what the query found."""
+    """`await read(query)` returns the query's result."""
 
     def __init__(self, ledger: Ledger, timeout_s: float) -> None:
-        """timeout_s: who waits longer hears LedgerError."""
+        """timeout_s: after this time, a read raises LedgerError."""
         self._ledger = ledger
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_AT_ONCE, "ledger-reader")
 
     async def stop(self) -> None:
-        """Wait for the reads that have begun, and drop the others."""
+        """Wait for the running reads, and cancel the others."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def read(self, query: Callable[[Connection], T], timeout_s: float | None = None) -> T:
-        """Run `query` on a snapshot. Raises what it raised, or LedgerError.
+        """Run `query` on a snapshot. Raises its exceptions, or LedgerError.
 
-        timeout_s: another one, for a query of many statements.
+        timeout_s: replaces the reader's timeout, for a query of many statements.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:

@@ -1,8 +1,8 @@
-"""The writers of this process: samples, feedback, commits, heartbeats and reloads all reach the ledger through one.
+"""The writers of this process: they make all writes to the ledger (samples, feedback, commits, heartbeats, reloads).
 
-A writer's thread owns a writing connection. What arrives while a transaction is being made durable goes into the next
-one together (group commit), so that a busy explorer pays one fsync for many chats. Each job has its own savepoint: one
-that fails is undone alone. Whoever waits hears within the writer's timeout, even from a database that is frozen.
+A writer's thread owns a connection. Jobs that arrive during a transaction share the next one (group commit), so a busy
+explorer needs one fsync for many chats. Each job has its own savepoint: a job that fails is rolled back alone. Callers
+get an answer within the writer's timeout, even if the database hangs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from shared.log import StageLogger
 T = TypeVar("T")
 log = StageLogger("record")
 _MAX_GROUP = 256
-_MAX_REPEATS = 5  # of a job that met a deadlock
-_PAUSE_S = 0.02  # at most, before the first of them; twice as long before each other
+_MAX_REPEATS = 5  # of a job after a deadlock
+_PAUSE_S = 0.02  # longest pause before the first repeat; it doubles before each further one
 
 
 class LedgerWriter:
-    """`await write(work)` returns once `work`'s changes are durable. To be made in the event loop that awaits it."""
+    """`await write(work)` returns once `work`'s changes are durable. Create it in the event loop that awaits it."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class LedgerWriter:
         timeout_s: float = 4.0,
         name: str = "ledger-writer",
     ) -> None:
-        """timeout_s: who waits longer for a write hears LedgerError."""
+        """timeout_s: after this time, a write raises LedgerError."""
         self._connection = DedicatedConnection(ledger)
         self._metrics = metrics
         self._timeout_s = timeout_s
-        self.is_available = True  # as of the last write, and of those that wait
+        self.is_available = True  # according to the last write, and to timeouts since
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()  # in the order of their deadlines
         self._timer: asyncio.TimerHandle | None = None
@@ -58,22 +58,21 @@ class LedgerWriter:
         self._thread = background.start_thread(name, self._run)
 
     async def stop(self) -> None:
-        """Finish what was submitted, then end."""
+        """Finish the submitted jobs, then end."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
     async def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a transaction on the writer's thread; again, when a deadlock undid it.
+        """Run `work` in a transaction on the writer's thread, and repeat it after a deadlock.
 
-        Returns its result once it is durable. Raises what `work` raised, or LedgerError, with nothing changed; or
-        LedgerError after the timeout, when the change may or may not be stored. Who is cancelled while waiting does
-        not undo it.
+        Returns its result once it is durable. Raises `work`'s exceptions, or LedgerError, with nothing changed; or
+        LedgerError after the timeout, and then the change may or may not be stored. Cancellation does not stop `work`.
         """
         result: T = await self._submit(work, [])
         return result
 
     async def record(self, samples: list[Sample]) -> None:
-        """Store samples durably. Raises LedgerError. Who is cancelled while waiting does not undo it."""
+        """Store samples durably. Raises LedgerError. Cancellation does not stop the write."""
         await self._submit(lambda connection: transitions.record(connection, samples), samples)
 
     def _submit(self, work: Callable[[Connection], Any], samples: list[Sample]) -> asyncio.Future[Any]:
@@ -84,28 +83,28 @@ class LedgerWriter:
             waiting.popleft()
         waiting.append(job)
         if self._timer is None:
-            self._timer = self._loop.call_at(job.deadline, self._give_up)
+            self._timer = self._loop.call_at(job.deadline, self._expire)
         self._jobs.put(job)
-        if not self._thread.is_alive():  # it died: nobody else answers
+        if not self._thread.is_alive():  # it died, and cannot answer
             self._refuse_all()
         return future
 
-    def _give_up(self) -> None:
-        """Fail the jobs whose time is over. One timer serves them all, and none runs while nobody waits."""
+    def _expire(self) -> None:
+        """Fail the jobs whose deadline has passed. All jobs share one timer, which runs only while a job waits."""
         waiting, now = self._waiting, self._loop.time()
         while waiting and (waiting[0].future.done() or waiting[0].deadline <= now):
             job = waiting.popleft()
             if not job.future.done():
-                job.given_up = True
+                job.timed_out = True
                 self._note_unavailable(f"no answer within {self._timeout_s:g} s")
                 job.future.set_exception(
                     LedgerError(f"the database has not answered within {self._timeout_s:g} s; is it up and unlocked?")
                 )
-        self._timer = self._loop.call_at(waiting[0].deadline, self._give_up) if waiting else None
+        self._timer = self._loop.call_at(waiting[0].deadline, self._expire) if waiting else None
 
     def _note_unavailable(self, reason: str) -> None:
-        if self.is_available:  # logged once, until it is back
-            log.error("the ledger does not store; callers get 503", reason=reason)
+        if self.is_available:  # logged once per outage
+            log.error("the ledger cannot be written; callers get 503", reason=reason)
         self.is_available = False
 
     def _run(self) -> None:
@@ -116,7 +115,7 @@ class LedgerWriter:
             self._refuse_all()
 
     def _refuse_all(self) -> None:
-        """Fail what is left in the queue of a writer that has ended."""
+        """Fail the jobs left in the queue after the writer has ended."""
         error: BaseException = LedgerError("the ledger's writer has ended; this process stops")
         while not self._jobs.empty():
             job = self._jobs.get()
@@ -139,30 +138,30 @@ class LedgerWriter:
                     stopping = True
                 else:
                     group.append(job)
-            if group := [job for job in group if not job.given_up]:
+            if group := [job for job in group if not job.timed_out]:
                 self._commit_group(group)
             if stopping:
                 return
 
     def _commit_group(self, group: list[Job]) -> None:
-        """Run the jobs in one transaction, or those that cannot be run together one by one in another; then answer."""
+        """Run the jobs together in one transaction, or else one by one in another; then answer them."""
         started = time.perf_counter()
         try:
             outcomes = self._try(group)
         except LedgerError as error:
             self._note_unavailable(str(error))
             outcomes = [(job, None, error) for job in group]
-        except Exception as error:  # the thread's boundary: every caller has to hear of it, and the thread to live
-            log.exception("not stored", jobs=len(group))
+        except Exception as error:  # the thread's boundary: callers get the error, and the thread continues
+            log.exception("jobs were not stored", jobs=len(group))
             outcomes = [(job, None, error) for job in group]
         else:
             if not self.is_available:
-                log.info("the ledger stores again")
+                log.info("the ledger can be written again")
             self.is_available = True
         self._metrics.record_commit.observe(time.perf_counter() - started)
         stored = [sample for job, _, failure in outcomes if failure is None for sample in job.samples]
         self._metrics.count_recorded(len(stored), sum(sample.quarantine is not None for sample in stored))
-        self._loop.call_soon_threadsafe(answer, outcomes)  # once for all: each call wakes the loop
+        self._loop.call_soon_threadsafe(answer, outcomes)  # one call for all: each call wakes the loop
 
     def _try(self, group: list[Job]) -> list[Outcome]:
         is_locked = False
@@ -180,8 +179,8 @@ class LedgerWriter:
         return [self._repeat(outcome[0]) if is_conflict(outcome[2]) else outcome for outcome in outcomes]
 
     def _repeat(self, job: Job) -> Outcome:
-        """A job that met a deadlock, in transactions of its own; the others of its group are stored already."""
-        outcome: Outcome = (job, None, LedgerError("the database had to undo this again and again; try again"))
+        """Repeat a job after a deadlock, in its own transactions; the rest of its group is stored already."""
+        outcome: Outcome = (job, None, LedgerError("the database rolled this back repeatedly; try again"))
         for repeat in range(_MAX_REPEATS):
             time.sleep(random.uniform(0, _PAUSE_S * 2**repeat))
             try:

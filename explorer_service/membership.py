@@ -1,6 +1,6 @@
-"""Which explorers live: several on one ledger behave as one, and each has to know of the others.
+"""Membership: explorers on one ledger behave as one, so each has to know which others are alive.
 
-Owns this explorer's heartbeat. Alone on a ledger it costs one small write every two seconds.
+Owns this explorer's heartbeat, which costs one small write every two seconds.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ HEARTBEAT_S = 2.0
 
 
 class Membership:
-    """This explorer among the others. `run()` ends only by cancellation."""
+    """This explorer and its knowledge of the others. `run()` ends only by cancellation."""
 
     def __init__(self, writer: LedgerWriter, settings: dict[str, Any]) -> None:
-        """settings: those in which all explorers must agree, by their keys."""
+        """settings: the ones that must be equal in all explorers, by key."""
         self.id = process_name()
-        self.differing: dict[str, str] = {}  # explorers that are configured otherwise, and in what
+        self.differing: dict[str, str] = {}  # by explorer: the differences of its settings
         self.is_alone = True  # as of the last heartbeat
-        self.heartbeat_at = 0.0  # time.monotonic(): when the last heartbeat that was stored was sent
+        self.heartbeat_at = 0.0  # time.monotonic(): when the last stored heartbeat was sent
         self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
-        self.on_company: Callable[[], Awaitable[None]] | None = None  # called when this explorer is alone no more
+        self.on_first_other: Callable[[], Awaitable[None]] | None = None  # called when it is no longer alone
         self._writer = writer
         self._settings = settings
 
     async def run(self) -> None:
-        """Heartbeats."""
+        """Send heartbeats."""
         while True:
             try:
                 await self.heartbeat()
             except LedgerError as error:
-                log.debug("no heartbeat: the ledger is unavailable", reason=str(error))
+                log.debug("no heartbeat was stored: the ledger is unavailable", reason=str(error))
             await asyncio.sleep(until_next_tick(HEARTBEAT_S))
 
     async def heartbeat(self) -> None:
-        """Tell the others that this explorer lives and how far it has followed, and see who else lives."""
+        """Store that this explorer is alive and which moves it has followed, and read which others are alive."""
         sent_at = time.monotonic()
         acknowledged = dict(self.acknowledged)
 
@@ -61,30 +61,30 @@ class Membership:
         others, self.owned = await self._writer.write(beat)
         was_alone, self.is_alone = self.is_alone, not others
         self.heartbeat_at = sent_at
-        if was_alone and others and self.on_company is not None:
+        if was_alone and others and self.on_first_other is not None:
             try:
-                await self.on_company()
+                await self.on_first_other()
             except LedgerError:
                 self.is_alone = True  # the next heartbeat tries again
                 raise
-        self._compare(others)
+        self._note_differences(others)
 
-    def _compare(self, others: dict[str, dict[str, Any]]) -> None:
-        """Say once of each other explorer in what it is configured otherwise."""
+    def _note_differences(self, others: dict[str, dict[str, Any]]) -> None:
+        """Log once for each other explorer how its settings differ."""
         differing = {other: found for other, settings in others.items() if (found := self._differences(settings))}
         for other, found in differing.items():
             if self.differing.get(other) != found:
-                log.error("another explorer of this ledger is configured otherwise", other=other, differences=found)
+                log.error("another explorer of this ledger has other settings", other=other, differences=found)
         self.differing = differing
 
     def _differences(self, settings: dict[str, Any]) -> str:
-        """One that says nothing of a key is of an older release."""
+        """Return how an explorer's settings differ. Older releases may lack a key, which is no difference."""
         both = ((key, own, settings.get(key, own)) for key, own in self._settings.items())
         return "; ".join(f"{key} is {own!r} here and {theirs!r} there" for key, own, theirs in both if own != theirs)
 
     async def leave(self) -> None:
-        """Sign off: the leases of this explorer are free at once."""
+        """Sign off, which frees the leases of this explorer at once."""
         try:
             await self._writer.write(lambda connection: transitions.sign_off(connection, self.id))
         except LedgerError as error:
-            log.warning("not signed off; the others notice by themselves", reason=str(error))
+            log.warning("not signed off; this explorer's leases expire by themselves", reason=str(error))

@@ -1,7 +1,7 @@
-"""Metrics, named `flywheel_<stage>_<what>_<unit>`. One object holds them; nothing is registered globally.
+"""Metrics, named `flywheel_<stage>_<what>_<unit>`. One object owns them; nothing is registered globally.
 
-With `explorer.workers` the processes share their counts through the folder PROMETHEUS_MULTIPROC_DIR, so that any
-of them answers for all.
+With `explorer.workers`, the processes share their values through the folder PROMETHEUS_MULTIPROC_DIR, so that each of
+them can answer for all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from explorer_service.ledger_reader import LedgerReader
 from shared.errors import LedgerError
 from shared.ledger.queries import Tripped, progress
 
-_KEEP_S = 1.0  # how old the text may be, and how long it waits for the ledger
+_MAX_AGE_S = 1.0  # of the text; also the longest wait for the ledger
 
 _NO_VERSION = -1
 
@@ -28,7 +28,7 @@ _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 
 
 class ExplorerMetrics:
-    """What the explorer counts; docs/metrics.md explains each."""
+    """The explorer's metrics; docs/metrics.md explains each."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -41,30 +41,30 @@ class ExplorerMetrics:
         self.record_rows = self._counter("record_rows", "Samples stored, by result", "result")
         self.record_commit = self._histogram("record_commit_seconds", "One durable write of the ledger")
         self.feedback_receipts = self._counter("feedback_receipts", "Receipts by state", "state")
-        self.pins = self._counter("traffic_pins", "Pinned versions brought to an engine, by result", "result")
-        self.commit_rows = self._counter("commit_rows", "Rows made ready, by requests and from the clock")
-        self.reloads = self._counter("reload_versions", "Versions loaded, by result", "result")
+        self.pins = self._counter("traffic_pins", "Pinned versions loaded into an engine, by result", "result")
+        self.commit_rows = self._counter("commit_rows", "Rows made ready, by requests and by the timer")
+        self.reloads = self._counter("reload_versions", "Results of take-ups", "result")
         self.reload_pause = self._histogram("reload_pause_seconds", "How long an engine was paused for a reload")
-        self.reload_gap = self._histogram("reload_gap_seconds", "How long a reload held up what was in flight")
-        self.reload_stage = self._histogram("reload_stage_seconds", "Bringing a version to its engine")
+        self.reload_gap = self._histogram("reload_gap_seconds", "How long a reload delayed requests in flight")
+        self.reload_stage = self._histogram("reload_stage_seconds", "Staging a version for its engine")
         self.reload_proof = self._histogram("reload_proof_seconds", "Scoring a probe after a load")
-        self.reload_failures = self._counter("reload_failures", "Versions not taken up, by reason", "reason")
+        self.reload_failures = self._counter("reload_failures", "Failed take-ups, by reason", "reason")
         self.engine_up = self._gauge("engine_up", "Whether an engine gets chats", "livemin", "engine")
         self.reload_version = self._gauge("reload_version_number", "Version in service", "livemax", "engine")
         # read from the ledger for each scrape
-        self.claim_ready = self._gauge("claim_ready_rows", "Rows that wait for a trainer")
+        self.claim_ready = self._gauge("claim_ready_rows", "Rows waiting for a trainer")
         self.update_step = self._gauge("update_step_number", "Updates in the trainer's saved state")
         self.update_tripped = self._gauge(
             "update_tripped_trainers", "Trainers whose breaker holds", "livemostrecent", "figure", "fix"
         )
         self.publish_version = self._gauge("publish_version_number", "Newest version published")
-        self.reload_lag = self._gauge("reload_lag_versions", "Newest version less the one in service")
+        self.reload_lag = self._gauge("reload_lag_versions", "Newest version minus the one in service")
 
         self._answered: dict[int, Any] = {}
-        self._recorded = self.record_rows.labels("recorded")  # a lookup by label costs more than counting
+        self._recorded = self.record_rows.labels("recorded")  # a lookup by label costs more than the increment
 
     def count_answer(self, status: int, seconds: float) -> None:
-        """A chat was answered: its HTTP status, and how long that took."""
+        """Count an answered chat: its HTTP status and duration."""
         self.chat_latency.observe(seconds)
         counter = self._answered.get(status)
         if counter is None:
@@ -72,13 +72,13 @@ class ExplorerMetrics:
         counter.inc()
 
     def count_recorded(self, rows: int, quarantined: int) -> None:
-        """Samples were stored, some of them as quarantined."""
+        """Count stored samples. quarantined: how many of them are quarantined."""
         self._recorded.inc(rows - quarantined)
         if quarantined:
             self.record_rows.labels("quarantined").inc(quarantined)
 
     def note_engine(self, name: str, version: int | None, *, is_open: bool) -> None:
-        """An engine gets chats, or none; version: that it serves, if any. (A label's series cannot be taken back.)"""
+        """Set whether an engine gets chats, and which version it serves. (A label's series cannot be removed.)"""
         self.engine_up.labels(name).set(is_open)
         self.reload_version.labels(name).set(_NO_VERSION if version is None else version)
 
@@ -86,55 +86,55 @@ class ExplorerMetrics:
         return Counter(f"flywheel_{name}", meaning, labels, registry=self.registry)
 
     def _gauge(self, name: str, meaning: str, workers: str = "livemostrecent", *labels: str) -> Gauge:
-        """workers: how the values of several processes become one."""
+        """workers: how the values of several processes are combined."""
         return Gauge(f"flywheel_{name}", meaning, labels, registry=self.registry, multiprocess_mode=workers)
 
     def _histogram(self, name: str, meaning: str) -> Histogram:
         return Histogram(f"flywheel_{name}", meaning, buckets=_LATENCY_S, registry=self.registry)
 
     def render(self) -> bytes:
-        """Prometheus text."""
+        """Return Prometheus text."""
         registry = self.registry
         if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
-            _forget_the_dead(Path(folder))
+            _delete_stale_gauges(Path(folder))
             registry = CollectorRegistry()
             MultiProcessCollector(registry)
         text: bytes = generate_latest(registry)
         return text
 
 
-def _forget_the_dead(folder: Path) -> None:
-    """Delete the gauges of workers that have ended. What they counted stays."""
+def _delete_stale_gauges(folder: Path) -> None:
+    """Delete the gauges of workers that have ended; keep their counters."""
     for file in folder.glob("gauge_live*.db"):
         try:
             os.kill(int(file.stem.rpartition("_")[2]), 0)
         except PermissionError:
-            continue  # a process of another user has the number now
+            continue  # a process of another user has this id now
         except ProcessLookupError:
-            file.unlink(missing_ok=True)  # another worker may do the same
+            file.unlink(missing_ok=True)  # another worker may delete it, too
 
 
 class MetricsText:
-    """The text of GET /metrics, made at most once a second, whoever asks."""
+    """The text of GET /metrics, rendered at most once a second for all callers."""
 
     def __init__(self, reader: LedgerReader, metrics: ExplorerMetrics) -> None:
         self._reader = reader
         self._metrics = metrics
         self._text = b""
-        self._made_at = -math.inf  # time.monotonic()
-        self._tripped: set[Tripped] = set()  # what has tripped a breaker
-        self._asking: asyncio.Task[None] | None = None
+        self._rendered_at = -math.inf  # time.monotonic()
+        self._tripped: set[Tripped] = set()  # everything that has tripped a breaker
+        self._query: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
-        """While the ledger is unavailable the gauges that are read from it have their last values."""
-        if time.monotonic() - self._made_at >= _KEEP_S:
-            if self._asking is None or self._asking.done():
-                self._asking = asyncio.create_task(self._ask(), name="metrics")
-            await asyncio.wait([self._asking], timeout=_KEEP_S)
-            self._made_at, self._text = time.monotonic(), self._metrics.render()
+        """Return the text. While the ledger is unavailable, gauges that are read from it keep their last values."""
+        if time.monotonic() - self._rendered_at >= _MAX_AGE_S:
+            if self._query is None or self._query.done():
+                self._query = asyncio.create_task(self._refresh(), name="metrics")
+            await asyncio.wait([self._query], timeout=_MAX_AGE_S)
+            self._rendered_at, self._text = time.monotonic(), self._metrics.render()
         return self._text
 
-    async def _ask(self) -> None:
+    async def _refresh(self) -> None:
         try:
             now = await self._reader.read(progress)
         except LedgerError:

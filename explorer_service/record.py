@@ -1,7 +1,7 @@
-"""Stage 2, record: samples become rows, durable before the caller has its answer.
+"""Stage 2, record: store samples as rows, durable before the caller has its answer.
 
-A stream's caller learns the message id from the first event, before the row is stored; feedback for such an id, its
-run or its task waits here until it is. With several explorers on one ledger the others know of it by the table
+A stream's caller gets the message id with the first event, before the row is stored. Feedback for such an id, its run
+or its task waits here until the row is stored. Other explorers on the ledger see the stream in the table
 `open_streams`.
 """
 
@@ -26,13 +26,13 @@ from shared.log import StageLogger
 
 log = StageLogger("record")
 
-POLL_S = 0.05  # how soon another explorer's stream is asked for again; each time half as long again
+POLL_S = 0.05  # first pause between queries for another explorer's stream; each next one is 1.5 times as long
 MAX_POLL_S = 1.0
 
 
 async def record(samples: list[Sample], writer: LedgerWriter) -> None:
-    """Make samples durable. A caller who leaves meanwhile does not undo it. Raises LedgerError."""
-    if samples:  # none: not to be recorded, or a stream that held an error and no choice
+    """Store samples durably, even if the caller leaves meanwhile. Raises LedgerError."""
+    if samples:  # empty if the chat is not recorded, or the stream contained an error
         await writer.record(samples)
 
 
@@ -44,52 +44,52 @@ class _Open(NamedTuple):
 
 
 class OpenStreams:
-    """Streams whose id is known to a caller and whose rows are not stored yet."""
+    """Streams whose message id a caller knows, but whose rows are not stored yet."""
 
     def __init__(self, reader: LedgerReader, writer: LedgerWriter, membership: Membership) -> None:
         self._reader = reader
         self._writer = writer
         self._membership = membership
         self._open: dict[str, _Open] = {}  # by message id
-        self._told: set[str] = set()  # of these: the others know of them
-        self._unclosed: set[str] = set()  # have ended, and the others do not know it yet
-        membership.on_company = self._tell_all
+        self._announced: set[str] = set()  # those of them in the table, where other explorers see them
+        self._unclosed: set[str] = set()  # streams that have ended, but are still in the table
+        membership.on_first_other = self._announce_all
 
     @asynccontextmanager
     async def opened(self, msg_id: str, run: RunName) -> AsyncIterator[None]:
-        """Around a stream, until its rows are stored or never will be. Raises LedgerError."""
+        """Wrap a stream, until its rows are stored or never will be. Raises LedgerError."""
         opened = self._open[msg_id] = _Open(run, asyncio.Event())
         try:
             if not self._membership.is_alone:
-                await self._tell({msg_id: run})
+                await self._announce({msg_id: run})
             yield
         finally:
             del self._open[msg_id]
             opened.ended.set()
-            if msg_id in self._told:
+            if msg_id in self._announced:
                 await self._close(msg_id)
 
-    async def _tell(self, runs: dict[str, RunName]) -> None:
+    async def _announce(self, runs: dict[str, RunName]) -> None:
         def open_all(connection: Connection) -> None:
             for msg_id, run in runs.items():
                 transitions.open_stream(connection, msg_id, self._membership.id, run)
 
-        self._told.update(runs)  # before it is stored: whoever leaves meanwhile has to take it back
+        self._announced.update(runs)  # before the write: a stream that ends meanwhile must delete its entry
         await self._writer.write(open_all)
 
-    async def _tell_all(self) -> None:
-        """There are other explorers now: tell them of the streams that began before. Raises LedgerError."""
-        untold = {name: self._open[name].run for name in sorted(self._open.keys() - self._told)}
+    async def _announce_all(self) -> None:
+        """Announce the streams that began while this explorer was alone. Raises LedgerError."""
+        unannounced = {name: self._open[name].run for name in sorted(self._open.keys() - self._announced)}
         try:
-            if untold:
-                await self._tell(untold)
-        except LedgerError:  # the next time, those that are open then
-            self._told -= untold.keys() & self._open.keys()
+            if unannounced:
+                await self._announce(unannounced)
+        except LedgerError:  # the next call announces those that are still open
+            self._announced -= unannounced.keys() & self._open.keys()
             raise
 
     async def _close(self, msg_id: str) -> None:
-        """Tell the others that it has ended; if the ledger is away, with the end of the next stream."""
-        self._told.discard(msg_id)
+        """Delete a stream from the table; if the ledger is unavailable, at the end of the next stream."""
+        self._announced.discard(msg_id)
         self._unclosed.add(msg_id)
         closing = sorted(self._unclosed)
 
@@ -99,15 +99,15 @@ class OpenStreams:
 
         try:
             await self._writer.write(close)
-        except LedgerError as error:  # its caller has all of it, and the row is stored or was refused before
-            log.debug("the end of a stream is not told yet", msg_id=msg_id, reason=str(error))
+        except LedgerError as error:  # no error for the caller: its row was stored or refused before
+            log.debug("the end of a stream is not announced yet", msg_id=msg_id, reason=str(error))
             return
         self._unclosed.difference_update(closing)
 
     async def of_task(self, task_id: str, run_id: str | None, key_group: str | None) -> list[str]:
-        """The streams of a task, or of one run of it, that are open here or elsewhere. Raises LedgerError.
+        """Return the ids of open streams of a task, or of one of its runs, in any explorer. Raises LedgerError.
 
-        key_group: only those whose rows in_group() finds for it.
+        key_group: only streams whose rows in_group() finds for it.
         """
         found = [
             name
@@ -121,7 +121,7 @@ class OpenStreams:
         return found
 
     async def wait_recorded(self, msg_ids: list[str]) -> None:
-        """Until none of these is still streamed, here or by another explorer. Raises LedgerError."""
+        """Wait until no explorer streams any of these messages. Raises LedgerError."""
         names = [msg_id.partition("#")[0] for msg_id in msg_ids]
         for name in names:
             if name in self._open:

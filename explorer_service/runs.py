@@ -1,4 +1,4 @@
-"""Reading what was recorded of a run."""
+"""Read the recorded rows of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def answer_runs(request: Request, deps: Deps) -> Response:
     asked = request.query_params
     task_id, run_id = read_id(asked.get("task_id"), "task_id"), read_id(asked.get("run_id"), "run_id")
     if task_id is None:
-        raise bad_request("name the task: /runs?task_id=…, with run_id for one run of it", "task_id")
+        raise bad_request("name the task: /runs?task_id=…, with run_id for one of its runs", "task_id")
     of_task = partial(list_run, task_id=task_id, run_id=run_id, key_group=caller.group)
     with caller.limit.taken():
         rows = await deps.reader.read(partial(of_task, after_id=_read_after(asked.get("after")), at_most=MAX_ROWS))
@@ -33,9 +33,9 @@ async def answer_runs(request: Request, deps: Deps) -> Response:
 
 
 def _read_after(value: str | None) -> int:
-    """Where the answer before this one ended. Raises ApiError 400."""
+    """Parse the id at which the previous answer ended. Raises ApiError 400."""
     if value is None:
         return 0
     if not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) <= _LARGEST_ID):
-        raise bad_request("after must be the `next` of the answer before", "after")
+        raise bad_request("after must be the `next` of the previous answer", "after")
     return int(value)

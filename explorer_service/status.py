@@ -1,6 +1,6 @@
-"""Reading: what is alive, what is ready, which versions there are, and how far the trainer is.
+"""Read-only routes: health, readiness, models, versions, metrics and status.
 
-/ready and /metrics need no key, so they cost nothing to ask and name nothing inside.
+/health, /ready and /metrics need no key, so they are cheap and reveal nothing internal.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def _json(content: Any, status: int = 200) -> Response:
 
 
 async def answer_health(_request: Request, _deps: Deps) -> Response:
-    """GET /health: the process lives."""
+    """GET /health: the process is alive."""
     return _json({"status": "ok"})
 
 
 async def answer_ready(_request: Request, deps: Deps) -> Response:
-    """GET /ready: 200 only if a chat would be served and recorded, as far as is known without asking anybody.
+    """GET /ready: 200 only if a chat would be served and recorded, by what the explorer knows already.
 
-    degraded: how many engines serve an older version than they should. The heartbeat is written every two seconds, so
-    that the ledger's state is known of an idle explorer, too.
+    degraded: number of engines that serve an older version than they should. An idle explorer knows the ledger's state,
+    too, because it writes a heartbeat every two seconds.
     """
     if not deps.pool.serving:
         raise unavailable("no engine is in service", "engines_unavailable")
@@ -51,7 +51,7 @@ async def answer_models(request: Request, deps: Deps) -> Response:
 
 
 async def answer_model(request: Request, deps: Deps) -> Response:
-    """GET /v1/models/NAME: that one of them."""
+    """GET /v1/models/NAME: one of these models."""
     deps.auth.require(request, "chat", "feedback")
     name = unquote(request.path_params["model"])
     for model in _models(deps):
@@ -67,10 +67,10 @@ def _models(deps: Deps) -> list[dict[str, Any]]:
 
 
 async def answer_not_yet(request: Request, deps: Deps) -> Response:
-    """What is not built yet: traffic, promotion and rollback."""
+    """Routes that are not implemented yet: traffic, promotion and rollback."""
     deps.auth.require(request, "admin")
     raise ApiError(
-        501, "traffic, promotion and rollback are not built yet", kind="not_implemented", code="not_implemented"
+        501, "traffic, promotion and rollback are not implemented yet", kind="not_implemented", code="not_implemented"
     )
 
 
@@ -80,7 +80,7 @@ async def answer_metrics(_request: Request, deps: Deps) -> Response:
 
 
 async def answer_versions(request: Request, deps: Deps) -> Response:
-    """GET /versions: every version, oldest first; of engines' addresses only to admins."""
+    """GET /versions: all versions, oldest first; engines' addresses only for admins."""
     caller = deps.auth.require(request, "chat", "feedback")
     with caller.reads.taken():
         versions = [asdict(row) for row in await deps.reader.read(list_versions)]
@@ -91,7 +91,7 @@ async def answer_versions(request: Request, deps: Deps) -> Response:
 
 
 async def answer_status(request: Request, deps: Deps) -> Response:
-    """GET /status: rows by state, versions, engines, trainer step and lag; of engines' addresses only to admins."""
+    """GET /status: rows by state, versions, engines, trainer step and lag; engines' addresses only for admins."""
     caller = deps.auth.require(request, "chat", "feedback")
     with caller.reads.taken():
         status = await deps.reader.read(ledger_status)

@@ -1,6 +1,6 @@
 """The jobs of one transaction of a writer: chats are stored together, every other job has its own savepoint.
 
-A job that fails is undone alone, unless it is the database that fails: then all of them do.
+A job that fails is rolled back alone. If the database itself fails, all jobs fail.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ log = StageLogger("record")
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """What one caller wants written, and waits for."""
+    """A write that a caller waits for."""
 
     future: asyncio.Future[Any]
     work: Callable[[Connection], Any]
-    samples: list[Sample]  # of a job that does nothing but store them: such jobs are done together
-    deadline: float  # of the event loop's clock
-    given_up: bool = False  # whoever waited has been told that it failed
+    samples: list[Sample]  # of a job that only stores samples: such jobs are run together
+    deadline: float  # by the event loop's clock
+    timed_out: bool = False  # its caller got an error already
 
 
-Outcome = tuple[Job, Any, BaseException | None]  # its result, or why it failed
+Outcome = tuple[Job, Any, BaseException | None]  # the job, and its result or error
 
 
 class CannotGroup(Exception):
-    """The jobs of a group cannot be done together."""
+    """The jobs of a group cannot be run together."""
 
 
 class JobFailed(Exception):
-    """A job that was alone in its transaction failed, and the transaction with it."""
+    """The only job of a transaction failed, and the transaction with it."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
 
 
 def store_together(group: list[Job], connection: Connection) -> list[Outcome]:
-    """Chats only, as nearly always: all their samples at once, with no savepoint."""
+    """Store all samples of a group of chats, the usual case, at once and without savepoints. Raises CannotGroup."""
     try:
         transitions.record(connection, [sample for job in group for sample in job.samples])
     except Exception as error:
@@ -60,9 +60,9 @@ def store_together(group: list[Job], connection: Connection) -> list[Outcome]:
 
 
 def attempt_each(is_locked: bool, group: list[Job], connection: Connection) -> list[Outcome]:
-    """Chats in one savepoint if they can be, every other job in its own: one that fails undoes itself alone.
+    """Run the chats in one savepoint if possible, and every other job in its own, so that a failed one is undone alone.
 
-    is_locked: another transaction holds what one of them wants, and they have waited for it already.
+    is_locked: another transaction holds a lock that one of them needs, and they have waited for it already.
     """
     if len(group) == 1:
         return [_attempt_alone(group[0], connection)]
@@ -89,24 +89,24 @@ def _attempt(job: Job, connection: Connection) -> Outcome:
     try:
         result = job.work(connection)
         savepoint.commit()
-    except Exception as error:  # noqa: BLE001 — the caller's: it goes back to whoever awaits the job
+    except Exception as error:  # noqa: BLE001 — passed to the caller that awaits the job
         _raise_if_of_the_database(error)
         if savepoint.is_active:
             savepoint.rollback()
-        if is_lock_timeout(error):  # the next ones would wait as long, one after the other
+        if is_lock_timeout(error):  # each following job would wait as long
             wait_no_more(connection)
         return job, None, error
     return job, result, None
 
 
 def _raise_if_of_the_database(error: Exception) -> None:
-    """Let the whole group fail, as LedgerError, when it is not about this job."""
+    """Raise the error if the database itself failed: then the whole group fails, with LedgerError."""
     if isinstance(error, DBAPIError) and is_of_the_database(error):
         raise error
 
 
 def _public_error(error: BaseException) -> BaseException:
-    """What whoever awaits the job hears of its failure."""
+    """Return the error for the caller that awaits a failed job."""
     if isinstance(error, DBAPIError):
         cause = str(error.orig).strip().split("\n")[0]
         log.warning("the database refuses a write", reason=cause)
@@ -117,9 +117,9 @@ def _public_error(error: BaseException) -> BaseException:
 
 
 def answer(outcomes: list[Outcome]) -> None:
-    """Tell whoever waits; in the event loop."""
+    """Set the results of the jobs' futures. Runs in the event loop."""
     for job, result, failure in outcomes:
-        if job.future.done():  # cancelled, or given up: nobody waits for it
+        if job.future.done():  # cancelled, or timed out
             continue
         if failure is not None:
             job.future.set_exception(_public_error(failure))

@@ -23,7 +23,7 @@ from explorer_service.engines.dispatch import EngineRequest, Exchange
 
 
 async def answer_unrecorded(request: Request, deps: Deps) -> Response:
-    """Handle POST to one of the routes above."""
+    """POST to one of the routes above."""
     caller = deps.auth.require(request, "chat")
     async with AsyncExitStack() as resources:
         resources.enter_context(caller.limit.taken())  # before the body is read or decoded

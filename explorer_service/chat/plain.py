@@ -23,12 +23,12 @@ from explorer_service.record import record
 
 
 async def answer_chat(request: Request, deps: Deps) -> Response:
-    """Handle POST /v1/chat/completions and POST /chat, also below /run/TASK/RUN."""
+    """POST /v1/chat/completions and POST /chat, also below /run/TASK/RUN."""
     return await _answer(CHAT, request, deps)
 
 
 async def answer_completion(request: Request, deps: Deps) -> Response:
-    """Handle POST /v1/completions, also below /run/TASK/RUN."""
+    """POST /v1/completions, also below /run/TASK/RUN."""
     return await _answer(COMPLETION, request, deps)
 
 
