@@ -29,7 +29,6 @@ _NOT_TEXT = frozenset((
     "prompt_embeds", "image_url", "image_embeds", "image_pil", "input_image", "input_audio", "audio_url",
     "audio_embeds", "video_url", "video_embeds", "file",
 ))  # fmt: skip
-_NO_NAMES: Mapping[str, str] = {}
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling) if field.name != "masked")
 # What forces or forbids tokens (vLLM, older versions of it too): the trainer cannot compute such logprobs again.
 _MASKS = (
@@ -113,7 +112,7 @@ def parse_chat(
     caller: Caller,
     router: Router,
     config: ExplorerConfig,
-    names: Mapping[str, str] = _NO_NAMES,
+    names: Mapping[str, str],
 ) -> ChatRequest:
     """Look at the fields that concern us; the engine judges the rest. Raises ApiError.
 
