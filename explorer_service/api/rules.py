@@ -20,16 +20,11 @@ class HttpRules:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        error = _check(scope)
-        if error is not None:
+        is_http = scope["type"] == "http"
+        if is_http and (error := _check(scope)) is not None:
             await _refuse(error, scope, receive, send)
-        elif scope["http_version"] == "1.0":
-            await self._app(scope, receive, _Whole(send))
         else:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, _Whole(send) if is_http and scope["http_version"] == "1.0" else send)
 
 
 def _check(scope: Scope) -> ApiError | None:

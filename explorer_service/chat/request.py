@@ -29,7 +29,6 @@ _NOT_TEXT = frozenset((
     "prompt_embeds", "image_url", "image_embeds", "image_pil", "input_image", "input_audio", "audio_url",
     "audio_embeds", "video_url", "video_embeds", "file",
 ))  # fmt: skip
-_NO_NAMES: Mapping[str, str] = {}
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling) if field.name != "masked")
 # Parameters that force or forbid tokens, also in older vLLM: the trainer cannot recompute such logprobs.
 _MASKS = (
@@ -113,7 +112,7 @@ def parse_chat(
     caller: Caller,
     router: Router,
     config: ExplorerConfig,
-    names: Mapping[str, str] = _NO_NAMES,
+    names: Mapping[str, str],
 ) -> ChatRequest:
     """Parse the fields that the explorer needs; the engine validates the rest. Raises ApiError.
 

@@ -207,7 +207,7 @@ class EngineLeases:
         key = self.key(url)
         return await asyncio.to_thread(self._ledger.fetch, lambda connection: queries.read_engine(connection, key))
 
-    async def acknowledge(self, url: str, generation: int, seeded: int = 0, ending: Iterable[int] = ()) -> None:
+    async def acknowledge(self, url: str, generation: int, seeded: int, ending: Iterable[int]) -> None:
         """This explorer has followed the engine to that generation. Raises LedgerError.
 
         seeded: its requests with a seed there; ending: versions that it sends no requests for any more and still has
