@@ -1,1 +1,1 @@
-"""The vLLM servers behind the explorer: which of them gets a chat, the way there, and their administration."""
+"""The vLLM servers behind the explorer: choice of the engine for a chat, HTTP to it, and its administration."""

@@ -1,4 +1,4 @@
-"""One engine's administration over HTTP: health, pause, load, resume, its label, and the logprobs of given tokens."""
+"""Administration of one engine over HTTP: health, pause, load, resume, label, and logprobs of given tokens."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from explorer_service.errors import NO_JSON, EngineRefused, EngineTimeout, Engin
 from shared.errors import EngineError, VersionError, VersionMissing
 
 HEALTH_TIMEOUT_S = 5.0
-TOKEN_HEADER = "X-Flywheel-Engine-Token"  # as services/engine/gate.py has it
-STAGE_PATH, RESTART_PATH = "/flywheel/stage", "/flywheel/restart"  # as services/engine/gate.py has it
+TOKEN_HEADER = "X-Flywheel-Engine-Token"  # the same as in services/engine/gate.py
+STAGE_PATH, RESTART_PATH = "/flywheel/stage", "/flywheel/restart"  # the same as in services/engine/gate.py
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _NO_ROUTE = (404, 405)
 
 
 def open_client() -> httpx.AsyncClient:
-    """The HTTP client for the administration of all engines."""
+    """Open the HTTP client for the administration of all engines."""
     limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S)
     return httpx.AsyncClient(limits=limits, trust_env=False)
 
 
 class EngineAdmin:
-    """What the explorer asks of a vLLM server besides chat. Every method raises EngineError."""
+    """Requests of the explorer to a vLLM server besides chat. Every method raises EngineError."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class EngineAdmin:
         token: str | None = None,
         load_timeout_s: float | None = None,
     ) -> None:
-        """token: what an engine of `flywheel engine` asks for. load_timeout_s: for staging and loading a version."""
+        """token: required by engines of `flywheel engine`. load_timeout_s: for staging and loading a version."""
         self._client = client
         self.url = url
         self._model = model
@@ -47,18 +47,18 @@ class EngineAdmin:
         self._headers = {"Content-Type": "application/json"} | ({} if token is None else {TOKEN_HEADER: token})
 
     async def check_health(self) -> None:
-        """Return if the engine answers 200 on /health; raise EngineUnavailable for anything else."""
+        """Raise EngineUnavailable unless the engine answers 200 on /health."""
         try:
             await self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
-        except EngineRefused as exc:  # warming up, or its core is dead
+        except EngineRefused as exc:  # it is warming up, or its core is dead
             raise EngineUnavailable(str(exc)) from exc
 
     async def stage(self, version: int, manifest_sha256: str | None, in_use: Collection[int] = ()) -> Path | None:
-        """Have the engine's machine copy or rebuild a version while the engine serves.
+        """Have the engine's machine copy or rebuild a version on its disk, while the engine serves.
 
-        in_use: versions that the engine may read again: what is staged of them stays. Returns the folder there to load
-        it from; None: it stages nothing, as other vLLM servers. Raises VersionError when it finds the version unsound,
-        VersionMissing when it does not see it or what it is made of.
+        in_use: versions that the engine may read again; their staged files are kept. Returns the folder there to load
+        from; None: the server does not stage, like other vLLM servers. Raises VersionError if the version is unsound,
+        VersionMissing if the machine does not see it or a version that it is built from.
         """
         try:
             body = {"version": version, "manifest_sha256": manifest_sha256, "in_use": sorted(in_use)}
@@ -73,41 +73,41 @@ class EngineAdmin:
             raise
         path = reply.get("path")
         if not isinstance(path, str):
-            raise EngineError(f"engine {self.url}: {STAGE_PATH} named no path")
+            raise EngineError(f"engine {self.url}: {STAGE_PATH} returned no path")
         return Path(path)
 
     async def pause(self, mode: str) -> None:
-        """Stop sampling. `keep` freezes what runs, `wait` finishes it first; harmless when paused already."""
+        """Stop sampling. mode: `keep` freezes running requests, `wait` finishes them first. May be repeated."""
         await self._call("POST", f"/pause?mode={mode}", timeout_s=self._load_timeout_s if mode == "wait" else None)
 
     async def reload_weights(self, folder: Path) -> None:
-        """Read all weights from a version's folder, in place. (A 200 does not prove it: score a probe.)"""
+        """Read all weights from a version's folder, in place. A 200 does not prove the load: score a probe."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._call("POST", "/collective_rpc", body, self._load_timeout_s)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget KV that older weights computed: reload_weights does not."""
+        """Delete KV that older weights computed, which reload_weights does not."""
         await self._call("POST", "/reset_prefix_cache")
 
     async def resume(self) -> None:
-        """Sample again; harmless when not paused."""
+        """Continue sampling. Has no effect if the engine is not paused."""
         await self._call("POST", "/resume")
 
     async def list_models(self) -> dict[str, str]:
-        """The models that the engine answers to: of each its name, and the folder of its adapter or of the base."""
+        """Return the names of the engine's models, each with the folder of its adapter or of the base."""
         cards = (await self._call("GET", "/v1/models")).get("data")
         try:
             return {str(card["id"]): str(card.get("root")) for card in cards or ()}
         except (KeyError, TypeError, AttributeError) as exc:
-            raise EngineError(f"engine {self.url}: /v1/models answered something that is no list of models") from exc
+            raise EngineError(f"engine {self.url}: /v1/models did not return a list of models") from exc
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Have the engine answer to the name by the adapter in the folder. (A 200 does not prove it: score a probe.)"""
+        """Load the adapter in a folder under a name. A 200 does not prove the load: score a probe."""
         body = {"lora_name": name, "lora_path": str(folder)}
         await self._request("POST", "/v1/load_lora_adapter", body, self._load_timeout_s)
 
     async def unload_adapter(self, name: str) -> None:
-        """Have the engine forget the name, if it knows it. Requests in flight go on."""
+        """Unload an adapter, if it is loaded. Requests in flight continue."""
         try:
             await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except EngineRefused as error:
@@ -115,7 +115,7 @@ class EngineAdmin:
                 raise
 
     async def read_label(self) -> str | None:
-        """What `write_label` last said of the engine's weights; None: the server keeps no labels."""
+        """Return the last label of `write_label`; None: the server does not support labels."""
         try:
             info = await self._call("GET", "/weight_info")
         except EngineRefused as error:
@@ -125,7 +125,7 @@ class EngineAdmin:
         return str(info.get("weight_version"))
 
     async def write_label(self, label: str) -> None:
-        """Tell the engine which weights it holds. A server that keeps no labels passes over it."""
+        """Store the label of the engine's weights. Has no effect on a server without labels."""
         try:
             await self._call("POST", "/update_weight_version", {"new_version": label})
         except EngineRefused as error:
@@ -133,20 +133,20 @@ class EngineAdmin:
                 raise
 
     async def restart(self) -> None:
-        """Have `flywheel engine` start the engine anew. Raises EngineRefused where something else started it."""
+        """Have `flywheel engine` restart the engine. Raises EngineRefused if it was started by other means."""
         await self._call("POST", RESTART_PATH)
 
     async def tokenize(self, messages: list[Any], tools: Any, *, ends_with_reply: bool) -> list[int]:
-        """The tokens that the model's chat template makes of messages: with a reply at their end, or ready for one."""
+        """Return the tokens of messages by the chat template, with the prompt for a reply unless `ends_with_reply`."""
         body = {"model": self._model, "messages": messages, "add_generation_prompt": not ends_with_reply}
         reply = await self._call("POST", "/tokenize", {**body, "tools": tools} if tools else body)
         try:
             return [int(token) for token in reply["tokens"]]
         except (KeyError, TypeError, ValueError) as exc:
-            raise EngineError(f"engine {self.url} gave no tokens for a conversation") from exc
+            raise EngineError(f"engine {self.url} returned no tokens for a conversation") from exc
 
     async def score(self, token_ids: list[int], model: str | None = None) -> list[float]:
-        """log p of each token after the first, as this engine computes it now: [T-1].
+        """Return log p of each token after the first, computed by the engine's current weights: [T-1].
 
         model: the name of an adapter; None: the configured name.
         """
@@ -163,18 +163,18 @@ class EngineAdmin:
             return [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], entries, strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as exc:
             raise EngineError(
-                f"engine {self.url} gave no prompt_logprobs; is it a vLLM server of 0.32 or later?"
+                f"engine {self.url} returned no prompt_logprobs; is it a vLLM server of 0.32 or later?"
             ) from exc
 
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """The answer's JSON."""
+        """Return the answer's JSON object; an empty one for other JSON."""
         content = await self._request(method, path, body, timeout_s)
         try:
             decoded = msgspec.json.decode(content) if content else {}
         except NO_JSON as exc:
-            raise EngineRefused(f"engine {self.url}: {path} answered something that is not JSON", 200) from exc
+            raise EngineRefused(f"engine {self.url}: {path} returned a body that is not JSON", 200) from exc
         return decoded if isinstance(decoded, dict) else {}
 
     async def _request(
@@ -195,7 +195,7 @@ class EngineAdmin:
         return content
 
     async def _exchange(self, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
-        """Status and body. Time is limited by the caller: an answer that drips in would reset httpx's own limit."""
+        """Return status and body. The caller limits the time: each received part resets httpx's own timeout."""
         content, timeout = bytearray(), httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         async with self._client.stream(
             method, self.url + path, content=data, headers=self._headers, timeout=timeout

@@ -1,7 +1,7 @@
-"""One connection to an engine and the answers that come in on it: HTTP/1.1, parsed by httptools as uvicorn's is.
+"""One connection to an engine, and its answers: HTTP/1.1, parsed by httptools, like uvicorn.
 
-A library's client for everybody costs a recorded chat much of its CPU (decision 8). This one does what a chat needs:
-one request at a time, a body that waits until it is read, and nothing taken for an answer that is none.
+A general HTTP client would take much of the CPU time of a recorded chat (decision 8). This one has only what a chat
+needs: one request at a time, backpressure on the body, and no data accepted that answers no request.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from explorer_service.errors import EngineUnavailable, InvalidReply
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_UNREAD_BYTES = 1024 * 1024  # of a body, before the engine has to wait
-_BODILESS = (204, 205, 304)  # no answers to what is asked here
+_BODILESS = (204, 205, 304)  # invalid answers to the requests that are sent here
 
 
 class EngineConnection(asyncio.Protocol):
-    """A connection, idle or with one request under way."""
+    """A connection that is idle or has one request in flight."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_reply_bytes: int) -> None:
         self.loop = loop
@@ -35,26 +35,26 @@ class EngineConnection(asyncio.Protocol):
     ) -> EngineResponse:
         """Send a whole request.
 
-        timeout_s: for the whole answer. release: called when it is closed, with whether the connection can be used
-        again.
+        timeout_s: for the whole answer. release: called when the response is closed, with whether the connection is
+        reusable.
         """
         self._response = response = EngineResponse(self, timeout_s, release)
         self.transport.write(request)
         return response
 
     def abort(self) -> None:
-        """End it at once: an engine aborts what it samples for it."""
+        """Close the connection at once. The engine then aborts the request."""
         self.is_open = False
         self.transport.abort()
 
-    # ------------------------------------------------------------------ asyncio's calls
+    # ------------------------------------------------------------------ calls of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is of another class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is another class
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
-        if self._response is None or self._response.is_complete:  # nothing was asked for
+        if self._response is None or self._response.is_complete:  # data without a request
             self.abort()
         else:
             self._response.feed(data)
@@ -66,7 +66,7 @@ class EngineConnection(asyncio.Protocol):
 
 
 class EngineResponse:
-    """An engine's answer to one request. To be closed by whoever got it."""
+    """An engine's answer to one request. The receiver must close it."""
 
     __slots__ = (
         "_announced_bytes", "_body_bytes", "_connection", "_error", "_head_bytes", "_is_delimited", "_is_interim",
@@ -89,19 +89,19 @@ class EngineResponse:
         self._is_paused = self._is_delimited = self._is_interim = False
         self.status = 0
         self.content_type = ""  # without its parameters
-        self.received_at = 0.0  # time.monotonic(): the last byte that has come
-        self.has_begun = False  # a byte of it has come
+        self.received_at = 0.0  # time.monotonic(): when the last byte arrived
+        self.has_begun = False  # a byte has arrived
         self.has_head = False
         self.is_complete = False
-        self.is_persistent = False  # whether the engine leaves the connection open
+        self.is_persistent = False  # whether the engine keeps the connection open
 
     async def wait_head(self) -> None:
-        """Until status and headers are there. Raises EngineUnavailable, InvalidReply, TimeoutError."""
+        """Wait for status and headers. Raises EngineUnavailable, InvalidReply, TimeoutError."""
         while not self.has_head:
             await self._wait()
 
     async def read(self) -> bytes:
-        """The rest of the body. Raises EngineUnavailable, InvalidReply, TimeoutError."""
+        """Read the rest of the body. Raises EngineUnavailable, InvalidReply, TimeoutError."""
         parts = [self._take()]
         while not self.is_complete:
             await self._wait()
@@ -109,13 +109,13 @@ class EngineResponse:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def peek(self) -> bytes:
-        """The whole body, which stays to be read. Raises EngineUnavailable, InvalidReply, TimeoutError."""
+        """Return the whole body, and keep it for `read`. Raises EngineUnavailable, InvalidReply, TimeoutError."""
         body = await self.read()
         self._parts = [body]
         return body
 
     async def read_some(self) -> bytes:
-        """What has come of the body since the last time; nothing at its end.
+        """Return the body's bytes since the last call; none at its end.
 
         Raises EngineUnavailable, InvalidReply, TimeoutError.
         """
@@ -124,14 +124,14 @@ class EngineResponse:
         return self._take()
 
     def fail(self, error: Exception) -> None:
-        """End the connection, and the answer with this error."""
+        """Fail the answer with this error, and close the connection."""
         if not self.is_complete and self._error is None:
             self._error = error
             self._connection.abort()
             self._wake()
 
     def close(self, *, reusable: bool = True) -> None:
-        """Keep the connection for the next request if the answer is complete; else end it, and the engine aborts."""
+        """Keep the connection for the next request if the answer is complete; else close it: the engine aborts."""
         self._timer.cancel()
         self._parser = None  # it refers to this object
         self._release(self._connection, reusable and self.is_complete and self.is_persistent)
@@ -147,7 +147,7 @@ class EngineResponse:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _wait(self) -> None:
-        """Until something has come, or the end. Raises what ended it too early."""
+        """Wait for data or the end of the answer. Raises the error that ended it early."""
         if self._error is None:
             self._waiter = self._connection.loop.create_future()
             await self._waiter
@@ -155,7 +155,7 @@ class EngineResponse:
             raise self._error
 
     def _expire(self) -> None:
-        self.fail(TimeoutError(f"no whole answer within {self._timeout_s:g} s"))
+        self.fail(TimeoutError(f"no complete answer within {self._timeout_s:g} s"))
 
     def _refuse(self, what: str) -> None:
         self.fail(InvalidReply(f"{what} than {self._connection.max_reply_bytes} bytes (explorer.max_reply_bytes)"))
@@ -165,10 +165,10 @@ class EngineResponse:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    # ------------------------------------------------------------------ the connection's calls
+    # ------------------------------------------------------------------ calls of the connection
 
     def feed(self, data: bytes) -> None:
-        """Bytes that have come."""
+        """Parse received bytes."""
         if self._parser is None:  # closed
             return
         self.has_begun = True
@@ -188,17 +188,17 @@ class EngineResponse:
         self._wake()
 
     def end(self, exc: Exception | None) -> None:
-        """The connection has ended."""
+        """The connection was closed."""
         if self.has_head and not self._is_delimited and exc is None:
             self.is_complete = True  # an answer without a length ends with its connection
         elif not self.is_complete and self._error is None:
             self._error = EngineUnavailable(str(exc) if exc else "it closed the connection")
         self._wake()
 
-    # ------------------------------------------------------------------ the parser's calls
+    # ------------------------------------------------------------------ calls of the parser
 
     def on_message_begin(self) -> None:
-        if self.is_complete:  # a second answer: nothing on this connection can be trusted
+        if self.is_complete:  # a second answer: the connection cannot be trusted
             self.is_persistent = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -218,7 +218,7 @@ class EngineResponse:
         if self.is_complete:
             return
         status = self._parser.get_status_code()
-        self._is_interim = 100 <= status < 200  # it only announces the answer
+        self._is_interim = 100 <= status < 200  # informational; the answer follows
         if self._is_interim:
             return
         if not 200 <= status < 600 or status in _BODILESS:

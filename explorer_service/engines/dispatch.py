@@ -1,7 +1,7 @@
-"""One request's way to an engine: a slot, the request, its answer; and another engine if that one breaks off.
+"""Dispatch a request: get an engine slot, send the request, receive the answer; if the engine fails, try another one.
 
-As long as nothing has gone to the caller an engine's death costs only time: the request goes to another engine. What
-the engine gets is encoded once its engine is chosen, for the version decides the model's name there.
+Until a byte was sent to the caller, an engine's death costs only time. The request is encoded after its engine was
+chosen, because the version determines the model's name there.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAD
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What an engine is asked, whichever it is."""
+    """A request for any engine."""
 
     path: str
     body: dict[str, Any]  # without the model's name
-    request_id: str  # vLLM makes the reply's id from it
-    version: int | None = None  # the one that must answer; None: any
+    request_id: str  # vLLM derives the reply's id from it
+    version: int | None = None  # the version that must answer; None: any
     seeded: bool = False
-    affinity: int = 0  # requests of one number prefer the same engine
-    unknown_model: object = None  # sent instead of the version's name, for the engine to refuse
+    affinity: int = 0  # requests with the same number prefer the same engine
+    unknown_model: object = None  # sent instead of the version's name; the engine refuses it
 
     def encode(self, model: str) -> bytes:
         sent = model if self.unknown_model is None else self.unknown_model
@@ -59,11 +59,11 @@ class EngineReply:
     status: int
     content_type: str
     content: bytes
-    engine_s: float  # how long the engine had the request
+    engine_s: float  # time that the engine needed
 
 
 class Exchange:
-    """A request at an engine, and its answer whose head has come: `async with exchange:` frees slot and connection."""
+    """A request at an engine, and its answer after the head: `async with exchange:` frees slot and connection."""
 
     __slots__ = ("_dispatcher", "_response", "_started", "slot")
 
@@ -82,7 +82,7 @@ class Exchange:
         return self._response.content_type
 
     async def read(self) -> EngineReply:
-        """The whole answer. Raises EngineLost, WeightsUnproven."""
+        """Read the whole answer. Raises EngineLost, WeightsUnproven."""
         try:
             content = await self._response.read()
         except (EngineUnavailable, TimeoutError) as exc:
@@ -95,7 +95,7 @@ class Exchange:
         return EngineReply(self.slot, self.status, self.content_type, content, time.perf_counter() - self._started)
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Its parts as they come. Raises EngineLost, WeightsUnproven."""
+        """Yield the answer's parts as they arrive. Raises EngineLost, WeightsUnproven."""
         pool, slot, response = self._dispatcher.pool, self.slot, self._response
         engine, hold = slot.engine, slot.hold
         try:
@@ -120,12 +120,12 @@ class Exchange:
     ) -> None:
         if error is None and self.status == 200 and self._response.is_complete:
             self._dispatcher.pool.note_answer(self.slot.engine)
-        self._response.close(reusable=error is None)  # an answer that is not complete: the engine aborts its work
+        self._response.close(reusable=error is None)  # if the answer is incomplete, the engine aborts the request
         self._dispatcher.end(self.slot, self._started)
 
 
 class Dispatcher:
-    """Chooses an engine for each request, sends it there, and turns to another one when that breaks off."""
+    """Sends each request to an engine, and to another one if that fails."""
 
     def __init__(
         self,
@@ -135,10 +135,9 @@ class Dispatcher:
         health_checks: Mapping[str, Callable[[], Awaitable[None]]],
         pin: Callable[[int], AbstractAsyncContextManager[None]] | None = None,
     ) -> None:
-        """What requests need on their way.
+        """health_checks: by engine name; each raises EngineUnavailable if the engine is not healthy.
 
-        health_checks: by an engine's name, what asks its health and raises EngineUnavailable. pin: where engines load
-        adapters, has the version that a request names brought in while the request waits.
+        pin: if engines load adapters, has the version that a request names loaded while the request waits.
         """
         self.pool = pool
         self._health_checks = health_checks
@@ -147,10 +146,10 @@ class Dispatcher:
         self._metrics = metrics
 
     async def fetch(self, request: EngineRequest, read: Callable[[EngineReply], T]) -> tuple[EngineReply, T]:
-        """The whole answer of some engine, and what `read` makes of it.
+        """Return the whole answer of an engine, and the result of `read` for it.
 
-        `read` runs while the connection is held: what it raises ends the connection, for nothing that comes on it can
-        be trusted any more. Raises NoEngine, VersionNotServed, EngineLost.
+        If `read` raises, the connection is closed, because its data can no longer be trusted. Raises NoEngine,
+        VersionNotServed, EngineLost.
         """
         lost: list[str] = []
         while True:
@@ -159,12 +158,12 @@ class Dispatcher:
                     reply = await exchange.read()
                     return reply, read(reply)
             except (WeightsUnproven, AdapterForgotten):
-                continue  # nothing has gone out: it is answered again, by weights that are proven
+                continue  # nothing was sent to the caller: proven weights answer the request again
             except EngineLost as error:
-                self._avoid(error, lost)
+                self._note_lost(error, lost)
 
     async def open(self, request: EngineRequest) -> Exchange:
-        """Some engine's answer as soon as its head is there, to be read in parts. Raises as `fetch` does."""
+        """Return an engine's answer once its head has arrived, to be read in parts. Raises like `fetch`."""
         lost: list[str] = []
         while True:
             try:
@@ -172,9 +171,9 @@ class Dispatcher:
             except AdapterForgotten:
                 continue
             except EngineLost as error:
-                self._avoid(error, lost)
+                self._note_lost(error, lost)
 
-    def _avoid(self, error: EngineLost, lost: list[str]) -> None:
+    def _note_lost(self, error: EngineLost, lost: list[str]) -> None:
         lost.append(error.engine)
         if not self.pool.has_other(lost):
             raise error
@@ -192,21 +191,21 @@ class Dispatcher:
             data = request.encode(slot.model)
             response = await self._http.post(slot.engine.url, request.path, data, headers)
             if response.status >= 400:
-                await self._doubt(slot, request, response)
+                await self._check_error(slot, request, response)
         except (EngineUnavailable, TimeoutError) as exc:
             self.end(slot, started)
             raise self.lost(slot, exc) from exc
         except BaseException:
             self.end(slot, started)
             raise
-        if request.unknown_model is not None and response.status == 200:  # the name of an adapter, which has no version
+        if request.unknown_model is not None and response.status == 200:  # an adapter's name, which names no version
             response.close(reusable=False)
             self.end(slot, started)
             raise VersionNotServed(f"The model `{request.unknown_model}` does not exist.")
         return Exchange(slot, response, started, self)
 
-    async def _doubt(self, slot: EngineSlot, request: EngineRequest, response: EngineResponse) -> None:
-        """Raise when an error says that the engine cannot answer, and nothing of the request."""
+    async def _check_error(self, slot: EngineSlot, request: EngineRequest, response: EngineResponse) -> None:
+        """Raise if the engine caused the error response, not the request."""
         try:
             if response.status >= 500:
                 await self._require_healthy(slot, response)
@@ -217,29 +216,29 @@ class Dispatcher:
             raise
 
     async def _require_healthy(self, slot: EngineSlot, response: EngineResponse) -> None:
-        """Raise EngineUnavailable for an engine that is lost: vLLM answers chats with 500 when its core has died."""
+        """Raise EngineUnavailable if the engine is not healthy: vLLM answers chats with 500 if its core has died."""
         try:
             await self._health_checks[slot.engine.name]()
         except EngineUnavailable as exc:
-            raise EngineUnavailable(f"it answered with status {response.status}, and is not healthy: {exc}") from exc
+            raise EngineUnavailable(f"it answered with status {response.status} and is not healthy: {exc}") from exc
 
     async def _require_known(self, slot: EngineSlot, response: EngineResponse) -> None:
-        """Raise AdapterForgotten when the engine says that there is no model of the name by which it knew a version."""
+        """Raise AdapterForgotten if the engine no longer knows the model's name under which it served the version."""
         unknown = f"The model `{slot.model}` does not exist."
         if slot.version and _message_of(await response.peek()).startswith(unknown):
-            reason = f"it has no adapter {slot.model}, which it had loaded"
+            reason = f"it lacks adapter {slot.model}, which it had loaded"
             if slot.engine.is_open:
                 self.pool.check(slot.engine, reason)
             raise AdapterForgotten(f"engine {slot.engine.name}: {reason}")
 
     def end(self, slot: EngineSlot, started: float) -> None:
-        """The engine is done with a request that it got at `started`, time.perf_counter()."""
+        """Free the slot of a request that the engine has finished. started: time.perf_counter()."""
         self.pool.release(slot)
         self._metrics.chat_in_flight.dec()
         self._metrics.chat_engine.observe(time.perf_counter() - started)
 
     def lost(self, slot: EngineSlot, error: Exception) -> EngineLost:
-        """What to raise. The engine gets no more chats until it answers again, unless it was only slow, or we were."""
+        """Return the error to raise. Withdraws the engine unless it was only slow, or this machine had a shortage."""
         reason = str(error) or "it took too long"
         is_fault = not isinstance(error, TimeoutError) and not _is_shortage(error.__cause__)
         if is_fault and slot.engine.is_open:
@@ -256,7 +255,7 @@ class _Refusal(msgspec.Struct):
 
 
 def _message_of(content: bytes) -> str:
-    """The message of an error as the engine writes it; else nothing."""
+    """Return the message of an engine's error; empty for other content."""
     try:
         return msgspec.json.decode(content, type=_Refusal).error.message
     except NO_JSON:
@@ -264,5 +263,5 @@ def _message_of(content: bytes) -> str:
 
 
 def _is_shortage(error: BaseException | None) -> bool:
-    """Whether this machine could not open the connection: no descriptors, memory or ports are left."""
+    """Whether this machine had no descriptors, memory or ports for the connection."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES

@@ -1,4 +1,4 @@
-"""One engine: where it is, what it serves, in which state it is, and what it has in flight."""
+"""The state of one engine: its address, the versions that it serves, and its requests in flight."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shared.experience import Sampling
 
 class EngineState(StrEnum):
     UNAVAILABLE = "unavailable"  # does not answer
-    CHECKING = "checking"  # answers; what it serves is not proven yet
-    SERVING = "serving"  # proven to serve its versions
-    DEGRADED = "degraded"  # serves an older version than it should, for the reason that it has
+    CHECKING = "checking"  # answers, but its version is not proven yet
+    SERVING = "serving"  # its versions are proven
+    DEGRADED = "degraded"  # serves an older version than it should; see `reason`
     RELOADING = "reloading"  # takes up a version; gets no new requests
 
 
@@ -24,22 +24,22 @@ OPEN = (EngineState.SERVING, EngineState.DEGRADED)
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine as the pool knows it."""
+    """One engine of the pool."""
 
     name: str
     url: str
-    state: EngineState = EngineState.CHECKING  # until its first answer: chats that come before it wait
-    versions: dict[int, str] = field(default_factory=dict)  # what it serves: version → the model name it knows it by
-    version: int | None = None  # the one of them that requests get which name none
-    refused: dict[int, str] = field(default_factory=dict)  # pinned versions that it does not serve: version → why
+    state: EngineState = EngineState.CHECKING  # before its first answer, so that early chats wait
+    versions: dict[int, str] = field(default_factory=dict)  # that it serves; version → model name at the engine
+    version: int | None = None  # the version for requests that name none
+    refused: dict[int, str] = field(default_factory=dict)  # pinned versions that it does not serve; version → reason
     in_flight: int = 0
     in_flight_of: dict[int, int] = field(default_factory=dict)  # requests by version
-    seeded_in_flight: int = 0  # with `seed`: a CPU engine may die when paused under one
-    sampling_defaults: Sampling = field(default_factory=Sampling)  # what it applies where a request sets nothing
-    reason: str = "not seen yet"
-    answered_at: float = -math.inf  # time.monotonic(): a chat, or a part of one
-    hold: Hold = field(default_factory=Hold)  # of the requests that it has
-    # when it was noted, and since when, time.monotonic(), which version samples for requests that began under another
+    seeded_in_flight: int = 0  # requests with `seed`: a CPU engine may die if it is paused during one
+    sampling_defaults: Sampling = field(default_factory=Sampling)  # for fields that a request does not set
+    reason: str = "not checked yet"
+    answered_at: float = -math.inf  # time.monotonic(): when it last sent a chat's reply, or a part of one
+    hold: Hold = field(default_factory=Hold)  # shared by its requests in flight
+    # (noted at, valid since, version): changes of weights under requests in flight; times are time.monotonic()
     switches: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=16))
 
     @property

@@ -1,4 +1,4 @@
-"""Holding back what an engine sends while its new weights are not proven."""
+"""Hold back replies of an engine while its new weights are not proven."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from explorer_service.errors import WeightsUnproven
 
 
 class Hold:
-    """Shared by all requests that an engine has at the same time. Whoever passes their replies on looks at `is_on`.
+    """Shared by all requests in flight at an engine. Before a reply is forwarded, `is_on` is checked.
 
-    What comes while it is on stays unread, so that the connection's own bound holds for it.
+    While it is on, replies are not read, so the connection's own limit bounds their memory.
     """
 
     __slots__ = ("_changed", "_spoiled", "is_on", "since")
@@ -24,22 +24,22 @@ class Hold:
         self._changed = asyncio.Event()
 
     def begin(self) -> None:
-        """From now on replies wait."""
+        """Hold back replies from now on."""
         if not self.is_on:
             self.is_on, self.since = True, time.monotonic()
 
     def release(self) -> None:
-        """The weights are proven: replies go on."""
+        """Forward replies again: the weights are proven."""
         self.is_on = False
         self._wake()
 
     def spoil(self, reason: str) -> None:
-        """The weights are not what they should be: these requests end with an error, now or when they come here."""
+        """End these requests with an error, now or in their next `wait`: the weights are wrong."""
         self.is_on, self._spoiled = True, reason
         self._wake()
 
     async def wait(self) -> None:
-        """Until replies may go on. Raises WeightsUnproven when they may not."""
+        """Wait until replies may be forwarded. Raises WeightsUnproven if the weights are wrong."""
         while self.is_on:
             if self._spoiled is not None:
                 raise WeightsUnproven(self._spoiled)

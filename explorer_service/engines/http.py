@@ -1,6 +1,6 @@
-"""The HTTP client of chats: persistent connections to engines, opened, kept and ended here.
+"""The HTTP client for chats: a pool of persistent connections to engines.
 
-Knows nothing of chats; an engine's administration has a client of its own (admin.py).
+Independent of what is sent; the administration of engines has its own client (admin.py).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from explorer_service.engines.connection import EngineConnection, EngineResponse
 from explorer_service.errors import EngineUnavailable
 
 CONNECT_TIMEOUT_S = 10.0
-# vLLM closes idle connections after 5 s; ours close first, so that no request meets a closing one.
+# vLLM closes idle connections after 5 s; this client closes them earlier, so that no request uses a closing one.
 KEEPALIVE_S = 4.0
 
 
 class EngineHttp:
-    """Connections to all engines of a process: `await post(...)`, then close the response."""
+    """Connections of a process to all engines: `await post(...)`, then close the response."""
 
     def __init__(self, timeout_s: float, max_reply_bytes: int) -> None:
-        """timeout_s: for a whole answer. max_reply_bytes: of its body, or of a stream in all."""
+        """timeout_s: for a whole answer. max_reply_bytes: of its body, or of a whole stream."""
         self._timeout_s = timeout_s
         self._max_reply_bytes = max_reply_bytes
         self._loop = asyncio.get_running_loop()
-        self._idle: dict[str, list[EngineConnection]] = {}  # the one used last at the end
+        self._idle: dict[str, list[EngineConnection]] = {}  # the last used one is last
         self._connections: set[EngineConnection] = set()
 
     async def post(self, url: str, path: str, body: bytes, headers: dict[str, str]) -> EngineResponse:
-        """Send a request to an engine; return when the head of its answer is there.
+        """Send a request to an engine. Returns when the head of the answer has arrived.
 
-        url: "http://host:port". A request for which a kept connection turns out to be closed is sent once more, on a
-        new one. Raises EngineUnavailable, InvalidReply, TimeoutError.
+        url: "http://host:port". If an idle connection turns out to be closed, the request is sent again on a new one.
+        Raises EngineUnavailable, InvalidReply, TimeoutError.
         """
         fields = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = f"POST {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n{fields}Content-Length: {len(body)}\r\n\r\n"
@@ -68,13 +68,13 @@ class EngineHttp:
                 )
         except TimeoutError as exc:
             raise EngineUnavailable(f"no connection within {CONNECT_TIMEOUT_S:g} s") from exc
-        except OSError as exc:  # errors of TLS among them
+        except OSError as exc:  # includes TLS errors
             raise EngineUnavailable(exc.strerror or str(exc)) from exc
         self._connections.add(connection)
         return connection
 
     def _take_idle(self, url: str) -> EngineConnection | None:
-        """The connection that was used last, if it can still be used."""
+        """Return the last used idle connection that is still open, if any."""
         idle = self._idle.get(url, [])
         while idle:
             connection = idle.pop()
@@ -98,7 +98,7 @@ class EngineHttp:
         connection.abort()
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for connection in tuple(self._connections):
             self._end(connection)
 

@@ -1,8 +1,7 @@
-"""The engines, what each of them serves, and how many requests each has: least loaded first.
+"""The pool of engines: their versions, states and load. A request gets the least loaded engine that serves its version.
 
-Owns each engine's state; everybody else changes it through the pool. Knows nothing of HTTP. An engine whose weights are
-replaced serves one version; one that loads adapters serves a set of them, and then the version of a request is chosen
-before its engine.
+Owns the state of all engines; other modules change it through the pool. Without HTTP. With full versions, an engine
+serves one version. With adapters, it serves a set of versions, and a request's version is chosen before its engine.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from shared.experience import Sampling
 from shared.log import StageLogger
 
 log = StageLogger("reload")
-AFFINITY_SLACK = 4  # requests that a conversation's own engine may have more in flight than the least loaded one
+AFFINITY_SLACK = 4  # additional requests in flight that a conversation's engine may have over the least loaded one
 
 
 class EnginePool:
-    """Slots for chats, and the changes of state that a reload makes."""
+    """Engine slots for chats, and the state changes of reloads."""
 
     def __init__(
         self,
@@ -38,23 +37,22 @@ class EnginePool:
         adapters: bool = False,
         note: Callable[[Engine], None] = lambda _: None,
     ) -> None:
-        """What all engines have in common.
+        """adapters: engines serve sets of versions, and a request's version is chosen before its engine.
 
-        adapters: engines serve sets of versions, and a request's version is chosen before its engine. note: told of
-        each engine now, and at every change of its state.
+        note: called with each engine now, and at every change of its state.
         """
         self.engines = [Engine(address.name, address.url) for address in addresses]
         self._wait_s = wait_s
         self._max_in_flight = max_in_flight
         self._max_waiting = max_waiting
-        self.waiting = 0  # chats that wait for an engine
+        self.waiting = 0  # chats waiting for an engine
         self._adapters = adapters
-        self._current: int | None = None  # what requests get that name no version; None: whatever their engine serves
-        self.pinned: set[int] = set()  # versions that callers name, and that engines are to bring in
+        self._current: int | None = None  # version for requests that name none; None: the version of their engine
+        self.pinned: set[int] = set()  # versions that callers name, and that engines have to load
         self._note = note
         self._changed = asyncio.Event()  # the next change
-        # time.monotonic(): when engines may have been moved without this explorer, as far as its places and, when it
-        # stood still itself, the replies at its engines are concerned
+        # time.monotonic(). After `known_until`, others may have moved engines without this explorer: it sends no chats.
+        # After `awake_until`, this explorer was suspended: it forwards no replies before it has caught up.
         self.known_until = self.awake_until = math.inf
         for engine in self.engines:
             note(engine)
@@ -64,13 +62,13 @@ class EnginePool:
     async def acquire(
         self, version: int | None, *, seeded: bool = False, affinity: int = 0, avoid: Collection[str] = ()
     ) -> EngineSlot:
-        """A slot at an engine that serves, to be released; wait while all are reloading, or full.
+        """Take a slot at a serving engine, and wait while all are reloading or full. Release it afterwards.
 
-        version: the one that must answer; None: any. affinity: chats of one number prefer the same engine, whose cache
-        holds their prefix. avoid: names of engines that lost this chat already. Raises NoEngine when all engines are
-        unavailable, or too many chats wait; VersionNotServed.
+        version: the version that must answer; None: any. affinity: chats with the same number prefer the same engine,
+        whose cache has their prefix. avoid: names of engines that lost this chat already. Raises NoEngine if all
+        engines are unavailable or too many chats wait; VersionNotServed.
         """
-        engine = self._choose(version, affinity, avoid)  # no lock, no timer in the common case
+        engine = self._choose(version, affinity, avoid)  # without lock and timer in the common case
         if engine is None:
             engine = await self._wait_for(version, affinity, avoid)
         served = version
@@ -83,7 +81,7 @@ class EnginePool:
         return EngineSlot(engine, served, engine.versions[served], engine.hold, seeded)
 
     def release(self, slot: EngineSlot) -> None:
-        """The request has ended."""
+        """Release the slot of a request that has ended."""
         engine = slot.engine
         engine.in_flight -= 1
         engine.in_flight_of[slot.version] -= 1
@@ -95,7 +93,7 @@ class EnginePool:
 
     async def _wait_for(self, version: int | None, affinity: int, avoid: Collection[str]) -> Engine:
         if self.waiting >= self._max_waiting:
-            raise NoEngine(f"{self.waiting} chats wait for an engine already; try again", "overloaded")
+            raise NoEngine(f"{self.waiting} chats already wait for an engine; try again", "overloaded")
         self.waiting += 1
         try:
             async with asyncio.timeout(self._wait_s):
@@ -105,15 +103,15 @@ class EnginePool:
                 return engine
         except TimeoutError:
             if time.monotonic() >= self.known_until:
-                message = "it is not known what engines serve now: is the database up? Try again"
+                message = "the explorer does not know what engines serve now: is the database up? Try again"
                 raise NoEngine(message, "engines_unavailable") from None
-            message = f"no engine had room for this chat within {self._wait_s:g} s; try again"
+            message = f"no engine was free for this chat within {self._wait_s:g} s; try again"
             raise NoEngine(message, "engines_busy") from None
         finally:
             self.waiting -= 1
 
     def _choose(self, version: int | None, affinity: int, avoid: Collection[str]) -> Engine | None:
-        """The least loaded engine, or the one that this conversation prefers, while that is hardly more loaded."""
+        """Return the least loaded engine, or the conversation's preferred one if its load is not much higher."""
         if time.monotonic() >= self.known_until:
             return None
         if version is None:
@@ -129,12 +127,12 @@ class EnginePool:
         if len(free) < 2:
             return free[0] if free else None
         least = min(free, key=lambda engine: engine.in_flight)
-        # rendezvous hashing (Thaler and Ravishankar 1998): when an engine goes, only its own conversations move
+        # rendezvous hashing (Thaler and Ravishankar 1998): if an engine is lost, only its conversations move
         preferred = max(free, key=lambda engine: crc32(engine.name.encode(), affinity & 0xFFFFFFFF))
         return preferred if preferred.in_flight <= least.in_flight + AFFINITY_SLACK else least
 
     def _raise_unless_soon(self, version: int | None, avoid: Collection[str]) -> None:
-        """Raise when waiting cannot help."""
+        """Raise if no engine can serve the request soon."""
         if version is not None and self.serving and not any(self._may_serve(e, version) for e in self.serving):
             served = sorted({v for e in self.engines for v in e.versions})
             reasons = (e.refused[version] for e in self.serving if version in e.refused)
@@ -144,7 +142,7 @@ class EnginePool:
             raise NoEngine("no engine answers; try again", "engines_unavailable")
 
     def _may_serve(self, engine: Engine, version: int) -> bool:
-        """Whether an engine serves a version, or will when it has brought it in."""
+        """Whether an engine serves a version, or may load it because it is pinned."""
         return version in engine.versions or (version in self.pinned and version not in engine.refused)
 
     def serves(self, version: int) -> bool:
@@ -152,7 +150,7 @@ class EnginePool:
         return any(version in engine.versions for engine in self.engines if engine.is_open)
 
     def has_other(self, lost: Collection[str]) -> bool:
-        """Whether any engine but these serves, or will soon."""
+        """Whether any other engine serves, or is reloading."""
         soon = (*OPEN, EngineState.RELOADING)
         return any(e.name not in lost and e.state in soon for e in self.engines)
 
@@ -161,22 +159,22 @@ class EnginePool:
         return [engine for engine in self.engines if engine.is_open]
 
     def note_answer(self, engine: Engine) -> None:
-        """The engine has just answered a chat, or a part of one: that says as much as its /health."""
+        """Note that the engine has just sent a reply, or a part of one, which replaces a health check."""
         engine.answered_at = time.monotonic()
 
     async def wait_awake(self) -> None:
-        """Until it is known which weights have sampled what has come. Raises WeightsUnproven when that takes long."""
+        """Wait until it is known which weights sampled the received data. Raises WeightsUnproven after `wait_s`."""
         try:
             async with asyncio.timeout(self._wait_s):
                 while time.monotonic() >= self.awake_until:
                     await self._changed.wait()
         except TimeoutError:
-            raise WeightsUnproven("this explorer stood still, and cannot ask the ledger what engines serve") from None
+            raise WeightsUnproven("this explorer stood still, and cannot read what engines serve") from None
 
     # ------------------------------------------------------------------ for reloads
 
     def know_until(self, until: float, awake_until: float) -> None:
-        """So long nobody moves an engine without waiting for this explorer. Times are time.monotonic()."""
+        """Set the times, time.monotonic(), until which no other explorer moves an engine without this one."""
         was_known = time.monotonic() < min(self.known_until, self.awake_until)
         self.known_until, self.awake_until = until, awake_until
         if not was_known:
@@ -190,10 +188,10 @@ class EnginePool:
         degraded: str = "",
         version: int | None = None,
     ) -> None:
-        """The engine gets chats from now on. What it sent meanwhile goes on.
+        """Open the engine for chats, and forward the replies that were held back.
 
-        versions: what it serves, and under which names. version: what requests get that name none; None: the newest.
-        degraded: why that is not what it should serve.
+        versions: what it serves, with the model names. version: for requests that name none; None: the newest one.
+        degraded: why it serves an older version than it should; empty if it does not.
         """
         engine.versions, engine.sampling_defaults = versions, defaults
         engine.version = max(versions) if version is None else version
@@ -201,17 +199,17 @@ class EnginePool:
         self._move(engine, EngineState.DEGRADED if degraded else EngineState.SERVING, degraded)
 
     def close(self, engine: Engine, reason: str) -> None:
-        """The engine takes up a version: it gets no new chats, and those that wait go on waiting."""
+        """Send the engine no new chats during a take-up; waiting chats continue to wait."""
         self._move(engine, EngineState.RELOADING, reason)
 
     def hold_back(self, engine: Engine) -> None:
-        """Other weights may sample for the requests in flight: what the engine sends waits until they are proven."""
+        """Hold back the engine's replies: unproven weights may sample for the requests in flight."""
         engine.hold.begin()
 
     def switch(self, engine: Engine, versions: dict[int, str], since: float) -> bool:
-        """The weights were replaced under the requests in flight. since: time.monotonic(), while the engine stood.
+        """Note that the weights were replaced under the requests in flight. Returns whether this was new.
 
-        Returns whether that was not known.
+        since: time.monotonic(), while the engine was paused.
         """
         engine.versions, engine.version = versions, max(versions)
         if engine.switches and engine.switches[-1][2] == engine.version:
@@ -220,28 +218,28 @@ class EnginePool:
         return True
 
     def go_on(self, engine: Engine) -> None:
-        """The weights are proven: what was held back goes on."""
+        """Forward the replies that were held back: the weights are proven."""
         engine.hold.release()
 
     def spoil(self, engine: Engine, reason: str) -> None:
-        """These weights cannot be trusted: the requests in flight end with an error, and are not recorded."""
+        """End the requests in flight with an error, unrecorded: the weights cannot be trusted."""
         engine.hold.spoil(reason)
         engine.hold = Hold()
 
     def check(self, engine: Engine, reason: str) -> None:
-        """The engine answers, and has to prove what it serves."""
+        """Close the engine, which answers, until its version is proven."""
         engine.versions, engine.version = {}, None
         self._move(engine, EngineState.CHECKING, reason)
 
     def withdraw(self, engine: Engine, reason: str) -> None:
-        """The engine does not answer."""
+        """Close the engine, because it does not answer."""
         engine.versions, engine.version = {}, None
         if engine.hold.is_on:
             self.spoil(engine, reason)
         self._move(engine, EngineState.UNAVAILABLE, reason)
 
     def _move(self, engine: Engine, state: EngineState, reason: str) -> None:
-        if state is EngineState.UNAVAILABLE and engine.state is not state:  # once, until it answers again
+        if state is EngineState.UNAVAILABLE and engine.state is not state:  # logged once per outage
             log.warning("engine is unavailable", engine=engine.name, reason=reason)
         engine.state, engine.reason = state, reason
         self._note(engine)
@@ -250,17 +248,17 @@ class EnginePool:
         self._announce()
 
     def set_versions(self, engine: Engine, versions: dict[int, str]) -> None:
-        """The engine serves another set, and the version that most requests get is the same."""
+        """Change the engine's set of versions; the one for requests that name none stays."""
         engine.versions = versions
         self._announce()
 
     def refuse(self, engine: Engine, version: int, reason: str) -> None:
-        """The engine does not bring in a version that callers have pinned."""
+        """Note why the engine does not load a pinned version."""
         engine.refused[version] = reason
         self._announce()
 
     async def wait_drained(self, engine: Engine, timeout_s: float) -> bool:
-        """Until nothing is in flight there; False when `timeout_s` ran out first."""
+        """Wait until the engine has no requests in flight. Returns False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while engine.in_flight:

@@ -1,4 +1,4 @@
-"""A request's place at an engine, and by which versions its answer was sampled."""
+"""A request's place at an engine, and the versions that sampled its answer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class EngineSlot:
 
     engine: Engine
     version: int  # in service there when the request began
-    model: str  # the name by which the engine knows that version
+    model: str  # that version's model name at the engine
     hold: Hold
     seeded: bool = False
     began_at: float = field(default_factory=time.monotonic)
-    first_at: float = -math.inf  # when the first part of a streamed answer came
-    last_at: float = math.inf  # when the last part that was read came
+    first_at: float = -math.inf  # when the first part of a streamed answer arrived
+    last_at: float = math.inf  # when the last read part arrived
 
     @property
     def first_version(self) -> int:
-        """The version that sampled the first token. (Of a whole answer: that served when the request began.)"""
+        """The version that sampled the first token; for a whole answer, the one in service when the request began."""
         return self._version_at(self.first_at)
 
     @property
