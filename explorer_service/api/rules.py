@@ -1,7 +1,7 @@
 """What HTTP asks of every request and answer, whatever the route: the outermost layer of the application.
 
 A request names one host, and a version of HTTP that is spoken here; a caller of HTTP/1.0 gets a stream whole, with its
-length, for it does not know chunks.
+length, for it does not know chunks. An answer with which the connection ends waits for the whole request.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class HttpRules:
         error = _check(scope)
         if error is not None:
             await _refuse(error, scope, receive, send)
-        elif scope["http_version"] == "1.0":
-            await self._app(scope, receive, _Whole(send))
-        else:
-            await self._app(scope, receive, send)
+            return
+        is_old = scope["http_version"] == "1.0"
+        if is_old or _header(scope, b"connection").strip().lower() == b"close":
+            body = _Body(scope, receive, send)
+            receive, send = body.receive, body.send
+        await self._app(scope, receive, _Whole(send) if is_old else send)
 
 
 def _check(scope: Scope) -> ApiError | None:
@@ -42,11 +44,40 @@ def _check(scope: Scope) -> ApiError | None:
     return None
 
 
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for field, value in scope["headers"] if field == name), b"")
+
+
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer and close: whoever breaks these rules may not see requests where we see them."""
     response = error.response()
     response.headers["Connection"] = "close"
     await response(scope, receive, send)
+
+
+class _Body:
+    """A body that is read to its end, though nobody asks for it, before an answer with which the connection ends.
+
+    Closed with bytes unread there, it is reset, and a caller who is still sending never reads the answer. Who waits to
+    be told to go on sends nothing until then. The body has the time that every body has.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._is_sent = not _header(scope, b"expect")
+        self._is_read = False
+
+    async def receive(self) -> Message:
+        self._is_sent = True
+        message = await self._receive()
+        self._is_read = not message.get("more_body", False)  # or the caller has left
+        return message
+
+    async def send(self, message: Message) -> None:
+        while self._is_sent and not self._is_read:
+            await self.receive()
+        await self._send(message)
 
 
 class _Whole:

@@ -90,8 +90,12 @@ class EngineAdmin:
         await self._call("POST", "/reset_prefix_cache")
 
     async def resume(self) -> None:
-        """Sample again; harmless when not paused."""
-        await self._call("POST", "/resume")
+        """Sample again; harmless when not paused. A server without developer mode has neither this route nor /pause."""
+        try:
+            await self._call("POST", "/resume")
+        except EngineRefused as error:
+            if error.status not in _NO_ROUTE:
+                raise
 
     async def list_models(self) -> dict[str, str]:
         """The models that the engine answers to: of each its name, and the folder of its adapter or of the base."""

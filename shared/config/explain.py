@@ -8,14 +8,19 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-_SECRET = re.compile(r"key|token|secret|password|credential|url|sha256", re.IGNORECASE)
+_SECRETS = frozenset(("admin_token", "database_url", "key_env", "keys", "sha256", "url"))  # keys that may hold one
+_SECRET = re.compile(r"key|token|secret|password|credential|url|sha256", re.IGNORECASE)  # of keys that there are not
 
 
 def explain(error: ValidationError, whole: type[BaseModel]) -> str:
-    """The first error as one line. whole: the model that was validated; its keys are the suggestions."""
-    first = error.errors(include_url=False)[0]
+    """One error as one line: an unknown key's first, for it may be the one that is missing elsewhere.
+
+    whole: the model that was validated; its keys are the suggestions.
+    """
+    first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
-    given = key + _shown(first["loc"], first["input"])
+    key = key if key.isprintable() else repr(key)
+    given = key + _shown(first["loc"], first["input"], is_known=first["type"] != "extra_forbidden")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return message
@@ -28,11 +33,15 @@ def explain(error: ValidationError, whole: type[BaseModel]) -> str:
     return f"{given}: {message[:1].lower()}{message[1:]}; correct it"
 
 
-def _shown(path: tuple[int | str, ...], value: Any) -> str:
-    """The value behind its key, unless it may hold a secret: keys, addresses with a password, whole sections."""
-    if any(isinstance(part, str) and _SECRET.search(part) for part in path):
+def _shown(path: tuple[int | str, ...], value: Any, *, is_known: bool) -> str:
+    """The value behind its key, unless it may hold a secret: keys, addresses with a password, whole sections.
+
+    is_known: there is such a key.
+    """
+    names = [part for part in path if isinstance(part, str)]
+    if not _SECRETS.isdisjoint(names[-1:]) if is_known else any(map(_SECRET.search, names)):
         return ""
-    if isinstance(value, dict | list | tuple) and value:
+    if (isinstance(value, dict | list | tuple) and value) or (isinstance(value, str) and "://" in value):
         return ""
     return f"={value!r}"
 
