@@ -1,7 +1,8 @@
 """WebShop's reward of a purchase, 0 to 1 (Yao et al. 2022, section 3.1), and its sparse form.
 
-reward = type · (attributes met + options met + price met) / (attributes + options + 1), where `type` is 1 for a product
-of the wanted kind, of both its categories, or with a fifth of the wanted title's words; else 0.5, 0.1 or 0 by how many.
+reward = type · (attributes met + options met + price met) / (attributes + options + 1), where `type` is 0 for a product
+with none of the wanted title's nouns and 0.1 for one with less than a tenth of them. For others it is 1 where the
+product is of the wanted kind, of both its categories, or has more than a fifth of the nouns, else 0.5.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ def type_reward(product: Product, goal: Goal) -> float:
     """How far the product is the sort of thing that is wanted."""
     wanted, has = (set(title.split()) - set(ATTRIBUTES) for title in (goal.title, product.title))  # nouns count
     share = len(wanted & has) / len(wanted)
-    if product.kind == goal.kind or len(set(product.category) & set(goal.category)) >= 2 or share > 0.2:
-        return 1.0
-    return 0.0 if share == 0 else 0.1 if share < 0.1 else 0.5
+    if share < 0.1:
+        return 0.1 if share else 0.0
+    alike = product.kind == goal.kind or len(set(product.category) & set(goal.category)) >= 2
+    return 1.0 if alike or share > 0.2 else 0.5
 
 
 def parts(purchase: Purchase | None, goal: Goal) -> dict[str, float]:

@@ -171,7 +171,7 @@ def configuration(learning_rate: float, over: JSON, *, bf16: bool) -> JSON:
     """
     merged = merge(_defaults(learning_rate, over.get("optimizer")), over)
     if bf16:
-        low = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        low = {"bf16": {"enabled": True, "immediate_grad_update": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         merged = merge(low, merged)
         if merged["zero_optimization"]["stage"] == 0:
             merged = merge(merged, {"zero_optimization": {"stage": 1}})

@@ -74,7 +74,10 @@ class OptimizerState:
     def scale_gradient(self, parameter: nn.Parameter, factor: float) -> None:
         """Multiply the gradient of the next step. DeepSpeed 0.19 cannot set a whole one whose parts are padded."""
         utils = self._utils
-        if self._stage == 3:
+        if (summed := getattr(parameter, "_hp_grad", None)) is not None:
+            # bfloat16 under ZeRO 1: each rank has the whole sum, of which DeepSpeed sets a part, or a copy beside it
+            summed.mul_(factor)
+        elif self._stage == 3:
             utils.safe_set_local_grad(parameter, utils.safe_get_local_grad(parameter) * factor)
         else:
             utils.safe_set_full_grad(parameter, utils.safe_get_full_grad(parameter) * factor)
