@@ -18,7 +18,7 @@ MAX_STORED_BYTES = 16 * 1024 * 1024  # of texts: each row that they are about ha
 MAX_ROWS = 100_000  # that a task, a run or conversations may hold
 FIND_TIMEOUT_S = 60.0  # to find them, in many statements, each of which has its own limit
 SLICE_COST = 50.0  # what one transaction may cost; see cost_of_row
-AT_ONCE_COST = 50.0  # of named messages; each may have many choices
+AT_ONCE_COST = 50.0  # of named messages, all choices of each
 
 
 def check_targets(msg_ids: Sequence[str]) -> None:

@@ -1,12 +1,12 @@
 """What the explorer does from a clock: commit what is rewarded, expire what never was, forget old keys, merge counts.
 
-Every step is a conditional statement, so any number of explorers may do this on one ledger.
+Every step is a conditional statement, so any number of explorers may do this on one ledger; what is old is so by the
+database's clock, whatever the hosts' say.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 from explorer_service.commit import commit_rows
@@ -15,6 +15,7 @@ from explorer_service.metrics import ExplorerMetrics
 from shared.config import ExplorerConfig
 from shared.errors import LedgerError
 from shared.ledger import transitions
+from shared.ledger.connect import database_time
 from shared.log import StageLogger
 
 log = StageLogger("housekeeping")
@@ -70,8 +71,8 @@ class Housekeeper:
     async def _expire(self) -> None:
         expire_s = self._config.expire_after_s
         assert expire_s is not None
-        while await self._writer.write(lambda c: transitions.expire(c, before=time.time() - expire_s)):
+        while await self._writer.write(lambda c: transitions.expire(c, before=database_time(c) - expire_s)):
             log.info("rows expired", older_than_s=expire_s)
 
     async def _forget(self) -> None:
-        await self._writer.write(lambda c: transitions.forget_answers(c, before=time.time() - KEEP_ANSWERS_S))
+        await self._writer.write(lambda c: transitions.forget_answers(c, before=database_time(c) - KEEP_ANSWERS_S))

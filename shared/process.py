@@ -72,10 +72,19 @@ def _start_of(pid: int) -> int | None:
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return None if _exists(pid) else 0
     except OSError:
         return None
     return 0 if state == "Z" else int(rest[18])  # proc(5): starttime
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is such a process, also where /proc hides those of other users (mount option `hidepid`)."""
+    try:
+        os.kill(pid, 0)
+    except OSError as exc:
+        return not isinstance(exc, ProcessLookupError)
+    return True
 
 
 def visible_devices(devices: Sequence[int] | None) -> dict[str, str]:

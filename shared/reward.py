@@ -91,14 +91,29 @@ class Credit:
     teaches: int  # Lesson: what was said of it that is learned from, and that it was not trained on
 
 
-def is_new(signal: Signal, before: Sequence[Signal], taught: int, last_signal: int) -> bool:
-    """Whether words did not act on a row yet, and do not repeat what was said `before` by the same key.
+class NewWords:
+    """Which words did not act on a row yet, and do not repeat what the same key said of it. Asked of all signals of the
+    row, oldest first."""
 
-    taught: what the row was trained on, as Lesson. last_signal: the last one that was in the log then.
-    """
-    acted = signal.id is not None and signal.id <= last_signal and lessons_of([signal.kind]) & taught
-    repeats = any((one.kind, one.text, one.key_name) == (signal.kind, signal.text, signal.key_name) for one in before)
-    return signal.kind in WORDS and not acted and not repeats
+    def __init__(self, taught: int, last_signal: int, log: Iterable[Signal] = ()) -> None:
+        """taught: what the row was trained on, as Lesson. last_signal: the last one that was said of it then.
+
+        log: signals that were asked for already.
+        """
+        self._taught, self._last_signal = taught, last_signal
+        self._said: set[tuple[Kind, str | None, str | None]] = set()
+        for signal in log:
+            self.has(signal)
+
+    def has(self, signal: Signal) -> bool:
+        """Whether the signal is such words."""
+        if signal.kind not in WORDS:
+            return False
+        words = (signal.kind, signal.text, signal.key_name)
+        repeats = words in self._said
+        self._said.add(words)
+        acted = signal.id is not None and signal.id <= self._last_signal and lessons_of([signal.kind]) & self._taught
+        return not (acted or repeats)
 
 
 def credit_of(
@@ -106,7 +121,7 @@ def credit_of(
 ) -> Credit:
     """The credit of a row by its signals, oldest first. learned: the kinds that are learned from.
 
-    taught, last_signal: as for `is_new`.
+    taught, last_signal: as for NewWords.
     """
     own = reward_of((signal for signal in signals if signal.scope == "message"), rule)
     outcome = reward_of((signal for signal in signals if signal.scope != "message"), rule)
@@ -114,8 +129,9 @@ def credit_of(
     last = own if scores and scores[-1].scope == "message" else outcome
     once = (*scores, *(one for one in signals if one.kind not in SCORES | WORDS))
     teaches = lessons_of(one.kind for one in once if one.kind in learned) & ~taught
-    words = (one for place, one in enumerate(signals) if is_new(one, signals[:place], taught, last_signal))
-    return Credit(last, own, outcome, teaches | lessons_of(one.kind for one in words if one.kind in learned))
+    new = NewWords(taught, last_signal)
+    words = {one.kind for one in signals if new.has(one)}
+    return Credit(last, own, outcome, teaches | lessons_of(words & learned))
 
 
 def reward_key(signals: Sequence[Signal]) -> str | None:

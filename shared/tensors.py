@@ -18,6 +18,7 @@ from shared.errors import VersionError
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 32 * 1024 * 1024
 _MOST_DIMENSIONS = 32
+_NOT_READ = (".", "consolidated")  # vLLM passes over hidden files, and reads those of Mistral's own format alone
 _BITS = {
     "BOOL": 8,
     **{f"{kind}{bits}": bits for kind in "UI" for bits in (8, 16, 32, 64)},
@@ -57,6 +58,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     file_of: dict[str, str] = {}
     for file in sorted(folder.glob("*.safetensors")):
+        if file.name.startswith(_NOT_READ):
+            raise VersionError(f"{folder}: engines do not read {file.name!a} together with the other files")
         for name, tensor in read_header(file).items():
             if name in found:
                 raise VersionError(f"{folder}: tensor {name!a} is in {file_of[name]} and in {file.name}")

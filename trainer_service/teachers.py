@@ -34,10 +34,17 @@ _REFUSED = (400, 413, 422)  # said of this request: it would be refused again
 # At start these are said of wrong settings; later a server that begins anew may say them, too, and is waited for.
 _DENIED = (401, 403)
 _MISSING = 404
+_FAILED = 500
+_MOST_FAILURES = 5  # at one request before it is compared with a harmless one
+_HARMLESS = [0, 1]  # token ids
 
 
 class _Unavailable(Exception):
     """The teacher is away, too slow, or answers what it must not; it is asked again."""
+
+
+class _Failed(_Unavailable):
+    """An error of the server; perhaps one that this request makes each time."""
 
 
 class _Refused(Exception):
@@ -98,7 +105,7 @@ class RemoteTeacher:
                 text = str(self._ask("POST", "/detokenize", {"model": self._model, "tokens": ids})["prompt"])
                 if text.split() != tokenizer.decode(ids).split():
                     raise _another_tokenizer("url", url, f"a token from {ids[0]} to {ids[-1]} is another text")
-            self._logprobs([0, 1])
+            self._logprobs(_HARMLESS)
             self._starts = False
         except _Denied as exc:
             raise ConfigError(
@@ -128,8 +135,7 @@ class RemoteTeacher:
 
     def _logprobs(self, ids: list[int]) -> LogprobArray:
         """log p of each token after the first, at temperature 1. Raises _Refused and Stopped."""
-        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        answer = self._ask("POST", "/v1/completions", body)
+        answer = self._ask("POST", "/v1/completions", self._scoring(ids))
         try:
             entries = answer["choices"][0]["prompt_logprobs"][1:]
             found = [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries, strict=True)]
@@ -140,19 +146,32 @@ class RemoteTeacher:
             raise _Refused("a logprob is no number")
         return logprobs
 
+    def _scoring(self, ids: list[int]) -> dict[str, Any]:
+        return {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """An answer, however long it takes. Raises _Refused and Stopped."""
-        pauses = pauses_s(_FIRST_PAUSE_S)
+        pauses, failures = pauses_s(_FIRST_PAUSE_S), 0
         while not self._stop:
             try:
                 answer = self._try(method, path, body)
             except _Unavailable as exc:
+                failures += isinstance(exc, _Failed)
+                if failures >= _MOST_FAILURES and self._answers_others():
+                    raise _Refused(f"{exc} again and again, and others are answered") from exc
                 self._say(away=True, reason=str(exc))
                 self._stop.wait(min(next(pauses), LONGEST_PAUSE_S))
                 continue
             self._say(away=False)
             return answer
         raise Stopped
+
+    def _answers_others(self) -> bool:
+        try:
+            self._try("POST", "/v1/completions", self._scoring(_HARMLESS))
+        except (_Unavailable, _Refused):
+            return False
+        return True
 
     def _try(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         try:
@@ -164,6 +183,8 @@ class RemoteTeacher:
         message = f"status {reply.status_code} for {path}"
         if self._starts and reply.status_code in _DENIED:
             raise _Denied(message)
+        if reply.status_code == _FAILED:
+            raise _Failed(message)
         refused = (*_REFUSED, _MISSING) if self._starts else _REFUSED
         raise _Refused(message) if reply.status_code in refused else _Unavailable(message)
 

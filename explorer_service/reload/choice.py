@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from explorer_service.errors import StageFailed
 from explorer_service.reload.blame import Backoff, Blame
@@ -38,9 +39,14 @@ class VersionChoice:
             raise StageFailed(reason)
         return target
 
-    async def find_good(self, failed: int, served: TargetVersion | None) -> TargetVersion | None:
-        """What this engine has served before, or else the newest other version that has ever served, or the base."""
-        rows = await asyncio.to_thread(self._servable, failed)
+    async def find_good(
+        self, failed: int, served: TargetVersion | None, damaged: Collection[int] = ()
+    ) -> TargetVersion | None:
+        """What this engine has served before, or else the newest other version that has ever served, or the base.
+
+        damaged: those that it shall not be.
+        """
+        rows = [row for row in await asyncio.to_thread(self._servable, failed) if row.version not in damaged]
         if served is not None and any(row.version == served.version for row in rows):
             return served
         for row in reversed(rows):
@@ -54,15 +60,20 @@ class VersionChoice:
         return None
 
     async def stage_good(self, failed: int, served: TargetVersion | None) -> TargetVersion | None:
-        """What goes back in when a load fails, where the engine can read it. Raises StageFailed."""
-        if (good := await self.find_good(failed, served)) is None:
-            return None
-        try:
-            return await self._take_up.stage(good)
-        except VersionError as error:
-            if good is not served:
-                await self._blame.reject(good.row, error)
-            raise StageFailed(f"what would go back in is damaged: {error}") from error
+        """What goes back in when a load fails, where the engine can read it. Raises StageFailed.
+
+        An older one where one is damaged. It has been proven, so that it is not rejected for that: it may be so on this
+        engine's machine alone, or serve from memory.
+        """
+        damaged: dict[int, str] = {}
+        while (good := await self.find_good(failed, served, damaged)) is not None:
+            try:
+                return await self._take_up.stage(good)
+            except VersionError as error:
+                damaged[good.version] = str(error)
+        if damaged:
+            raise StageFailed(f"what would go back in is damaged: {'; '.join(damaged.values())}")
+        return None
 
     async def is_anything_published(self) -> bool:
         """Whether there ever was a version, which none can serve any more."""

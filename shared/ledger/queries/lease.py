@@ -27,7 +27,7 @@ from shared.ledger.prefix import load_tokens
 from shared.ledger.queries.preferences import with_preferences
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import IS_QUARANTINED, batches, experiences
-from shared.reward import WORDS, Kind, Lesson, Signal, is_new, lessons_of
+from shared.reward import WORDS, Kind, Lesson, NewWords, Signal, lessons_of
 
 DEATHS_TOLERATED = 4  # in updates with the same rows before they are blamed: machines fail, and operators kill
 _REASONS = 20  # that are shown
@@ -94,12 +94,12 @@ def load_rows(
 
 
 def _acting(log: Sequence[Signal], row: AnyRow, acts: int, until: int | None) -> Iterator[Signal]:
-    for place, signal in enumerate(log):
+    words = NewWords(row.taught, row.last_signal)
+    for signal in log:
+        is_new = words.has(signal)
         once = until is None or signal.kind not in WORDS
         in_time = until is not None and signal.id is not None and signal.id <= until
-        if lessons_of([signal.kind]) & acts and (
-            once or (in_time and is_new(signal, log[:place], row.taught, row.last_signal))
-        ):
+        if lessons_of([signal.kind]) & acts and (once or (in_time and is_new)):
             yield signal
 
 

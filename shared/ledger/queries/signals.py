@@ -49,7 +49,8 @@ def load_signals(
     kinds: of the signals; None: all.
     """
     log: dict[tuple[str, int], list[Signal]] = {(row.msg_id, row.choice): [] for row in rows}
-    query = select(signals).order_by(signals.c.id)
+    choices = sorted({choice for _, choice in log})
+    query = select(signals).where(signals.c.choice.in_(choices)).order_by(signals.c.id)
     if kinds is not None:
         query = query.where(signals.c.kind.in_(sorted(kinds)))
     for mine in in_parts(signals.c.msg_id, sorted({msg_id for msg_id, _ in log})):

@@ -25,10 +25,10 @@ from shared.reward import (
     Credit,
     Kind,
     Lesson,
+    NewWords,
     Scope,
     Signal,
     credit_of,
-    is_new,
     lessons_of,
 )
 
@@ -174,7 +174,8 @@ class _Application:
         found = self._about(row)
         lessons = lessons_of(one.kind for one in found if one.kind not in WORDS) & ~_given(row)
         if row.taught != EVERY_LESSON:  # it was not erased
-            new = (one.kind for one in found if is_new(one, self._of(row), row.taught, row.last_signal))
+            words = NewWords(row.taught, row.last_signal, self._of(row))
+            new = [one.kind for one in found if words.has(one)]
             waits = lessons_of(one.kind for one in found if one.kind in WORDS) & ~_given(row)
             lessons |= lessons_of(new) | (waits if row.state in _UNTRAINED else waits & row.teaches)
         if row.state not in _UNTRAINED:  # it is trained on again only for what is learned from

@@ -19,7 +19,7 @@ from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
 from shared.ledger.transitions.retain import keep_base, release_version
 from shared.ledger.transitions.versions import publish_version
-from shared.reward import WORDS, is_new, lessons_of
+from shared.reward import WORDS, NewWords, lessons_of
 
 
 def publish(
@@ -136,8 +136,8 @@ def _words_since(connection: Connection, held: Sequence[ColumnElement[bool]]) ->
     log = load_signals(connection, rows, WORDS)
     by_lessons: dict[int, list[int]] = defaultdict(list)
     for row in rows:
-        found = log[row.msg_id, row.choice]
-        new = [one.kind for place, one in enumerate(found) if is_new(one, found[:place], row.acts, row.last_signal)]
+        words = NewWords(row.acts, row.last_signal)
+        new = [one.kind for one in log[row.msg_id, row.choice] if words.has(one)]
         if lessons := lessons_of(new) & row.acts:
             by_lessons[lessons].append(row.id)
     return by_lessons
