@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -80,14 +79,6 @@ class Recipe:
         plain = json.loads(file.read_text(encoding="utf-8"))
         demonstrations = [Demonstration(**one) for one in plain.pop("demonstrations")]
         return cls(demonstrations=demonstrations, **plain)
-
-
-def in_like_batches(demonstrations: Sequence[Demonstration], batch: int) -> list[Demonstration]:
-    """The demonstrations in batches of like lengths, in random order: a batch is padded to its longest conversation."""
-    ordered = sorted(demonstrations, key=lambda one: sum(len(message["content"]) for message in one.messages))
-    batches = [ordered[at : at + batch] for at in range(0, len(ordered), batch)]
-    random.Random(len(batches)).shuffle(batches)
-    return [one for together in batches for one in together]
 
 
 def folder_of(example: str, *variant: str) -> Path:

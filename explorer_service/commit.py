@@ -40,19 +40,14 @@ async def answer_commit(request: Request, deps: Deps) -> Response:
     """POST /commit."""
     caller = deps.auth.require(request, "feedback", open_to_networks=True)
     with caller.limit.taken():
-        return await _answer_within_limit(request, deps, caller.group)
-
-
-async def _answer_within_limit(request: Request, deps: Deps, key_group: str | None) -> Response:
-    raw = await deps.bodies.read(request)
-    scope = parse_commit(raw)
-    task_id, run_id = read_id(scope.task_id, "task_id"), read_id(scope.run_id, "run_id")
-    before = scope.time_threshold
-    if before is not None and before > _MILLISECONDS_ABOVE:
-        before /= 1000
-    committed, ready = await commit_rows(
-        deps.feedback_writer, deps.metrics, task_id=task_id, run_id=run_id, before=before, key_group=key_group
-    )
+        raw = await deps.bodies.read(request)
+        scope = parse_commit(raw)
+        task_id, run_id = read_id(scope.task_id, "task_id"), read_id(scope.run_id, "run_id")
+        before = scope.time_threshold
+        if before is not None and before > _MILLISECONDS_ABOVE:
+            before /= 1000
+        where = {"task_id": task_id, "run_id": run_id, "before": before, "key_group": caller.group}
+        committed, ready = await commit_rows(deps.feedback_writer, deps.metrics, **where)
     answer: dict[str, Any] = {"status": "success", "committed": committed, "ready": ready}
     if raw.strip() not in _NO_BODY and (ignored := ignored_fields(raw, scope)):
         answer["ignored"] = ignored

@@ -70,17 +70,13 @@ async def answer_feedback(request: Request, deps: Deps) -> Response:
     """POST /feedback."""
     caller = deps.auth.require(request, "feedback", open_to_networks=True)
     with caller.limit.taken():
-        return await _answer_within_limit(request, deps, caller)
-
-
-async def _answer_within_limit(request: Request, deps: Deps, caller: Caller) -> Response:
-    raw = await deps.bodies.read(request)
-    body, signals = parse_feedback(raw, deps.config.reward)
-    msg_ids = list(dict.fromkeys(body.msg_ids or []))
-    feedback = _Feedback(body, msg_ids, signals, caller, deps, _asked(request, caller.name, raw))
-    async with while_caller_waits(request.receive):  # who leaves before it is applied has said nothing
-        await feedback.wait_recorded()
-    answer = _answer(await feedback.apply())
+        raw = await deps.bodies.read(request)
+        body, signals = parse_feedback(raw, deps.config.reward)
+        msg_ids = list(dict.fromkeys(body.msg_ids or []))
+        feedback = _Feedback(body, msg_ids, signals, caller, deps, _asked(request, caller.name, raw))
+        async with while_caller_waits(request.receive):  # who leaves before it is applied has said nothing
+            await feedback.wait_recorded()
+        answer = _answer(await feedback.apply())
     answer.ignored = ignored_fields(raw, body) or msgspec.UNSET
     for state, count in Counter(receipt.state for receipt in answer.receipts).items():
         deps.metrics.feedback_receipts.labels(state).inc(count)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from explorer_service.commit import commit_rows
 from explorer_service.ledger_writer import LedgerWriter
@@ -47,7 +48,7 @@ class Housekeeper:
         if self._config.commit_every_s is not None:
             jobs.append(self._every(self._config.commit_every_s, self._commit))
         if expire_s is not None:
-            jobs.append(self._every(min(EXPIRE_EVERY_S, expire_s / 2), self._expire))
+            jobs.append(self._every(min(EXPIRE_EVERY_S, expire_s / 2), partial(self._expire, expire_s)))
         async with asyncio.TaskGroup() as group:
             for job in jobs:
                 group.create_task(job, name="housekeeping")
@@ -68,9 +69,7 @@ class Housekeeper:
         if committed:
             log.debug("committed", rows=committed)
 
-    async def _expire(self) -> None:
-        expire_s = self._config.expire_after_s
-        assert expire_s is not None
+    async def _expire(self, expire_s: float) -> None:
         while await self._writer.write(lambda c: transitions.expire(c, before=database_time(c) - expire_s)):
             log.info("rows expired", older_than_s=expire_s)
 

@@ -42,7 +42,7 @@ class LedgerReader:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, query)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._ledger.fetch, query)
         except TimeoutError as exc:
             reason = f"the database has not answered within {timeout_s:g} s; is it up and reachable?"
             log.warning("the ledger cannot be read", reason=reason)
@@ -50,7 +50,3 @@ class LedgerReader:
         except LedgerError as error:
             log.warning("the ledger cannot be read", reason=str(error))
             raise
-
-    def _run(self, query: Callable[[Connection], T]) -> T:
-        with self._ledger.read() as connection:
-            return query(connection)

@@ -24,7 +24,7 @@ from explorer_service.write_group import CannotGroup, Job, JobFailed, Outcome, a
 from shared.errors import LedgerError
 from shared.experience import Sample
 from shared.ledger import transitions
-from shared.ledger.connect import Ledger
+from shared.ledger.connect import DedicatedConnection, Ledger
 from shared.ledger.failures import is_conflict, is_lock_timeout
 from shared.log import StageLogger
 
@@ -47,7 +47,7 @@ class LedgerWriter:
         name: str = "ledger-writer",
     ) -> None:
         """timeout_s: who waits longer for a write hears LedgerError."""
-        self._connection = ledger.dedicated_connection()
+        self._connection = DedicatedConnection(ledger)
         self._metrics = metrics
         self._timeout_s = timeout_s
         self.is_available = True  # as of the last write, and of those that wait

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection
@@ -23,19 +24,15 @@ from shared.log import StageLogger
 log = StageLogger("record")
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """What one caller wants written, and waits for."""
 
-    __slots__ = ("deadline", "future", "given_up", "samples", "work")
-
-    def __init__(
-        self, future: asyncio.Future[Any], work: Callable[[Connection], Any], samples: list[Sample], deadline: float
-    ) -> None:
-        self.future = future
-        self.work = work
-        self.samples = samples  # of a job that does nothing but store them: such jobs are done together
-        self.deadline = deadline  # of the event loop's clock
-        self.given_up = False  # whoever waited has been told that it failed
+    future: asyncio.Future[Any]
+    work: Callable[[Connection], Any]
+    samples: list[Sample]  # of a job that does nothing but store them: such jobs are done together
+    deadline: float  # of the event loop's clock
+    given_up: bool = False  # whoever waited has been told that it failed
 
 
 Outcome = tuple[Job, Any, BaseException | None]  # its result, or why it failed

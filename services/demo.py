@@ -19,14 +19,7 @@ import httpx
 
 from examples import serving
 from examples.support_desk import base_model
-from examples.support_desk.customers import (
-    Customers,
-    Voice,
-    say_comment,
-    say_correction,
-    say_reward,
-    say_thumbs,
-)
+from examples.support_desk.customers import Customers, Voice, say_comment, say_correction, say_reward, say_thumbs
 from examples.support_desk.report import draw_report, first_and_last_tenth
 from examples.support_desk.view import Frame, View
 from examples.tiny_model import Progress

@@ -71,8 +71,7 @@ def export_model(config: Config, version: int, target: Path, *, merged: bool) ->
 def _held(ledger: Ledger, version: int) -> Iterator[VersionRow]:
     """A version whose files stay while they are read. Raises StartupError."""
     reader, owner = f"export {process_name()}", process_name()
-    with ledger.read() as connection:
-        rows = {row.version: row for row in list_versions(connection)}
+    rows = {row.version: row for row in ledger.fetch(list_versions)}
     with ledger.write() as connection:
         held = version in rows and transitions.lease_version(
             connection, version, reader=reader, purpose=Purpose.EXPORT, owner=owner, lasts=True

@@ -120,8 +120,7 @@ def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> I
 
 def warn_of_others(ledger: Ledger, trainer: str) -> None:
     """Log that trainers of other names are at work on this ledger."""
-    with ledger.read() as connection:
-        others = [name for name in live_trainers(connection) if name != trainer]
+    others = [name for name in ledger.fetch(live_trainers) if name != trainer]
     if others:
         log.warning(
             "other trainers are at work on this ledger: all claim from the same rows, and publish versions in turn, "

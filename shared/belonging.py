@@ -28,8 +28,7 @@ def require_belonging(root: Path, ledger: Ledger) -> None:
     has proven, the folder is the wrong one. A single version may be damaged: an explorer serves without it.
     """
     require_known_versions(root, ledger)
-    with ledger.read() as connection:
-        rows = [row for row in list_versions(connection) if row.may_serve]
+    rows = [row for row in ledger.fetch(list_versions) if row.may_serve]
     if rows and not any((root / row.path).is_dir() for row in rows):
         raise StartupError(
             f"the ledger {ledger.shown_url} names versions up to {version_name(rows[-1].version)}, and "
@@ -60,8 +59,7 @@ def _is_exchanged(root: Path, row: VersionRow) -> bool:
 def require_known_versions(root: Path, ledger: Ledger) -> None:
     """Raise StartupError when there are more versions that the ledger does not know than one crash leaves."""
     folders = version_folders(root)  # first: a trainer has reserved a number before it writes anything under it
-    with ledger.read() as connection:
-        rows = list_versions(connection)
+    rows = ledger.fetch(list_versions)
     highest = rows[-1].version if rows else -1
     unknown = [folder.name for folder in folders if version_number(folder) > max(highest, 0)]
     if unknown:
@@ -73,8 +71,7 @@ def require_known_versions(root: Path, ledger: Ledger) -> None:
 
 def require_kind(kind: str, ledger: Ledger) -> None:
     """Raise ConfigError when the ledger has versions of another kind than model.kind. (Version 0 is of both.)"""
-    with ledger.read() as connection:
-        rows = [row for row in list_versions(connection) if row.version != 0 and row.has_files and row.kind != kind]
+    rows = [row for row in ledger.fetch(list_versions) if row.version != 0 and row.has_files and row.kind != kind]
     if rows:
         raise ConfigError(
             f"model.kind={kind}, and {version_name(rows[-1].version)} of the ledger {ledger.shown_url} is of the kind "
@@ -85,8 +82,7 @@ def require_kind(kind: str, ledger: Ledger) -> None:
 def require_same_shape(config: Config, ledger: Ledger) -> None:
     """Raise ConfigError when the adapters so far are of another rank or alpha than is configured."""
     model = config.model
-    with ledger.read() as connection:
-        rows = [row for row in list_versions(connection) if row.may_serve and row.version > 0 and row.has_files]
+    rows = [row for row in ledger.fetch(list_versions) if row.may_serve and row.version > 0 and row.has_files]
     if model.kind == "full" or not rows:
         return
     newest = rows[-1]

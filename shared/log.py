@@ -11,8 +11,6 @@ import logging
 import os
 import sys
 
-STAGES = ("chat", "record", "feedback", "commit", "claim", "batch", "update", "publish", "reload")
-
 
 class StageLogger:
     """A logger for one stage (or another fixed word, such as `engine`): `log.info("saved", version=3)`."""

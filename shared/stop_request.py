@@ -1,11 +1,10 @@
-"""A request to stop, made by a signal: wait on it instead of sleeping."""
+"""A request to stop, made by a signal."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
-from types import FrameType
 
 
 class StopRequest:
@@ -23,11 +22,8 @@ class StopRequest:
     def listen(self) -> StopRequest:
         """Install the signal handlers (main thread only)."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda *_: self.set())
         return self
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self.set()
 
     def set(self) -> None:
         if not self._stopped:

@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy.engine import make_url
 from xdist.scheduler import LoadFileScheduling
 
+from shared.config import Config
 from shared.ledger.connect import Ledger
 from tests.support.lives import Lives
 from tests.support.models import make_tiny_model
@@ -73,6 +74,13 @@ def scripted_engine() -> Iterator[ScriptedEngine]:
     engine.stop()
 
 
+@pytest.fixture
+def second_engine() -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine()
+    yield engine
+    engine.stop()
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
     """One PostgreSQL server for the session."""
@@ -88,6 +96,20 @@ def database_url(request: pytest.FixtureRequest) -> str | None:
         return None
     server: Postgres = request.getfixturevalue("postgres")
     return server.new_ledger()
+
+
+@pytest.fixture
+def config(tmp_path: Path, database_url: str | None) -> Config:
+    """For commands: no engine answers."""
+    return make_config(tmp_path, ["http://127.0.0.1:1"], database_url=database_url)
+
+
+@pytest.fixture
+def ledger(config: Config) -> Iterator[Ledger]:
+    """The ledger of `config`, and of explorers that `start_explorer` starts."""
+    opened = Ledger.open(config.ledger_url)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

@@ -140,8 +140,7 @@ class Breaker:
 
     def _read(self) -> TrainerRow | None:
         try:
-            with self._ledger.read() as connection:
-                return queries.find_trainer(connection, self._name)
+            return self._ledger.fetch(lambda connection: queries.find_trainer(connection, self._name))
         except LedgerError:
             return None
 

@@ -211,8 +211,7 @@ class Claimer:
 
     def _name_idle(self) -> None:
         """Say once of each algorithm whether nobody says what it learns from, and what is said instead."""
-        with self._ledger.read() as connection:
-            kinds = queries.recent_kinds(connection)
+        kinds = self._ledger.fetch(queries.recent_kinds)
         for name in self._config.parts:
             learned = self._config.settings_of(name).learned
             if kinds and learned and name not in self._idle and not learned & kinds.keys():

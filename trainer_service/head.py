@@ -17,12 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainer_service.logprobs import (
-    GREEDY_BELOW,
-    SamplingTensors,
-    Scores,
-    processed_logprobs,
-)
+from trainer_service.logprobs import GREEDY_BELOW, SamplingTensors, Scores, processed_logprobs
 
 CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}  # of a chunk's logits in float32
 KEPT_BYTES = 768 * 2**20  # of all logits, up to which they are kept from the forward pass to the backward pass

@@ -66,8 +66,7 @@ class Janitor:
     def run(self, current: SavedState | None) -> None:
         """Delete what is to go; current: the trainer's newest state. What fails is tried again the next time."""
         try:
-            with self._ledger.read() as connection:
-                now = database_time(connection)
+            now = self._ledger.fetch(database_time)
             if not self._watch.is_settled(now):
                 return
             self._give_up_versions()
@@ -80,8 +79,7 @@ class Janitor:
 
     def _give_up_versions(self) -> None:
         settings = self._settings
-        with self._ledger.read() as connection:
-            unknown = [row for row in list_versions(connection) if row.has_files and row.bytes is None]
+        unknown = [row for row in self._ledger.fetch(list_versions) if row.has_files and row.bytes is None]
         sizes = {row.version: size_of(self._folder.parent / row.path) for row in unknown}
         with self._ledger.write() as connection:
             given_up = transitions.give_up_files(
@@ -97,8 +95,8 @@ class Janitor:
 
     def _delete_versions(self) -> None:
         """Delete the folders of all versions whose files the ledger has given up."""
-        with self._ledger.read() as connection:
-            given_up = {version_name(row.version) for row in list_versions(connection) if row.deleted_at is not None}
+        rows = self._ledger.fetch(list_versions)
+        given_up = {version_name(row.version) for row in rows if row.deleted_at is not None}
         set_aside([folder for folder in self._folder.glob("v*") if folder.name in given_up])
         sweep(self._folder)
 

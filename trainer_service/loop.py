@@ -80,9 +80,7 @@ class Trainer:
             self._progress = Progress(step=row.step, version=row.version)
             self._learner.load(saved)
         self._saved = Progress(step=self._progress.step, version=self._progress.version)
-        with self._ledger.read() as connection:
-            blames = queries.deaths_will_be_blamed(connection, name)
-        if blames:
+        if self._ledger.fetch(lambda connection: queries.deaths_will_be_blamed(connection, name)):
             self._learner.require_harmless_update("trainers died in them")
         about: dict[str, Any] = {"name": name, "step": self._progress.step, "version": self._progress.version}
         about |= {"state_path": saved.path if saved else None, "state_sha256": saved.sha256 if saved else None}

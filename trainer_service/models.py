@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +50,15 @@ def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def checkpoint_layers(model: Any, **options: Any) -> None:
-    """Compute the model's layers again in the backward pass, as they are without dropout. options: of PyTorch's
-    `checkpoint`."""
+    """Compute the model's layers again in the backward pass, without dropout. options: of PyTorch's `checkpoint`.
+
+    Layers that are computed again are in training mode, in which their own code drops values, as their settings say.
+    """
     model.gradient_checkpointing_enable({"use_reentrant": False, **options})
-    for layer in model.modules():
-        if getattr(layer, "gradient_checkpointing", False):
-            layer._gradient_checkpointing_func = partial(_checkpoint, layer, layer._gradient_checkpointing_func)
-
-
-def _checkpoint(layer: nn.Module, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
-    """Only the layer's own training mode says that it is to be computed again; its code takes it for dropout's, too."""
-
-    def without_dropout(*args: Any) -> Any:
-        layer.training = False
-        try:
-            return forward(*args)
-        finally:
-            layer.training = True
-
-    return checkpoint(without_dropout, *args)
+    for settings in (model.config.get_text_config(), *model.modules()):
+        for name, value in vars(settings).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(settings, name, 0.0)
 
 
 def tie_equal_embeddings(model: Any) -> None:

@@ -164,16 +164,6 @@ def _collate(trajectories: Sequence[TokenSequence], order: Order, names: list[in
     )
 
 
-def packing_figures(micros: Sequence[MicroBatch], max_tokens: int) -> dict[str, float]:
-    """Figures for logs: tokens of the trajectories, tokens computed for them, and the filled share of the rows."""
-    computed = [micro.input_ids_1T.shape[1] for micro in micros]
-    return {
-        "tokens_in": float(sum(micro.tokens_in for micro in micros)),
-        "tokens_computed": float(sum(computed)),
-        "packing_efficiency": sum(computed) / max(1, sum(max(tokens, max_tokens) for tokens in computed)),
-    }
-
-
 def gather(arrays: Sequence[Floats], micro: MicroBatch) -> Tensor:
     """One [A] array for each trajectory of the batch → [K] in the micro-batch's order."""
     return torch.from_numpy(np.concatenate([arrays[index] for index in micro.members]))

@@ -49,9 +49,7 @@ def ensure_base_version(config: Config, ledger: Ledger) -> None:
     model_folder = Path(config.model.path)
     (config.root / "versions").mkdir(parents=True, exist_ok=True)
     with _exclusive(config.root / "versions" / ".base.lock"):
-        with ledger.read() as connection:
-            exists = any(row.version == 0 for row in list_versions(connection))
-        if exists:
+        if any(row.version == 0 for row in ledger.fetch(list_versions)):
             _require_same_base(config, model_folder, ledger)
             require_kind(config.model.kind, ledger)
             require_same_shape(config, ledger)

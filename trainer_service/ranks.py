@@ -38,8 +38,8 @@ _GONE = "another rank ended or came too late (trainer.rank_timeout_s), and says 
 class Ranks:
     """This process among the ranks. With one rank every call is the identity."""
 
-    def __init__(self, rank: int, size: int, local_rank: int, store: Any, timeout_s: float) -> None:
-        self.rank, self.size, self.local_rank = rank, size, local_rank
+    def __init__(self, rank: int, size: int, store: Any, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
         self._store, self._timeout_s = store, timeout_s
         self._ordered = 0
         self._data_parallel: DataParallel | None = None
@@ -216,7 +216,7 @@ def join_ranks(timeout_s: float) -> Ranks:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-    return Ranks(rank, size, local_rank, store, timeout_s)
+    return Ranks(rank, size, store, timeout_s)
 
 
 def _settle(asked: Future[bytes], question: Callable[[], bytes]) -> None:

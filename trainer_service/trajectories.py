@@ -150,14 +150,12 @@ def sequence_of(row: Experience) -> TokenSequence:
     )
 
 
-def sequence_alone(
-    token_ids: npt.NDArray[Any], prompt: int, *, reward: float = 0.0, sampling: Sampling | None = None
-) -> TokenSequence:
+def sequence_alone(token_ids: npt.NDArray[Any], prompt: int, *, sampling: Sampling | None = None) -> TokenSequence:
     """A sequence that nobody recorded: `prompt` tokens, and a reply whose behaviour logprobs are -1."""
     ids = token_ids.astype(np.int32)
     tokens = Tokens(ids[:prompt], ids[prompt:], np.full(len(ids) - prompt, -1.0, np.float32))
     how = sampling or Sampling()
-    return assemble([Experience(0, "alone", 0, None, None, None, "alone", 0, reward, 0.0, tokens, how)])[0]
+    return assemble([Experience(0, "alone", 0, None, None, None, "alone", 0, 0.0, 0.0, tokens, how)])[0]
 
 
 class _Builder:

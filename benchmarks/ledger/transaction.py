@@ -20,14 +20,14 @@ from sqlalchemy import event
 from benchmarks.ledger.databases import Databases, Figures, make_sample
 from shared.experience import Sample, new_message_id
 from shared.ledger import transitions
-from shared.ledger.connect import Ledger
+from shared.ledger.connect import DedicatedConnection, Ledger
 
 _WARM = 100  # chats that are not counted
 
 
 def measure(databases: Databases, kind: str, chats: int = 3000) -> Figures:
     """Median and p05 of each way in µs, and their difference."""
-    with closing(databases.open(kind)) as ledger, closing(ledger.dedicated_connection()) as dedicated:
+    with closing(databases.open(kind)) as ledger, closing(DedicatedConnection(ledger)) as dedicated:
         model = make_sample()
         statements = _statements(ledger, model)
         with ledger._engine.connect() as lent:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.trainer.cases import Row, distinct_tokens, rows
-from benchmarks.trainer.worker import experiences
-from trainer_service.packing import pack, packing_figures
+from benchmarks.trainer.worker import experiences, packing_figures
+from trainer_service.packing import pack
 from trainer_service.trajectories import assemble
 
 BUDGET = 4096  # trainer.max_tokens_per_micro_batch's default

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from benchmarks.trainer.cases import Row, rows
 from benchmarks.trainer.clock import seconds
 from shared.experience import Experience, Sampling, Tokens
 from trainer_service.models import prepare, score_actions
-from trainer_service.packing import Rows, pack, packing_figures
+from trainer_service.packing import MicroBatch, Rows, pack
 from trainer_service.trajectories import assemble
 
 Step = Callable[[Any, list[Row]], Iterator[Tensor]]
@@ -33,6 +33,16 @@ def experiences(found: list[Row]) -> list[Experience]:
         name = str(number)
         read.append(Experience(number, name, 0, None, "task", row.run, name, 0, 1.0, 0.0, tokens, Sampling()))
     return read
+
+
+def packing_figures(micros: Sequence[MicroBatch], max_tokens: int) -> dict[str, float]:
+    """Tokens of the trajectories, tokens computed for them, and the filled share of the rows."""
+    computed = [micro.input_ids_1T.shape[1] for micro in micros]
+    return {
+        "tokens_in": float(sum(micro.tokens_in for micro in micros)),
+        "tokens_computed": float(sum(computed)),
+        "packing_efficiency": sum(computed) / max(1, sum(max(tokens, max_tokens) for tokens in computed)),
+    }
 
 
 def ours(budget: int, kind: Rows) -> Step:

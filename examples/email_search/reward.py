@@ -1,8 +1,8 @@
 """ART's rubric, the tool weights of AgentScope's article, and what is right without a judge.
 
 The rubric: a right answer earns 1, 0.3 more for its source, 0.1 shared among the sources that it names, and up to 0.1
-for few turns; "I don't know" is right where no mail has the answer. What is found and read on the way counts 0.1 each
-below that: from -1 for a wrong answer, from 0 for "I don't know" or none in time, from -1.9 for text that calls no tool.
+for few turns; "I don't know" is right where no mail has the answer. Below that, what is found and read on the way
+counts 0.1 each: from -1 for a wrong answer, 0 for "I don't know" or none in time, -1.9 for text that calls no tool.
 """
 
 from __future__ import annotations

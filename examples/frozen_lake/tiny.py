@@ -6,7 +6,7 @@ import random
 
 from examples.frozen_lake.agent import RULES
 from examples.frozen_lake.world import Lake, neighbours
-from examples.tiny_model import Demonstration, Recipe, in_like_batches
+from examples.tiny_model import Demonstration, Recipe
 
 STEPS, BATCH = 250, 32
 BACK = 0.5  # weight of a demonstrated move that goes back; of any other 1
@@ -43,13 +43,21 @@ def recipe() -> Recipe:
     """
     walks = [_walk(seed) for seed in range(DEMONSTRATED, DEMONSTRATED + STEPS * BATCH)]
     return Recipe(
-        demonstrations=in_like_batches(walks, BATCH),
+        demonstrations=_in_like_batches(walks),
         teaches="to walk at random",
         vocabulary=700,
         context=768,
         steps=STEPS,
         batch=BATCH,
     )
+
+
+def _in_like_batches(walks: list[Demonstration]) -> list[Demonstration]:
+    """Batches of walks of like lengths, in random order: a batch is padded to its longest conversation."""
+    ordered = sorted(walks, key=lambda walk: sum(len(message["content"]) for message in walk.messages))
+    batches = [ordered[at : at + BATCH] for at in range(0, STEPS * BATCH, BATCH)]
+    random.Random(STEPS).shuffle(batches)
+    return [walk for together in batches for walk in together]
 
 
 def _walk(seed: int) -> Demonstration:

@@ -39,7 +39,8 @@ class BrowserGuard:
         for name, value in scope["headers"]:
             if name == b"host":
                 if value not in self._known and not self._is_ours(value):
-                    return _foreign_host(value)
+                    reason = f"Host: {value.decode('latin-1')} is no name of this explorer"
+                    return _forbidden(f"{reason}; add it to explorer.allowed_hosts", "foreign_host")
                 host = value
             elif name == b"content-type":
                 content_type = value
@@ -81,12 +82,6 @@ def _is_json(content_type: bytes | None) -> bool:
 def _cross_site(header: str) -> ApiError:
     return _forbidden(
         f"a web page of another site may not use this explorer ({header}); configure explorer.keys", "cross_site"
-    )
-
-
-def _foreign_host(value: bytes) -> ApiError:
-    return _forbidden(
-        f"Host: {value.decode('latin-1')} is no name of this explorer; add it to explorer.allowed_hosts", "foreign_host"
     )
 
 

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import resource
-from typing import Protocol
+from asyncio import Transport
 
 from shared.config import ExplorerConfig
 
 _RESERVED_DESCRIPTORS = 256  # for all that is neither a caller's connection nor one to an engine
-
-
-class Closable(Protocol):
-    """A connection, as far as it matters here."""
-
-    def give_up(self) -> None:
-        """Close at once."""
 
 
 class Connections:
@@ -23,30 +16,30 @@ class Connections:
     def __init__(self, limits: ExplorerConfig, max_open: int) -> None:
         self.limits = limits
         self._max_open = max_open
-        self._open: set[Closable] = set()
-        self._incomplete: dict[Closable, None] = {}  # the one that has been so for the longest time is first
+        self._open: set[Transport] = set()
+        self._incomplete: dict[Transport, None] = {}  # the one that has been so for the longest time is first
 
-    def admit(self, connection: Closable) -> bool:
+    def admit(self, connection: Transport) -> bool:
         """Take in a new connection. Where it is one too many, another one is closed; False when all are busy."""
         if len(self._open) >= self._max_open:
             oldest = next(iter(self._incomplete), None)
             if oldest is None:
                 return False
             self.remove(oldest)
-            oldest.give_up()
+            oldest.abort()
         self._open.add(connection)
         self._incomplete[connection] = None
         return True
 
-    def begin_answer(self, connection: Closable) -> None:
+    def begin_answer(self, connection: Transport) -> None:
         """Its request is complete."""
         self._incomplete.pop(connection, None)
 
-    def end_answer(self, connection: Closable) -> None:
+    def end_answer(self, connection: Transport) -> None:
         if connection in self._open:
             self._incomplete[connection] = None
 
-    def remove(self, connection: Closable) -> None:
+    def remove(self, connection: Transport) -> None:
         self._open.discard(connection)
         self._incomplete.pop(connection, None)
 

@@ -48,6 +48,4 @@ class Limit:
 
 
 def _too_many(message: str, retry_after_s: int) -> ApiError:
-    return ApiError(
-        429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=max(1, retry_after_s)
-    )
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=retry_after_s)

@@ -47,7 +47,7 @@ class ExplorerProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait(self._limits.head_timeout_s)
-        if not self._connections.admit(self):
+        if not self._connections.admit(transport):
             message = "too many connections (explorer.max_connections); try again"
             self._refuse(unavailable(message, "too_many_connections"))
 
@@ -55,7 +55,7 @@ class ExplorerProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._stop_read_timer()
-        self._connections.remove(self)
+        self._connections.remove(self.transport)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -97,16 +97,12 @@ class ExplorerProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The answer to the request is with the transport, whole."""
         super().on_response_complete()
-        self._connections.end_answer(self)
+        self._connections.end_answer(self.transport)
         self._parse(self._requests.end_answer())
         if self._requests.overrun:
             self.transport.close()
 
     # ----------------------------------------------------------------------------- limits
-
-    def give_up(self) -> None:
-        """Close at once."""
-        self.transport.abort()
 
     def _parse(self, pieces: Iterator[bytes]) -> None:
         try:
@@ -135,7 +131,7 @@ class ExplorerProtocol(HttpToolsProtocol):
             case Awaited.BODY:
                 self._wait(self._limits.body_timeout_s)
             case Awaited.NOTHING:
-                self._connections.begin_answer(self)
+                self._connections.begin_answer(self.transport)
                 self._wait(None)
 
     def _refuse(self, error: ApiError) -> None:

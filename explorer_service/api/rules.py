@@ -23,8 +23,7 @@ class HttpRules:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = _check(scope)
-        if error is not None:
+        if (error := _check(scope)) is not None:
             await _refuse(error, scope, receive, send)
             return
         is_old = scope["http_version"] == "1.0"

@@ -120,7 +120,7 @@ def conversation_affinity(messages: Any) -> int:
         if isinstance(message, dict) and message.get("role") == "assistant":
             break
         digest.add(message)
-    return int.from_bytes(digest.value()[:8], "little")
+    return int.from_bytes(digest.value(), "little")
 
 
 def _random_id(reply: Any) -> str | None:

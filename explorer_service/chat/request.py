@@ -16,7 +16,6 @@ from urllib.parse import unquote
 from explorer_service.api.auth import Caller
 from explorer_service.api.body import decode_body
 from explorer_service.api.errors import bad_request
-from explorer_service.api.headers import header_text
 from explorer_service.chat.conversation import Digest, conversation_affinity, read_prompt
 from explorer_service.engines.dispatch import EngineRequest
 from explorer_service.traffic.router import Route, Router
@@ -30,7 +29,6 @@ _NOT_TEXT = frozenset((
     "prompt_embeds", "image_url", "image_embeds", "image_pil", "input_image", "input_audio", "audio_url",
     "audio_embeds", "video_url", "video_embeds", "file",
 ))  # fmt: skip
-_NO_NAMES: Mapping[str, str] = {}
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling) if field.name != "masked")
 # What forces or forbids tokens (vLLM, older versions of it too): the trainer cannot compute such logprobs again.
 _MASKS = (
@@ -114,7 +112,7 @@ def parse_chat(
     caller: Caller,
     router: Router,
     config: ExplorerConfig,
-    names: Mapping[str, str] = _NO_NAMES,
+    names: Mapping[str, str],
 ) -> ChatRequest:
     """Look at the fields that concern us; the engine judges the rest. Raises ApiError.
 
@@ -191,7 +189,7 @@ def _attribute(
         metadata = {}
     if not isinstance(metadata, dict):
         raise bad_request("metadata must be an object of strings", "metadata")
-    task, run = (_from_path(names, name) or header_text(headers, f"x-flywheel-{name}") for name in ("task", "run"))
+    task, run = (_from_path(names, name) or _header_text(headers, f"x-flywheel-{name}") for name in ("task", "run"))
     task_id = read_id(task or metadata.get("task_id"), "task_id")
     run_id = read_id(run or metadata.get("run_id"), "run_id")
     digest, extends = read_prompt(body.get("messages"), caller.name, task_id, run_id)
@@ -204,6 +202,17 @@ def _from_path(names: Mapping[str, str], name: str) -> str | None:
         return unquote(names[name], errors="strict") if name in names else None
     except UnicodeDecodeError as exc:
         raise bad_request(f"the {name} in the path is not percent-encoded UTF-8", f"{name}_id") from exc
+
+
+def _header_text(headers: Mapping[str, str], name: str) -> str | None:
+    """A header's value read as UTF-8, as JSON is; one that is no UTF-8 is read as Latin-1, which older clients send."""
+    value = headers.get(name)  # Starlette decodes every value as Latin-1
+    if value is None or value.isascii():
+        return value
+    try:
+        return value.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return value
 
 
 def _can_be_recorded(surface: Surface, body: dict[str, Any]) -> bool:
@@ -225,13 +234,9 @@ def _can_be_recorded(surface: Surface, body: dict[str, Any]) -> bool:
 def _is_more_than_text(message: Any) -> bool:
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, list) and any(
-        isinstance(part, dict) and (_is_not_text(part.get("type")) or not _NOT_TEXT.isdisjoint(part))
+        isinstance(part, dict) and (str(part.get("type")) in _NOT_TEXT or not _NOT_TEXT.isdisjoint(part))
         for part in content
     )
-
-
-def _is_not_text(kind: Any) -> bool:
-    return isinstance(kind, str) and kind in _NOT_TEXT
 
 
 def read_id(value: object, name: str) -> str | None:

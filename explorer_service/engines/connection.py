@@ -39,24 +39,18 @@ class EngineConnection(asyncio.Protocol):
         again.
         """
         self._response = response = EngineResponse(self, timeout_s, release)
-        self._transport.write(request)
+        self.transport.write(request)
         return response
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
 
     def abort(self) -> None:
         """End it at once: an engine aborts what it samples for it."""
         self.is_open = False
-        self._transport.abort()
+        self.transport.abort()
 
     # ------------------------------------------------------------------ asyncio's calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of another class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is of another class
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
@@ -149,7 +143,7 @@ class EngineResponse:
         self._parts, self._unread_bytes = [], 0
         if self._is_paused:
             self._is_paused = False
-            self._connection.resume_reading()
+            self._connection.transport.resume_reading()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _wait(self) -> None:
@@ -190,7 +184,7 @@ class EngineResponse:
                 self.fail(EngineUnavailable(f"the head of its answer is longer than {MAX_HEAD_BYTES} bytes"))
         elif self._unread_bytes > MAX_UNREAD_BYTES and not self._is_paused and self._error is None:
             self._is_paused = True
-            self._connection.pause_reading()
+            self._connection.transport.pause_reading()
         self._wake()
 
     def end(self, exc: Exception | None) -> None:

@@ -6,11 +6,9 @@ Knows nothing of chats; an engine's administration has a client of its own (admi
 from __future__ import annotations
 
 import asyncio
-import base64
 import ssl
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from urllib.parse import unquote, urlsplit
+from functools import cached_property, partial
+from urllib.parse import urlsplit
 
 from explorer_service.engines.connection import EngineConnection, EngineResponse
 from explorer_service.errors import EngineUnavailable
@@ -38,7 +36,7 @@ class EngineHttp:
         new one. Raises EngineUnavailable, InvalidReply, TimeoutError.
         """
         fields = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        head = f"POST {path} HTTP/1.1\r\n{_target(url).fields}{fields}Content-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n{fields}Content-Length: {len(body)}\r\n\r\n"
         request = head.encode("latin-1") + body
         kept = self._take_idle(url)
         if kept is not None:
@@ -58,14 +56,15 @@ class EngineHttp:
         return ssl.create_default_context()
 
     async def _connect(self, url: str) -> EngineConnection:
-        target = _target(url)
+        parts = urlsplit(url)
+        is_https = parts.scheme == "https"
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, connection = await self._loop.create_connection(
                     partial(EngineConnection, self._loop, self._max_reply_bytes),
-                    target.host,
-                    target.port,
-                    ssl=self._tls if target.is_https else None,
+                    parts.hostname or "",
+                    parts.port or (443 if is_https else 80),
+                    ssl=self._tls if is_https else None,
                 )
         except TimeoutError as exc:
             raise EngineUnavailable(f"no connection within {CONNECT_TIMEOUT_S:g} s") from exc
@@ -111,23 +110,3 @@ async def _with_head(response: EngineResponse) -> EngineResponse:
         response.close(reusable=False)
         raise
     return response
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    host: str
-    port: int
-    is_https: bool
-    fields: str  # of a request's head
-
-
-@cache
-def _target(url: str) -> _Target:
-    """Where an engine's url leads. A name and a password in it are sent as HTTP's basic authentication."""
-    parts = urlsplit(url)
-    is_https = parts.scheme == "https"
-    fields = f"Host: {parts.netloc.rpartition('@')[2]}\r\n"
-    if parts.username is not None:
-        name_and_password = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
-        fields += f"Authorization: Basic {base64.b64encode(name_and_password).decode()}\r\n"
-    return _Target(parts.hostname or "", parts.port or (443 if is_https else 80), is_https, fields)

@@ -6,12 +6,8 @@ and has no request of that version, unloaded. Only then its lease runs out, and 
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Collection
-from typing import TypeVar
-
-from sqlalchemy import Connection
+from collections.abc import Collection
 
 from explorer_service.engines.engine import Engine
 from explorer_service.engines.pool import EnginePool
@@ -27,7 +23,6 @@ from shared.ledger.queries import VersionRow
 from shared.log import StageLogger
 
 log = StageLogger("reload")
-T = TypeVar("T")
 _RENEW_S = transitions.VERSION_LEASE_S / 4
 _DEADLY = 100  # times `retry_s`: until a pin is tried again that has failed before, and then ended the engine
 
@@ -113,7 +108,7 @@ class AdapterController:
 
     async def _bring_in(self, version: int) -> str | None:
         """None when the engine has proven the version, else why it does not serve it."""
-        row = (await self._read(lambda c: queries.find_versions(c, [version]))).get(version)
+        row = (await self._shared.fetch(lambda c: queries.find_versions(c, [version]))).get(version)
         if row is None or not row.may_be_pinned:
             return "it is not on disk any more"
         try:
@@ -163,7 +158,7 @@ class AdapterController:
         strays = {version: name for name in unknown if (version := self._shared.version_named(name)) is not None}
         if not strays:
             return {}
-        rows: dict[int, VersionRow] = await self._read(lambda c: queries.find_versions(c, list(strays)))
+        rows: dict[int, VersionRow] = await self._shared.fetch(lambda c: queries.find_versions(c, list(strays)))
         named = {v: strays[v] for v, r in rows.items() if self._shared.adapter_name(v, r.manifest_sha256) == strays[v]}
         return {version: name for version, name in named.items() if self._take_up.is_own(version, name)}
 
@@ -193,13 +188,6 @@ class AdapterController:
 
     async def _read_pins(self, current: int | None) -> list[int]:
         """The pinned versions that the engine has room for, those that were used last."""
-        pins = [version for version in await self._read(queries.pinned_versions) if version not in (0, current)]
+        pins = [version for version in await self._shared.fetch(queries.pinned_versions) if version not in (0, current)]
         ending = sum(version in self._engine.in_flight_of for version in self._take_up.leaving)
         return pins[: max(0, self._most_pins - ending)]
-
-    async def _read(self, query: Callable[[Connection], T]) -> T:
-        return await asyncio.to_thread(self._run, query)
-
-    def _run(self, query: Callable[[Connection], T]) -> T:
-        with self._shared.ledger.read() as connection:
-            return query(connection)

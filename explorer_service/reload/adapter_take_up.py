@@ -8,8 +8,6 @@ dies when the folder is gone.
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from explorer_service.errors import (
 from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.probe import prove
 from explorer_service.reload.reloading import Reloading
-from explorer_service.reload.take_up import stage_folder
+from explorer_service.reload.take_up import stage_target
 from explorer_service.reload.tolerance import EngineTolerance
 from shared.errors import EngineError
 from shared.ledger import queries, transitions
@@ -65,26 +63,13 @@ class AdapterTakeUp:
         transitions.hold_adapters(connection, self._key, serves=self.served, leaving=self.leaving)
 
     async def stage(self, target: TargetVersion) -> TargetVersion:
-        """The target, in the folder from which the engine will read it.
-
-        Raises VersionError when the engine's machine finds the version unsound, StageFailed when it cannot have it,
-        LedgerError.
-        """
-        version, row = target.version, target.row
-        if version == 0 or version in self.served:
+        """As the protocol says. What the engine serves already, and the base, stay where they are."""
+        if target.version == 0 or target.version in self.served:
             return target
-        if row.kind != "lora":
-            raise StageFailed(
-                f"version {version} is of the kind {row.kind!a}, and model.kind is lora here; start all processes of "
-                "this ledger with the same model.kind"
-            )
-        await self._shared.lease_files(self._key, version)
-        folder = await stage_folder(self._admin, target, self._shared, in_use=await self._read_in_use())
-        folder = folder or self._shared.config.root.resolve() / row.path
-        return dataclasses.replace(target, folder=folder, is_verified=True)
+        in_use = {*await self._read_in_use(), target.version}
+        return await stage_target(self._admin, target, self._shared, in_use)
 
     async def holds(self, target: TargetVersion) -> bool:
-        """Whether the engine has the target already, and proves it. Raises EngineUnavailable, LedgerError."""
         await self.read_present()
         if target.version != 0:
             name = self._shared.adapter_name(target.version, target.sha256)
@@ -114,17 +99,33 @@ class AdapterTakeUp:
         except EngineUnavailable as error:
             raise EngineDied(str(error)) from error
         except EngineRefused as error:
-            raise await self._explain(error, target) from error
+            raise await self._explain(error) from error
         except ProbeMismatch:
-            await self._forget(target)
+            if target.version != 0:  # it has served nobody, unless it was proven before
+                self.leave(target.version, self._shared.adapter_name(target.version, target.sha256))
             raise
 
-    async def _explain(self, error: EngineRefused, target: TargetVersion) -> EngineError:
+    async def _explain(self, error: EngineRefused) -> EngineError:
+        """What a refused load says: of the engine, of its settings, or of the adapter."""
         try:
             await self._admin.check_health()
         except EngineUnavailable as gone:  # the process that answers may outlive the one that computes
             return EngineDied(f"{error}; then {gone}")
-        return _explain(error, target)
+        message = str(error)
+        if "LoRA is not enabled" in message or (error.status in (404, 405) and '"error"' not in message):
+            return StageFailed(
+                f"the engine was started without LoRA ({message}); start it with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as `flywheel engine` does with model.kind: lora"
+            )
+        if "max_lora_rank" in message:
+            return StageFailed(
+                f"{message}; start the engine with the model.lora.rank that the adapter has, or a higher one"
+            )
+        if error.status == 404:
+            return StageFailed(f"{message}; mount root_dir on the engine's machine as here, or set engine.staging_dir")
+        if error.status == 400:
+            return StageFailed(message)
+        return LoadUndone(message, is_technical=False)
 
     @property
     def room(self) -> int:
@@ -150,12 +151,8 @@ class AdapterTakeUp:
         """The versions that the engine may read, whoever has had it load them: an owner before this one, too."""
         await self.read_present()
         found = (self._shared.version_named(name) for name in self.present)
-        leased = await asyncio.to_thread(self._read_leased)
+        leased = await self._shared.fetch(lambda connection: queries.leased_versions(connection, self._key))
         return {*leased, *(version for version in found if version is not None)}
-
-    def _read_leased(self) -> list[int]:
-        with self._shared.ledger.read() as connection:
-            return queries.leased_versions(connection, self._key)
 
     def leave(self, version: int, name: str) -> None:
         """The version gets no new requests."""
@@ -198,27 +195,3 @@ class AdapterTakeUp:
         await prove(self._admin, target.manifest.probe, await self._tolerance.bounds(target), name)
         self.leaving.pop(target.version, None)
         self.served[target.version] = name
-
-    async def _forget(self, target: TargetVersion) -> None:
-        """What was not proven has served nobody, unless it was proven before."""
-        if target.version != 0:
-            self.leave(target.version, self._shared.adapter_name(target.version, target.sha256))
-
-
-def _explain(error: EngineRefused, target: TargetVersion) -> EngineError:
-    """What a refused load says: of the engine's settings, or of the adapter."""
-    message = str(error)
-    if "LoRA is not enabled" in message or (error.status in (404, 405) and '"error"' not in message):
-        return StageFailed(
-            f"the engine was started without LoRA ({message}); start it with --enable-lora and "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, as `flywheel engine` does with model.kind: lora"
-        )
-    if "max_lora_rank" in message:
-        return StageFailed(
-            f"{message}; start the engine with the model.lora.rank that the adapter has, or a higher one"
-        )
-    if error.status == 404:
-        return StageFailed(f"{message}; mount root_dir on the engine's machine as here, or set engine.staging_dir")
-    if error.status == 400:
-        return StageFailed(message)
-    return LoadUndone(message, is_technical=False)

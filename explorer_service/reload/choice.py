@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection
 
 from explorer_service.errors import StageFailed
@@ -11,7 +10,7 @@ from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import TakeUp
 from shared.errors import VersionError
-from shared.ledger.queries import VersionRow, any_published, list_versions
+from shared.ledger.queries import VersionRow, list_versions
 
 
 class VersionChoice:
@@ -44,9 +43,11 @@ class VersionChoice:
     ) -> TargetVersion | None:
         """What this engine has served before, or else the newest other version that has ever served, or the base.
 
-        damaged: those that it shall not be.
+        damaged: versions to leave out.
         """
-        rows = [row for row in await asyncio.to_thread(self._servable, failed) if row.version not in damaged]
+        left_out = {failed, *damaged}
+        rows = [row for row in await self._shared.fetch(list_versions) if row.version not in left_out and row.may_serve]
+        rows = [row for row in rows if row.version == 0 or row.kind == self._shared.config.model.kind]
         if served is not None and any(row.version == served.version for row in rows):
             return served
         for row in reversed(rows):
@@ -62,8 +63,8 @@ class VersionChoice:
     async def stage_good(self, failed: int, served: TargetVersion | None) -> TargetVersion | None:
         """What goes back in when a load fails, where the engine can read it. Raises StageFailed.
 
-        An older one where one is damaged. It has been proven, so that it is not rejected for that: it may be so on this
-        engine's machine alone, or serve from memory.
+        If one is damaged, an older one takes its place. The damaged one is not rejected: an engine has proven it, and
+        the damage may be on this engine's machine only.
         """
         damaged: dict[int, str] = {}
         while (good := await self.find_good(failed, served, damaged)) is not None:
@@ -74,16 +75,3 @@ class VersionChoice:
         if damaged:
             raise StageFailed(f"what would go back in is damaged: {'; '.join(damaged.values())}")
         return None
-
-    async def is_anything_published(self) -> bool:
-        """Whether there ever was a version, which none can serve any more."""
-        return await asyncio.to_thread(self._any_published)
-
-    def _any_published(self) -> bool:
-        with self._shared.ledger.read() as connection:
-            return any_published(connection)
-
-    def _servable(self, failed: int) -> list[VersionRow]:
-        with self._shared.ledger.read() as connection:
-            rows = [row for row in list_versions(connection) if row.version != failed and row.may_serve]
-        return [row for row in rows if row.version == 0 or row.kind == self._shared.config.model.kind]

@@ -40,7 +40,7 @@ from shared.clock import until_next_tick
 from shared.errors import EngineError, LedgerError, VersionError
 from shared.experience import VersionState
 from shared.ledger import transitions
-from shared.ledger.queries import VersionRow
+from shared.ledger.queries import VersionRow, any_published
 from shared.log import StageLogger
 
 log = StageLogger("reload")
@@ -61,14 +61,14 @@ class EngineController:
         self._leases = shared.leases
         self._settings = shared.config.explorer.reload
         judge = VersionJudge(shared.config, shared.ledger)
-        tolerance = EngineTolerance(shared.config, shared.ledger, shared.writer, shared.leases.key(engine.url))
+        tolerance = EngineTolerance(engine, shared)
         self._follower = EngineFollower(engine, admin, shared)
         self._blame = Blame(engine, judge, shared)
+        self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, shared)
         self._adapters: AdapterController | None = None
         if shared.loads_adapters:
-            adapters = AdapterTakeUp(engine, admin, tolerance, shared)
+            self._take_up = adapters = AdapterTakeUp(engine, admin, tolerance, shared)
             self._adapters = AdapterController(engine, adapters, judge, self._blame, shared)
-        self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, shared) if self._adapters is None else adapters
         self._backoff = Backoff(self._settings.retry_s)
         self._choice = VersionChoice(judge, self._blame, self._take_up, self._backoff, shared)
         self._health = EngineHealth(engine, admin, shared.leases)
@@ -148,7 +148,7 @@ class EngineController:
     async def _serve_unproven(self) -> None:
         """No version may serve. Before any was published an engine serves what it was started with, as version 0."""
         engine = self._engine
-        if await self._choice.is_anything_published():
+        if await self._shared.fetch(any_published):
             if engine.reason != NONE_MAY_SERVE:
                 log.error("no version may serve", engine=engine.name, reason=NONE_MAY_SERVE)
                 await self._leases.announce(engine.url, EngineState.CHECKING, None)

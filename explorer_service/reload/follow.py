@@ -42,7 +42,7 @@ class EngineFollower:
         if row.spoiled > self._shared.leases.known_generation(engine.url):
             self._pool.spoil(engine, "its owner found other weights there than those that it should hold")
         if row.state in (EngineState.SERVING, EngineState.DEGRADED) and row.version is not None:
-            names = await asyncio.to_thread(self._read_names, row.version)
+            names = await self._read_names(row.version)
             if row.version not in names:  # it has moved on meanwhile
                 return
             await self._serve(row.version, names, EngineState(row.state), time.monotonic() - row.switched_ago_s)
@@ -53,13 +53,13 @@ class EngineFollower:
         ending = [version for version in engine.in_flight_of if version not in engine.versions]
         await self._shared.leases.acknowledge(engine.url, row.generation, engine.seeded_in_flight, ending)
 
-    def _read_names(self, version: int) -> dict[int, str]:
+    async def _read_names(self, version: int) -> dict[int, str]:
         """What the engine serves, when that is its version for most requests, and under which names."""
         shared = self._shared
         if not shared.loads_adapters:
             return shared.named(version)
-        with shared.ledger.read() as connection:
-            adapters = queries.served_adapters(connection, shared.leases.key(self._engine.url))
+        key = shared.leases.key(self._engine.url)
+        adapters = await shared.fetch(lambda connection: queries.served_adapters(connection, key))
         return {**shared.named(0), **{number: shared.adapter_name(number, sha) for number, sha in adapters.items()}}
 
     async def _read_defaults(self, version: int) -> Sampling | None:
@@ -67,16 +67,12 @@ class EngineFollower:
         try:
             return await asyncio.to_thread(read_sampling_defaults, self._shared.config.root / version_path(version))
         except VersionMissing as error:
-            if not await asyncio.to_thread(self._any_published):
+            if not await self._shared.fetch(queries.any_published):
                 return Sampling()  # the engine serves what it was started with
             if self._missing != version:
                 log.warning("no chats for an engine until its version's folder is there", reason=str(error))
             self._missing = version
             return None
-
-    def _any_published(self) -> bool:
-        with self._shared.ledger.read() as connection:
-            return queries.any_published(connection)
 
     async def _serve(self, version: int, names: dict[int, str], state: EngineState, switched_at: float) -> None:
         engine = self._engine

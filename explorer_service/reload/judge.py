@@ -15,7 +15,7 @@ from shared.config import Config
 from shared.errors import EngineError, VersionError, VersionExchanged, VersionMissing
 from shared.experience import Sampling
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import VersionRow, list_versions
+from shared.ledger.queries import VersionRow, find_versions
 from shared.log import StageLogger
 from shared.soundness import Base, read_base, require_well_formed
 from shared.versions import Manifest, version_label, version_path
@@ -108,8 +108,7 @@ class VersionJudge:
         """Version 0, and of an adapter how engines sample, for its folder has no configuration of the model."""
         if row.version == 0:
             return None, None
-        with self._ledger.read() as connection:
-            first = next((one for one in list_versions(connection) if one.version == 0), None)
+        first = self._ledger.fetch(lambda connection: find_versions(connection, [0])).get(0)
         base = None if first is None else read_base(self._root, first)
         return base, read_sampling_defaults(self._root / version_path(0)) if row.kind == "lora" else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from sqlalchemy import Connection
 
@@ -32,7 +33,8 @@ class ReloadLease:
         async with self._lock:
             self._is_left = True
             try:
-                while not await self._acquire():  # noqa: ASYNC110 — another process has it
+                acquire = partial(transitions.acquire_lease, name=LEASE, owner=self._owner)
+                while not await self._writer.write(acquire):  # noqa: ASYNC110 — another process has it
                     await asyncio.sleep(_POLL_S)
                 yield
             finally:
@@ -46,9 +48,6 @@ class ReloadLease:
         """Give the lease back if that failed before."""
         if self._is_left and not self._lock.locked():
             await self._release()
-
-    async def _acquire(self) -> bool:
-        return await self._writer.write(lambda c: transitions.acquire_lease(c, LEASE, self._owner))
 
     async def _release(self) -> None:
         try:

@@ -184,8 +184,8 @@ class EngineLeases:
 
     async def read_followed(self, url: str) -> list[Followed]:
         """How far the other living explorers that have this engine have followed it. Raises LedgerError."""
-        key = self.key(url)
-        return [found[key] for found in await asyncio.to_thread(self._others) if key in found]
+        key, living = self.key(url), await asyncio.to_thread(self._ledger.fetch, queries.live_explorers)
+        return [found[key] for explorer, found in living.items() if explorer != self._membership.id and key in found]
 
     async def wait_followed(self, url: str, generation: int, timeout_s: float) -> int:
         """Until every other living explorer that has this engine gives it no more chats.
@@ -202,22 +202,12 @@ class EngineLeases:
                 return sum(followed.seeded for followed in others)
             await asyncio.sleep(POLL_S)
 
-    def _others(self) -> list[dict[str, Followed]]:
-        with self._ledger.read() as connection:
-            living = queries.live_explorers(connection)
-        living.pop(self._membership.id, None)
-        return list(living.values())
-
     async def read(self, url: str) -> EngineRow | None:
         """What the owner of an engine says of it. Raises LedgerError."""
+        key = self.key(url)
+        return await asyncio.to_thread(self._ledger.fetch, lambda connection: queries.read_engine(connection, key))
 
-        def read() -> EngineRow | None:
-            with self._ledger.read() as connection:
-                return queries.read_engine(connection, self.key(url))
-
-        return await asyncio.to_thread(read)
-
-    async def acknowledge(self, url: str, generation: int, seeded: int = 0, ending: Iterable[int] = ()) -> None:
+    async def acknowledge(self, url: str, generation: int, seeded: int, ending: Iterable[int]) -> None:
         """This explorer has followed the engine to that generation. Raises LedgerError.
 
         seeded: its requests with a seed there; ending: versions that it sends no requests for any more and still has

@@ -12,7 +12,7 @@ import threading
 from explorer_service.background import Background
 from shared.clock import until_next_tick
 from shared.errors import LedgerError
-from shared.ledger.connect import Ledger
+from shared.ledger.connect import DedicatedConnection, Ledger
 from shared.ledger.queries import VersionRow, newest_version
 
 _Found = VersionRow | LedgerError | None
@@ -22,7 +22,7 @@ class VersionPoller:
     """The version that should serve, as the ledger says. To be made in the event loop that asks it."""
 
     def __init__(self, ledger: Ledger, interval_s: float, background: Background) -> None:
-        self._connection = ledger.dedicated_connection()
+        self._connection = DedicatedConnection(ledger)
         self._interval_s = interval_s
         self._found: _Found = None
         self.revision = 0  # counts the changes of what was found

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.errors import ProbeMismatch
+from explorer_service.errors import NO_JSON, ProbeMismatch
 from shared.config import Tolerance
 from shared.errors import VersionError, VersionMissing
 from shared.experience import Sampling
@@ -121,7 +121,7 @@ def read_sampling_defaults(folder: Path) -> Sampling:
         return Sampling()
     except OSError as exc:  # here and now: that says nothing of the version
         raise VersionMissing(f"{file} cannot be read ({exc.strerror})") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except NO_JSON as exc:
         raise VersionError(f"{file} cannot be read ({exc})") from exc
     given = {name: value for name, value in msgspec.structs.asdict(found).items() if value is not None}
     return Sampling(**{**given, "top_k": max(0, found.top_k or 0)})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from sqlalchemy import Connection
 
@@ -18,6 +21,8 @@ from shared.config import Config
 from shared.experience import Purpose
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,10 @@ class Reloading:
     def loads_adapters(self) -> bool:
         """Whether engines load adapters beside one another; otherwise all their weights are replaced."""
         return self.config.model.kind == "lora"
+
+    async def fetch(self, query: Callable[[Connection], T]) -> T:
+        """What a query of the ledger finds. Raises LedgerError."""
+        return await asyncio.to_thread(self.ledger.fetch, query)
 
     async def lease_files(self, engine: str, version: int) -> None:
         """An engine is about to read a version's files: they stay until it is said to serve. engine: as leases name it.

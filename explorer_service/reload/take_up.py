@@ -13,7 +13,6 @@ import dataclasses
 import time
 from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 from sqlalchemy import Connection
@@ -75,23 +74,34 @@ class TakeUp(Protocol):
         """
 
 
-async def stage_folder(
+async def stage_target(
     admin: EngineAdmin, target: TargetVersion, shared: Reloading, in_use: Collection[int] = ()
-) -> Path | None:
-    """Where the engine's machine has staged the target; None: it stages nothing. Raises VersionError, StageFailed.
+) -> TargetVersion:
+    """The target, in the folder on the engine's machine from which it will be read. Raises VersionError, StageFailed.
 
     Every file has its sha256 then: staging reads the files anyway, and checks them; else that is done here.
-    in_use: versions that it may read again.
+    in_use: versions that the engine may read again.
     """
-    row = target.row
+    row, kind, root = target.row, shared.config.model.kind, shared.config.root
+    if row.kind != kind:
+        raise StageFailed(
+            f"version {row.version} is of the kind {row.kind!a}, and model.kind is {kind} here; start all processes of "
+            "this ledger with the same model.kind"
+        )
+    await shared.lease_files(shared.leases.key(admin.url), row.version)
     try:
         with shared.metrics.reload_stage.time():
             folder = await admin.stage(row.version, row.manifest_sha256, in_use)
             if folder is None and not target.is_verified:
-                await asyncio.to_thread(verify_version, shared.config.root / row.path, row.manifest_sha256)
-            return folder
+                await asyncio.to_thread(verify_version, root / row.path, row.manifest_sha256)
     except (EngineRefused, EngineTimeout, VersionMissing, VersionExchanged) as error:
         raise StageFailed(str(error)) from error
+    if folder is None and target.manifest.form == "delta":
+        raise StageFailed(
+            f"engine {admin.url} loads whole versions only, and version {row.version} is a delta; give it an "
+            "engine.staging_dir, or set versions.delta: false"
+        )
+    return dataclasses.replace(target, folder=folder or root.resolve() / row.path, is_verified=True)
 
 
 class FullTakeUp:
@@ -119,25 +129,9 @@ class FullTakeUp:
         """The engine's row says all of it."""
 
     async def stage(self, target: TargetVersion) -> TargetVersion:
-        """As the protocol says."""
-        shared, row = self._shared, target.row
-        if row.kind != "full":
-            raise StageFailed(
-                f"version {row.version} is of the kind {row.kind!a}, and model.kind is full here; start all processes "
-                "of this ledger with the same model.kind"
-            )
-        await shared.lease_files(self._leases.key(self._engine.url), row.version)
-        folder = await stage_folder(self._admin, target, shared)
-        if folder is None and target.manifest.form == "delta":
-            raise StageFailed(
-                f"engine {self._admin.url} loads whole versions only, and version {row.version} is a delta; give it an "
-                "engine.staging_dir, or set versions.delta: false"
-            )
-        folder = folder or shared.config.root.resolve() / row.path
-        return dataclasses.replace(target, folder=folder, is_verified=True)
+        return await stage_target(self._admin, target, self._shared)
 
     async def holds(self, target: TargetVersion) -> bool:
-        """Whether the engine says that it holds the target, and proves it."""
         if await self._admin.read_label() != target.label:
             return False
         await self._leases.require_held(self._engine.url)

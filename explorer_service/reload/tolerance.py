@@ -6,15 +6,13 @@ on the version it was started with, before anything was ever loaded into it, is 
 
 from __future__ import annotations
 
-import asyncio
-
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.ledger_writer import LedgerWriter
+from explorer_service.engines.engine import Engine
 from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.probe import TABLE, Bounds, Gap, measure, require
-from shared.config import Config, Tolerance
+from explorer_service.reload.reloading import Reloading
+from shared.config import Tolerance
 from shared.ledger import queries, transitions
-from shared.ledger.connect import Ledger
 from shared.log import StageLogger
 
 log = StageLogger("reload")
@@ -27,12 +25,11 @@ _IMPLAUSIBLE = 10.0  # times what the table allows: no rounding, but other weigh
 class EngineTolerance:
     """What is allowed to one engine."""
 
-    def __init__(self, config: Config, ledger: Ledger, writer: LedgerWriter, engine_key: str) -> None:
-        self._configured = config.explorer.reload.tolerance
-        self._dtype = config.engine.dtype
-        self._ledger = ledger
-        self._writer = writer
-        self._key = engine_key
+    def __init__(self, engine: Engine, shared: Reloading) -> None:
+        self._configured = shared.config.explorer.reload.tolerance
+        self._dtype = shared.config.engine.dtype
+        self._shared = shared
+        self._key = shared.leases.key(engine.url)
         self._noise: dict[str, Gap] = {}  # by dtype
 
     async def bounds(self, target: TargetVersion) -> Bounds:
@@ -63,16 +60,15 @@ class EngineTolerance:
         require(admin, gap, allowed)
 
     async def _find_noise(self, dtype: str) -> Gap | None:
-        if dtype not in self._noise and (found := await asyncio.to_thread(self._read, dtype)) is not None:
-            self._noise[dtype] = Gap(*found)
+        if dtype not in self._noise:
+            found = await self._shared.fetch(lambda c: queries.read_calibration(c, self._key, dtype))
+            if found is not None:
+                self._noise[dtype] = Gap(*found)
         return self._noise.get(dtype)
 
-    def _read(self, dtype: str) -> tuple[float, float] | None:
-        with self._ledger.read() as connection:
-            return queries.read_calibration(connection, self._key, dtype)
-
     async def _store(self, dtype: str, gap: Gap) -> None:
-        await self._writer.write(lambda c: transitions.calibrate_engine(c, self._key, dtype, gap.largest, gap.mean))
+        figures = (self._key, dtype, gap.largest, gap.mean)
+        await self._shared.writer.write(lambda c: transitions.calibrate_engine(c, *figures))
         self._noise[dtype] = gap
         log.info("engine calibrated", engine=self._key, dtype=dtype, largest=gap.largest, mean=gap.mean)
 

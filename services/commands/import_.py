@@ -40,8 +40,7 @@ def run(args: Namespace) -> int:
     console, learned = open_console(stderr=True, markup=False), learned_kinds(config.trainer)
     counts = {"imported": 0, "known": 0, "unusable": 0}
     with closing(Ledger.open(config.ledger_url)) as ledger:
-        with ledger.read() as connection:
-            versions = {row.version for row in list_versions(connection) if row.state in MAY_SERVE}
+        versions = {row.version for row in ledger.fetch(list_versions) if row.state in MAY_SERVE}
         reader = SampleReader(config, versions)
         rows = read_rows(args.file)
         while part := list(islice(rows, TRANSACTION_ROWS)):

@@ -16,8 +16,8 @@ def run(args: Namespace) -> int:
     from shared.ledger.connect import Ledger
     from shared.ledger.queries import ledger_status
 
-    with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.read() as connection:
-        status = ledger_status(connection)
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
+        status = ledger.fetch(ledger_status)
     console = open_console()
     console.print("rows      " + "  ".join(f"{state} {count}" for state, count in status["rows"].items()))
     for reason, count in status["quarantined"].items():

@@ -77,8 +77,7 @@ def _show(ledger: Ledger) -> None:
 
     from shared.ledger.queries import list_versions
 
-    with ledger.read() as connection:
-        rows = list_versions(connection)
+    rows = ledger.fetch(list_versions)
     table = Table("version", "parent", "kind", "step")
     table.add_column("state", no_wrap=True)
     for name in ("since", "published", "in service", "remarks"):

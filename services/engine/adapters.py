@@ -83,6 +83,5 @@ def write_zeros(config: Config, base: dict[str, Tensor], folder: Path) -> None:
         file.truncate(8 + len(encoded) + end)
     targets = sorted({name.rpartition(".")[2] for name in modules})
     write_adapter_config(
-        folder,
-        AdapterConfig(base_model_name_or_path="", r=lora.rank, lora_alpha=lora.alpha, target_modules=targets),
+        folder, AdapterConfig(base_model_name_or_path="", r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
     )

@@ -169,8 +169,7 @@ def _choose_folder(root: Path, rows: list[VersionRow], stage: Stage | None, leas
 
 
 def _loadable(ledger: Ledger) -> list[VersionRow]:
-    with ledger.read() as connection:
-        return [row for row in list_versions(connection) if row.may_start_an_engine]
+    return [row for row in ledger.fetch(list_versions) if row.may_start_an_engine]
 
 
 def _is_read_only(folder: Path) -> bool:

@@ -111,12 +111,7 @@ def unneeded(names: str, why: str) -> Key:
 
 
 def lost(
-    names: str,
-    what_to_do: str,
-    off: tuple[Any, ...] = (),
-    *,
-    changes_training: bool = False,
-    same: str = Key.same,
+    names: str, what_to_do: str, off: tuple[Any, ...] = (), *, changes_training: bool = False, same: str = Key.same
 ) -> Key:
     """A key without a counterpart, unless it is off."""
     return Key(names, note=what_to_do, off=(*off, "", {}, []), changes_training=changes_training, same=same)

@@ -1,7 +1,8 @@
 """Opening the ledger: SQLite or PostgreSQL, durable, with errors that say what to do.
 
 Owns every connection and every transaction; how a connection is made is in driver.py. On SQLite a writing transaction
-begins with BEGIN IMMEDIATE, so that two writers queue instead of failing half-way.
+begins with BEGIN IMMEDIATE, so that two writers queue instead of failing half-way. Nobody else writes then, and
+SQLAlchemy leaves FOR UPDATE out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, exc
+from sqlalchemy import Connection, Engine, Table, exc
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 
 from shared.errors import LedgerError
@@ -79,6 +81,11 @@ class Ledger:
             with self._transaction(connection, "DEFERRED"):
                 yield connection
 
+    def fetch(self, query: Callable[[Connection], T]) -> T:
+        """What a query finds, in a snapshot of its own."""
+        with self.read() as connection:
+            return query(connection)
+
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A writing transaction: durable when the block ends, undone when it raises."""
@@ -115,16 +122,12 @@ class Ledger:
             busy, _, _ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
             return not busy
 
-    def dedicated_connection(self) -> DedicatedConnection:
-        """A connection for one thread that writes or reads all the time."""
-        return DedicatedConnection(self)
-
     def close(self) -> None:
         self._engine.dispose()
 
 
 class DedicatedConnection:
-    """A connection that stays out of the pool between transactions; for one thread at a time."""
+    """A connection that stays out of the pool between transactions, for one thread that uses it all the time."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -175,6 +178,11 @@ def copy_rows(connection: Connection, statement: str, rows: Iterable[Sequence[An
         if driver.closed:
             connection.invalidate(error)  # the rollback would fail
         raise exc.DBAPIError.instance(statement, None, error, driver_error, dialect=connection.dialect) from error
+
+
+def insert_into(connection: Connection, table: Table) -> Any:
+    """The INSERT of this kind of database, which can say ON CONFLICT."""
+    return (postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert)(table)
 
 
 def wait_no_more(connection: Connection) -> None:

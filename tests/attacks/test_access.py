@@ -12,6 +12,7 @@ import pytest
 
 from shared.ledger import transitions
 from tests.integration.test_reload import version_states
+from tests.support.postgres import sqlite_alone
 from tests.support.processes import REPOSITORY, write_config
 from tests.support.servers import free_port, make_config, publish, served, wait_until, write_scripted_version
 
@@ -19,10 +20,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 SIGNAL = {"task_id": "t", "reward": 1.0}
 
 
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 def ask(explorer, method: str, path: str, body: object = None, **headers: str) -> httpx.Response:

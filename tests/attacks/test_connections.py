@@ -17,6 +17,7 @@ import pytest
 
 from explorer_service.engines.http import EngineHttp
 from explorer_service.errors import EngineUnavailable
+from tests.support.postgres import sqlite_alone
 from tests.support.processes import REPOSITORY
 from tests.support.servers import RunningExplorer, wait_until
 from tests.support.wire import CHAT_BODY, STREAM_BODY, connect, get, post, read_answer, read_to_end
@@ -27,10 +28,7 @@ HONEST = 32
 JSON = {"Content-Type": "application/json"}
 
 
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 def drip_until_closed(opened: socket.socket, piece: bytes, timeout_s: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from explorer_service.engines import admin
+from tests.support.postgres import sqlite_alone
 from tests.support.servers import publish, wait_until
 from tests.support.wire import CHAT_BODY, STREAM_BODY, connect, get, post, read_answers
 
@@ -60,10 +61,7 @@ class Handler(socketserver.StreamRequestHandler):
                 time.sleep(self.server.pause_s)
 
 
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from shared.soundness import read_base, require_sound
 from shared.versions import manifest_sha256
 from tests.support.experiences import trainer_config
 from tests.support.models import make_tiny_model
+from tests.support.postgres import sqlite_alone
 from tests.support.servers import (
     TENSORS,
     RunningExplorer,
@@ -35,11 +36,7 @@ from tests.support.servers import (
 from trainer_service.models import load_causal_lm, named_weights
 from trainer_service.publish import compute_probe, ensure_base_version, probe_sequences, write_full_version
 
-
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 WEIGHTS = "model.safetensors"

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.support.postgres import sqlite_alone
 from tests.support.servers import wait_until
 from tests.support.wire import (
     CHAT_BODY,
@@ -25,10 +26,7 @@ from tests.support.wire import (
 HEALTHY = b'{"status":"ok"}'
 
 
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 def hashed(name: str, role: str) -> dict[str, str]:

@@ -11,22 +11,19 @@ from shared.experience import Purpose
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import version_leases
-from tests.support.servers import make_config
 
 ENGINE = "machine http://e0"
 
 
 @pytest.fixture
-def ledger(tmp_path, database_url):
+def ledger(ledger):
     """Versions 0 to 5, of which 5 serves."""
-    opened = Ledger.open(make_config(tmp_path, ["http://e0"], database_url=database_url).ledger_url)
     for version in range(6):
-        with opened.write() as connection:
+        with ledger.write() as connection:
             about = {"kind": "lora" if version else "full", "step": version, "manifest_sha256": f"{version:064x}"}
             transitions.publish(connection, version=version, parent=version - 1 if version else None, **about)
             transitions.serve_version(connection, version, by="engine e0")
-    yield opened
-    opened.close()
+    return ledger
 
 
 def hold(ledger: Ledger, serves: list[int], leaving: tuple[int, ...] = ()) -> None:

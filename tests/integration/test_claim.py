@@ -24,14 +24,6 @@ from tests.support.experiences import record_ready, rows
 from trainer_service.claim import Claimer
 
 
-@pytest.fixture
-def ledger(tmp_path, database_url):
-    url = (database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}").replace("postgresql://", "postgresql+psycopg://")
-    opened = Ledger.open(url)
-    yield opened
-    opened.close()
-
-
 def claimer(ledger: Ledger, **config) -> Claimer:
     return Claimer(ledger, TrainerConfig.model_validate({"poll_interval_s": 0.02, **config}), StopRequest())
 

@@ -28,13 +28,6 @@ from trainer_service.resume import StateStore
 HOUR_S = 3600.0
 
 
-@pytest.fixture
-def ledger(tmp_path, database_url):
-    opened = Ledger.open(make_config(tmp_path, ["http://e0"], database_url=database_url).ledger_url)
-    yield opened
-    opened.close()
-
-
 class Clock:
     """time.monotonic(), as a test has it."""
 

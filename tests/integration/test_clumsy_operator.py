@@ -30,18 +30,6 @@ NEEDS_A_LEDGER = [
 ]
 
 
-@pytest.fixture
-def config(tmp_path, database_url):
-    return make_config(tmp_path / "root", ["http://127.0.0.1:1"], database_url=database_url)
-
-
-@pytest.fixture
-def ledger(config):
-    opened = Ledger.open(config.ledger_url)
-    yield opened
-    opened.close()
-
-
 @pytest.mark.parametrize("call", NEEDS_A_LEDGER, ids=lambda call: call[0])
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
 def test_without_a_ledger_nothing_is_made_up(database, call, tmp_path: Path, monkeypatch, request):

@@ -11,6 +11,7 @@ from sqlalchemy import select
 
 from shared.experience import Tokens
 from shared.ledger.tables import experiences, payloads
+from tests.support.postgres import sqlite_alone
 from tests.support.servers import RunningExplorer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -20,9 +21,7 @@ SURFACES = pytest.mark.parametrize(("path", "body"), [CHAT, COMPLETION], ids=["c
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
-@pytest.fixture
-def database_url() -> None:
-    """SQLite alone: what is recorded depends on no database."""
+database_url = sqlite_alone  # what is recorded depends on no database
 
 
 def rows(explorer: RunningExplorer) -> list[dict[str, Any]]:

@@ -10,17 +10,9 @@ from sqlalchemy.exc import IntegrityError
 
 from shared.errors import LedgerError
 from shared.ledger import transitions
-from shared.ledger.connect import Ledger
+from shared.ledger.connect import DedicatedConnection, Ledger
 from shared.ledger.tables import experiences, trainers
 from tests.support.samples import sample
-
-
-@pytest.fixture
-def ledger(tmp_path, database_url):
-    url = database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
-    opened = Ledger.open(url.replace("postgresql://", "postgresql+psycopg://"))
-    yield opened
-    opened.close()
 
 
 def by_driver_statements(connection: Connection, name: str) -> None:
@@ -44,7 +36,7 @@ def names(ledger: Ledger) -> set[str]:
 
 @pytest.mark.parametrize("write", [by_driver_statements, by_expressions, by_both])
 def test_others_see_a_write_when_it_returns(ledger, write: Callable[[Connection, str], None]):
-    dedicated = ledger.dedicated_connection()
+    dedicated = DedicatedConnection(ledger)
     for name in ("a", "b"):
         dedicated.write(lambda connection, name=name: write(connection, name))
         assert name in names(ledger)
@@ -57,7 +49,7 @@ def test_a_write_that_fails_leaves_nothing_behind(ledger, write: Callable[[Conne
         write(connection, "never")
         raise ValueError("of the work")
 
-    dedicated = ledger.dedicated_connection()
+    dedicated = DedicatedConnection(ledger)
     dedicated.write(lambda connection: write(connection, "before"))
     with pytest.raises(ValueError, match="of the work"):
         dedicated.write(fail)
@@ -67,7 +59,7 @@ def test_a_write_that_fails_leaves_nothing_behind(ledger, write: Callable[[Conne
 
 
 def test_the_databases_refusals_keep_their_kind(ledger):
-    dedicated = ledger.dedicated_connection()
+    dedicated = DedicatedConnection(ledger)
     dedicated.write(lambda connection: by_driver_statements(connection, "once"))
     with pytest.raises(IntegrityError):
         dedicated.write(lambda connection: by_driver_statements(connection, "once"))
@@ -83,7 +75,7 @@ def test_the_databases_refusals_keep_their_kind(ledger):
 
 
 def test_fetch_one_gives_the_first_row_and_ends_its_transaction(ledger):
-    dedicated = ledger.dedicated_connection()
+    dedicated = DedicatedConnection(ledger)
     newest = f"SELECT msg_id FROM {experiences.name} ORDER BY id DESC LIMIT 1"
     assert dedicated.fetch_one(newest) is None
     with ledger.write() as connection:

@@ -44,11 +44,6 @@ BAD = [
 ]
 
 
-@pytest.fixture
-def config(tmp_path, database_url):
-    return make_config(tmp_path / "root", ["http://127.0.0.1:1"], database_url=database_url)
-
-
 def stored(config) -> int:
     ledger = Ledger.open(config.ledger_url)
     with ledger.read() as connection:

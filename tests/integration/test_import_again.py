@@ -28,18 +28,6 @@ from trainer_service.export import read_export
 ROW = {"prompt_ids": [1, 2], "reply_ids": [3], "logprobs": [-0.5]}
 
 
-@pytest.fixture
-def config(tmp_path, database_url):
-    return make_config(tmp_path / "root", ["http://127.0.0.1:1"], database_url=database_url)
-
-
-@pytest.fixture
-def ledger(config):
-    opened = Ledger.open(config.ledger_url)
-    yield opened
-    opened.close()
-
-
 def emptied(ledger: Ledger) -> None:
     with ledger.write() as connection:
         for table in (signals, payloads, experiences):

@@ -28,19 +28,6 @@ from shared.reward import Signal
 from tests.support.experiences import record_ready, rows
 from tests.support.processes import run_here
 from tests.support.samples import sample
-from tests.support.servers import make_config
-
-
-@pytest.fixture
-def config(tmp_path, database_url):
-    return make_config(tmp_path, ["http://127.0.0.1:1"], database_url=database_url)
-
-
-@pytest.fixture
-def ledger(config):
-    opened = Ledger.open(config.ledger_url)
-    yield opened
-    opened.close()
 
 
 def content(ledger: Ledger) -> list[tuple]:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 
-import pytest
 from sqlalchemy import Connection
 
 from shared.ledger.connect import DedicatedConnection
 from shared.ledger.queries import count_by_state
-from tests.support.postgres import Postgres
+from tests.support.postgres import Postgres, sqlite_alone
 from tests.support.servers import RunningExplorer, make_config, publish, served, wait_until
 
-
-@pytest.fixture
-def database_url():
-    """SQLite only: its troubles are made here."""
+database_url = sqlite_alone  # its troubles are made here
 
 
 def rows(explorer) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from sqlalchemy import select, update
 
 from shared.config import TrainerConfig
@@ -20,14 +19,6 @@ from trainer_service.algorithms.registry import algorithm
 from trainer_service.algorithms.seam import Batch
 from trainer_service.claim import Claimer
 from trainer_service.trajectories import trajectories_of
-
-
-@pytest.fixture
-def ledger(tmp_path, database_url):
-    url = (database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}").replace("postgresql://", "postgresql+psycopg://")
-    opened = Ledger.open(url)
-    yield opened
-    opened.close()
 
 
 def test_a_comment_after_its_rating_was_trained_acts_alone_and_once(ledger):

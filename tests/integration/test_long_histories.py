@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import event, select
 
-from shared.config import ledger_url
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences
 from tests.support.samples import sample
 
 MOST = tuple(b"%08d" % number for number in range(352))  # 64 turns, of which 16 may be 18 rewritten replies more
-
-
-@pytest.fixture
-def ledger(tmp_path, database_url) -> Iterator[Ledger]:
-    opened = Ledger.open(ledger_url(database_url or f"sqlite:///{tmp_path}/ledger.sqlite3"))
-    yield opened
-    opened.close()
 
 
 def parents(ledger: Ledger) -> dict[str, str | None]:

@@ -38,13 +38,6 @@ class Explorer:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path, database_url: str | None) -> Iterator[Ledger]:
-    opened = Ledger.open(make_config(tmp_path, ["http://e0"], database_url=database_url).ledger_url)
-    yield opened
-    opened.close()
-
-
-@pytest.fixture
 def pair(
     scripted_engine: ScriptedEngine, tmp_path: Path, database_url: str | None, ledger: Ledger
 ) -> Iterator[list[Explorer]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sqlalchemy import func, select, update
 
-from shared.config import RewardConfig, ledger_url
+from shared.config import RewardConfig
 from shared.experience import CorruptTokens, Lease, Sample, Sampling, Tokens
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
@@ -18,13 +18,6 @@ from shared.ledger.tables import experiences, payloads
 from shared.reward import EVERY_LESSON, Signal
 
 DRAW = np.random.default_rng(0)
-
-
-@pytest.fixture
-def ledger(tmp_path, database_url):
-    ledger = Ledger.open(ledger_url(database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}"))
-    yield ledger
-    ledger.close()
 
 
 def ids(count: int) -> np.ndarray:

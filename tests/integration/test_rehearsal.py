@@ -25,19 +25,16 @@ SHOWN, CORRECTED, UP = Signal("demonstration"), Signal("correction", text="yes")
 
 
 @pytest.fixture
-def ledger(tmp_path, database_url):
+def ledger(ledger):
     """A ledger in which ten demonstrations, a correction, one of a whole and a rating were trained on."""
-    url = (database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}").replace("postgresql://", "postgresql+psycopg://")
-    opened = Ledger.open(url)
-    make_ready(opened, {**{f"shown-{number}": SHOWN for number in range(10)}, "corrected": CORRECTED, "rated": UP})
-    make_ready(opened, {"whole": CORRECTED}, scope="conversation")
-    with opened.write() as connection:
+    make_ready(ledger, {**{f"shown-{number}": SHOWN for number in range(10)}, "corrected": CORRECTED, "rated": UP})
+    make_ready(ledger, {"whole": CORRECTED}, scope="conversation")
+    with ledger.write() as connection:
         batch = transitions.claim(connection, owner="trainer", at_least=13, at_most=13, lease_s=60)
         about: dict[str, Any] = {"version": 1, "parent": None, "kind": "full", "step": 1, "trainer": "trainer"}
         transitions.publish(connection, **about, batch_ids=[batch])
-    make_ready(opened, {f"new-{number}": UP for number in range(4)})
-    yield opened
-    opened.close()
+    make_ready(ledger, {f"new-{number}": UP for number in range(4)})
+    return ledger
 
 
 def make_ready(ledger: Ledger, said: dict[str, Signal], *, known: bool = False, **about: Any) -> None:

@@ -24,21 +24,18 @@ BLOCK = np.array([7, 8], np.int32)
 
 
 @pytest.fixture
-def ledger(tmp_path, database_url):
+def ledger(ledger):
     """A ledger in which were trained on: six commented rows, one corrected as a whole, one of a demonstration and one
     of a rating. Four commented ones are new."""
-    url = (database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}").replace("postgresql://", "postgresql+psycopg://")
-    opened = Ledger.open(url)
-    say(opened, {f"said-{number}": SAID for number in range(6)}, key_name="ann")
-    say(opened, {"whole": [Signal("correction", text="yes")]}, scope="conversation")
-    say(opened, {"shown": [Signal("demonstration")], "rated": [Signal("rating", text="up")]})
-    with opened.write() as connection:
+    say(ledger, {f"said-{number}": SAID for number in range(6)}, key_name="ann")
+    say(ledger, {"whole": [Signal("correction", text="yes")]}, scope="conversation")
+    say(ledger, {"shown": [Signal("demonstration")], "rated": [Signal("rating", text="up")]})
+    with ledger.write() as connection:
         batch = transitions.claim(connection, owner="trainer", at_least=9, at_most=9, lease_s=60)
         about: dict[str, Any] = {"version": 1, "parent": None, "kind": "full", "step": 1, "trainer": "trainer"}
         transitions.publish(connection, **about, batch_ids=[batch])
-    say(opened, {f"new-{number}": SAID for number in range(4)})
-    yield opened
-    opened.close()
+    say(ledger, {f"new-{number}": SAID for number in range(4)})
+    return ledger
 
 
 def say(ledger: Ledger, said: dict[str, list[Signal]], **about: Any) -> None:

@@ -17,22 +17,11 @@ from shared.errors import VersionError, VersionMissing
 from shared.experience import Sampling
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, reject, shown, states, take_the_turn
-from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import publish, served, wait_until, write_scripted_version
 
-
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
-
-
-@pytest.fixture
-def second_engine() -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine()
-    yield engine
-    engine.stop()
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 def test_an_engine_is_not_opened_as_version_0_when_every_version_was_given_up(scripted_engine, start_explorer):

@@ -12,14 +12,11 @@ from shared.errors import LedgerError
 from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.queries import read_engine
+from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, reject, shown, states, take_the_turn
 from tests.support.servers import publish, served, wait_until
 
-
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 @pytest.mark.parametrize("is_withdrawn", [True, False])

@@ -14,12 +14,9 @@ from tests.support.lessons import record
 
 
 @pytest.fixture
-def ledger(tmp_path, database_url):
-    url = (database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}").replace("postgresql://", "postgresql+psycopg://")
-    opened = Ledger.open(url)
-    record(opened, "a", "b", "c")
-    yield opened
-    opened.close()
+def ledger(ledger):
+    record(ledger, "a", "b", "c")
+    return ledger
 
 
 def say(ledger: Ledger, *said: Signal, learned=SCORES) -> str:

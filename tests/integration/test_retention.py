@@ -24,13 +24,6 @@ from trainer_service.janitor import Janitor
 from trainer_service.resume import SavedState, StateStore
 
 
-@pytest.fixture
-def ledger(tmp_path, database_url):
-    opened = Ledger.open(config_of(tmp_path, database_url).ledger_url)
-    yield opened
-    opened.close()
-
-
 def config_of(root: Path, database_url: str | None = None, **versions: object) -> Config:
     config = make_config(root, ["http://e0"], database_url=database_url)
     return Config.model_validate({**config.model_dump(exclude_unset=True), "versions": {"max_versions": 3, **versions}})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,14 +34,6 @@ MIX: dict[str, Any] = {
 ANSWERS = AnswerTokenizer(TOKENIZER, vocabulary=300, longest=None)
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 UP, DOWN = Signal("rating", text="up"), Signal("rating", text="down")
-
-
-@pytest.fixture
-def ledger(tmp_path: Path, database_url: str | None) -> Iterator[Ledger]:
-    url = database_url or f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
-    opened = Ledger.open(url.replace("postgresql://", "postgresql+psycopg://"))
-    yield opened
-    opened.close()
 
 
 def record(ledger: Ledger, name: str, reply: str = "yes", prompt: str = PROMPT, **about: Any) -> None:

@@ -14,13 +14,10 @@ from shared.ledger import transitions
 from shared.ledger.queries import list_versions
 from shared.versions import Manifest, verify_version
 from tests.support.deltas import FILES, Weights
+from tests.support.postgres import sqlite_alone
 from tests.support.servers import RunningExplorer, served, wait_until
 
-
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 @pytest.fixture

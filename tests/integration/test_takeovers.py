@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,22 +14,11 @@ from sqlalchemy import select, update
 from explorer_service.engines.admin import HEALTH_TIMEOUT_S
 from shared.experience import Tokens
 from shared.ledger.tables import engines, experiences, payloads
+from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, shown
-from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, publish, served, wait_until
 
-
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
-
-
-@pytest.fixture
-def second_engine() -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine()
-    yield engine
-    engine.stop()
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 @pytest.fixture

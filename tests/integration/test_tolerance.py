@@ -7,16 +7,14 @@ from sqlalchemy import select
 
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import calibrations
+from tests.support.postgres import sqlite_alone
 from tests.support.servers import publish, served, wait_until, write_scripted_version
 
 NOISE = 0.004  # twice what float32 allows of one logprob
 RELOAD = {"poll_interval_s": 0.02, "retry_s": 0.05}
 
 
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 def version_state(explorer, version: int) -> str:

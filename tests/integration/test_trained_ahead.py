@@ -8,21 +8,14 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from shared.config import Config
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import ledger_status
 from shared.ledger.tables import batches, versions
 from tests.support.experiences import record_ready, rows
 from tests.support.processes import run_here
-from tests.support.servers import make_config
 
 ABOUT: dict[str, Any] = {"kind": "full", "trainer": "t"}
-
-
-@pytest.fixture
-def config(tmp_path, database_url) -> Config:
-    return make_config(tmp_path, ["http://127.0.0.1:1"], database_url=database_url)
 
 
 def claim(ledger: Ledger) -> int:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 from sqlalchemy.exc import IntegrityError
 
 from services.trainer import begin_with
 from shared.errors import ConfigError, StartupError
 from shared.experience import VersionState as S
 from shared.ledger import transitions
-from shared.ledger.connect import Ledger
-from shared.ledger.queries import list_decisions, list_versions, newest_version
-from shared.ledger.tables import engines, leases, versions
+from shared.ledger.connect import DedicatedConnection, Ledger
+from shared.ledger.queries import list_versions, newest_version
+from shared.ledger.tables import decisions, engines, leases, versions
 from shared.process import process_name
 from tests.support.processes import run_here
-from tests.support.servers import make_config
-
-
-@pytest.fixture
-def ledger(tmp_path, database_url):
-    opened = Ledger.open(make_config(tmp_path, ["http://e0"], database_url=database_url).ledger_url)
-    yield opened
-    opened.close()
 
 
 def do(ledger: Ledger, name: str, *args, **kwargs):
@@ -51,9 +45,13 @@ def states(ledger: Ledger) -> dict[int, str]:
         return {row.version: row.state for row in list_versions(connection)}
 
 
+def list_decisions(ledger: Ledger, version: int) -> Sequence[Any]:
+    made = select(decisions).where(decisions.c.version == version).order_by(decisions.c.id)
+    return ledger.fetch(lambda connection: connection.execute(made).all())
+
+
 def arrows(ledger: Ledger, version: int) -> list[tuple[str | None, str]]:
-    with ledger.read() as connection:
-        return [(one.from_state, one.to_state) for one in list_decisions(connection, version)]
+    return [(one.from_state, one.to_state) for one in list_decisions(ledger, version)]
 
 
 def test_a_version_goes_from_reserved_to_retired_and_each_step_is_a_decision(ledger):
@@ -73,11 +71,8 @@ def test_a_version_goes_from_reserved_to_retired_and_each_step_is_a_decision(led
         (S.PUBLISHED, S.SERVING),
         (S.SERVING, S.RETIRED),
     ]
-    with ledger.read() as connection:
-        skipped = list_versions(connection)[3]
-        last = list_decisions(connection, 1)[-1]
-    assert skipped.reason == "version 4 served before it did"
-    assert last.decided_by == "engine e0"
+    assert ledger.fetch(list_versions)[3].reason == "version 4 served before it did"
+    assert list_decisions(ledger, 1)[-1].decided_by == "engine e0"
 
 
 def test_the_base_is_never_overtaken_since_engines_go_back_to_it(ledger):
@@ -93,7 +88,7 @@ def test_a_base_that_an_earlier_release_has_skipped_is_what_serves_when_all_othe
     assert do(ledger, "reject_version", 1, "a reason", by="engine e0")
     with ledger.read() as connection:
         assert [row.version for row in list_versions(connection) if row.may_serve] == [0]
-    with contextlib.closing(ledger.dedicated_connection()) as connection:
+    with contextlib.closing(DedicatedConnection(ledger)) as connection:
         newest = newest_version(connection)
     assert newest is not None and newest.version == 0
 
@@ -275,8 +270,7 @@ def test_a_new_trainer_begins_with_what_engines_have_proven(ledger):
     assert begin_with(ledger, "new") == 1
 
 
-def test_an_operator_lets_engines_try_a_failed_version_again(ledger, tmp_path, database_url, capsys):
-    config = make_config(tmp_path, ["http://127.0.0.1:1"], database_url=database_url)
+def test_an_operator_lets_engines_try_a_failed_version_again(ledger, config, capsys):
     publish(ledger, 0, 1)
     with pytest.raises(StartupError, match="version 1 has not failed"):
         run_here(config, "versions", "retry", "1")
@@ -285,8 +279,7 @@ def test_an_operator_lets_engines_try_a_failed_version_again(ledger, tmp_path, d
     assert S.FAILED in capsys.readouterr().out
     assert run_here(config, "versions", "retry", "1") == 0
     assert states(ledger)[1] == S.PUBLISHED
-    with ledger.read() as connection:
-        assert list_decisions(connection, 1)[-1].decided_by == "operator"
+    assert list_decisions(ledger, 1)[-1].decided_by == "operator"
     with pytest.raises(ConfigError, match="say which version"):
         run_here(config, "versions", "retry")
 

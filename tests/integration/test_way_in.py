@@ -21,15 +21,13 @@ from explorer_service.api.protocol import ExplorerProtocol
 from explorer_service.app import ROUTES, Endpoint
 from explorer_service.errors import EngineLost
 from shared.errors import LedgerError
+from tests.support.postgres import sqlite_alone
 from tests.support.servers import RunningExplorer, wait_until
 
 CHAT_BODY = b'{"messages": [{"role": "user", "content": "hi"}]}'
 
 
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 def request(path: str, body: bytes, *fields: str) -> bytes:

@@ -15,6 +15,7 @@ from shared.errors import StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.versions import manifest_sha256
+from tests.support.postgres import sqlite_alone
 from tests.support.processes import run_flywheel, write_config
 from tests.support.reloads import SETTINGS, reject, shown, states
 from tests.support.servers import (
@@ -26,11 +27,7 @@ from tests.support.servers import (
     write_scripted_version,
 )
 
-
-@pytest.fixture
-def database_url():
-    """SQLite alone: nothing here depends on the database."""
-    return
+database_url = sqlite_alone  # nothing here depends on the database
 
 
 def publish(ledger: Ledger, root: Path, version: int) -> None:

@@ -18,7 +18,7 @@ from trainer_service.ranks import Ranks
 from trainer_service.shares import bound_shares, keys_of
 from trainer_service.trajectories import TokenSequence, Trajectory, trajectories_of
 
-ALONE = Ranks(0, 1, 0, None, 1.0)  # the only rank
+ALONE = Ranks(0, 1, None, 1.0)  # the only rank
 
 
 def array(*values: float) -> np.ndarray:

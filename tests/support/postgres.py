@@ -14,11 +14,17 @@ from pathlib import Path
 
 import psutil
 import psycopg
+import pytest
 
 from shared.ledger.connect import Ledger
 from tests.support.servers import free_port
 
 NOBODY = 65534
+
+
+@pytest.fixture
+def sqlite_alone() -> None:
+    """In the place of `database_url` where nothing depends on the database: SQLite in the root folder."""
 
 
 class Postgres:

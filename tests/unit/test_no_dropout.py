@@ -14,7 +14,7 @@ from trainer_service.trajectories import sequence_alone
 
 @pytest.mark.parametrize("kind", [Actor, ActorCritic])
 def test_layers_that_are_computed_again_drop_nothing(kind):
-    model = architectures.make("opt", dropout=0.5).to(torch.float64)
+    model = architectures.make("opt", dropout=0.5, layerdrop=0.5, num_hidden_layers=8).to(torch.float64)
     prepare(model)
     (micro,) = pack([sequence_alone(np.arange(5, 25), 4)], [0], 100)
     found = []

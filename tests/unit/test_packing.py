@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.trainer.worker import packing_figures
 from shared.experience import Sampling
 from tests.support import architectures
 from trainer_service import attention, head
 from trainer_service.models import ActorCritic, ValueHead, prepare, score_actions
-from trainer_service.packing import Rows, gather, pack, packing_figures, scatter
+from trainer_service.packing import Rows, gather, pack, scatter
 from trainer_service.trajectories import TokenSequence, sequence_alone
 
 

@@ -50,7 +50,7 @@ def test_an_object_is_not_sent():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_item_is_one_ranks_and_costs_are_even(size):
     costs = [90, 10, 40, 40, 70, 30, 20, 60]
-    shares = [Ranks(rank, size, rank, None, 1.0).share(costs) for rank in range(size)]
+    shares = [Ranks(rank, size, None, 1.0).share(costs) for rank in range(size)]
     assert sorted(number for share in shares for number in share) == list(range(len(costs)))
     totals = [sum(costs[number] for number in share) for share in shares]
     assert max(totals) - min(totals) <= min(costs)
@@ -59,7 +59,7 @@ def test_every_item_is_one_ranks_and_costs_are_even(size):
 def test_rank_0_stays_until_the_others_have_read_their_last_order():
     """Its process has the store: without it a rank that reads late would take rank 0 for lost."""
     store = dist.HashStore()
-    first, second = (Ranks(rank, 2, rank, store, 1.0) for rank in range(2))
+    first, second = (Ranks(rank, 2, store, 1.0) for rank in range(2))
     first.end()
     leaving = Thread(target=first.leave)
     leaving.start()
@@ -83,7 +83,7 @@ class StopsBetween:
 
 
 def test_a_rank_0_that_is_stopped_while_an_order_is_read_is_lost():
-    ranks = Ranks(1, 2, 1, StopsBetween(), 0.1)
+    ranks = Ranks(1, 2, StopsBetween(), 0.1)
     found: list[BaseException] = []
 
     def follow() -> None:

@@ -22,16 +22,7 @@ import numpy as np
 
 from shared.config import DistillConfig
 from trainer_service.algorithms.advantages import kl_penalties
-from trainer_service.algorithms.seam import (
-    Batch,
-    Constants,
-    Figures,
-    Memory,
-    Needs,
-    Precomputed,
-    Unit,
-    one_each,
-)
+from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Needs, Precomputed, Unit, one_each
 from trainer_service.algorithms.surrogates import PartialPolicyGradient, policy_constants, policy_needs
 
 

@@ -24,18 +24,7 @@ import torch
 from torch import Tensor
 
 from shared.config import DPOConfig
-from trainer_service.algorithms.seam import (
-    Batch,
-    Constants,
-    Figures,
-    Memory,
-    Needs,
-    Now,
-    Precomputed,
-    Said,
-    Unit,
-    pick,
-)
+from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Needs, Now, Precomputed, Said, Unit, pick
 from trainer_service.algorithms.surrogates import held
 
 

@@ -37,12 +37,10 @@ from shared.ledger.queries.status import LedgerProgress, Pace, Tripped, ledger_s
 from shared.ledger.queries.targets import Target, Targets, find_targets
 from shared.ledger.queries.trainers import StateRow, TrainerRow, find_trainer, list_states, list_trainers, live_trainers
 from shared.ledger.queries.versions import (
-    DecisionRow,
     Rewards,
     VersionRow,
     any_published,
     find_versions,
-    list_decisions,
     list_versions,
     newest_version,
     rewards_by_version,
@@ -50,11 +48,11 @@ from shared.ledger.queries.versions import (
 )
 
 __all__ = [
-    "DecisionRow", "EngineRow", "Followed", "LedgerProgress", "Pace", "Rewards", "StateRow", "Target", "Targets",
+    "EngineRow", "Followed", "LedgerProgress", "Pace", "Rewards", "StateRow", "Target", "Targets",
     "TrainerRow", "Tripped", "VersionRow", "any_lease_expired", "any_published", "any_stream_open", "count_by_state",
     "count_ready", "count_rows", "count_signals", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest",
     "find_targets", "find_trainer", "find_versions", "held_rows", "is_to_blame", "known_choices", "leased_versions",
-    "ledger_status", "list_decisions", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers",
+    "ledger_status", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers",
     "live_trainers", "load_lease", "load_signals", "newest_version", "oldest_done", "oldest_ready", "owned_engines",
     "pace", "pinned_versions", "progress", "quarantined", "read_calibration", "read_engine", "recent_kinds",
     "remembered_answer", "rewards_by_version", "served_adapters", "size_bytes", "streams_of_task", "tasks_repeat",

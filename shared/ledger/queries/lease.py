@@ -122,22 +122,8 @@ def _check(tokens: Tokens | CorruptTokens | None, vocabulary: int | None, max_to
 
 def held_rows(connection: Connection, batch_id: int) -> Sequence[AnyRow]:
     """What a batch's rows belong to, what was said of them, their failures and deaths."""
-    names = [
-        "id",
-        "msg_id",
-        "choice",
-        "parent_id",
-        "task_id",
-        "run_id",
-        "key_group",
-        "conversation_id",
-        "teaches",
-        "taught",
-        "outcome",
-        "failures",
-        "deaths",
-    ]
-    columns = (experiences.c[name] for name in names)
+    place = ("id", "msg_id", "choice", "parent_id", "task_id", "run_id", "key_group", "conversation_id")
+    columns = (experiences.c[name] for name in (*place, "teaches", "taught", "outcome", "failures", "deaths"))
     held = (experiences.c.batch_id == batch_id, is_in(experiences.c.state, State.LEASED))
     return connection.execute(select(*columns).where(*held)).all()
 

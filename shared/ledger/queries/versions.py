@@ -9,7 +9,7 @@ from sqlalchemy import Connection, func, select
 
 from shared.experience import MAY_SERVE, VersionState
 from shared.ledger.connect import DedicatedConnection
-from shared.ledger.tables import decisions, experiences, versions
+from shared.ledger.tables import experiences, versions
 
 _REWARDED_ROWS = 10_000  # the newest rows, of which rewards by version are read
 
@@ -117,22 +117,3 @@ def rewards_by_version(connection: Connection) -> list[Rewards]:
     rewarded = query.where(experiences.c.id > newest - _REWARDED_ROWS, reward.is_not(None))
     grouped = rewarded.group_by(experiences.c.version).order_by(experiences.c.version)
     return [Rewards(*row) for row in connection.execute(grouped)]
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionRow:
-    """A row of `decisions`."""
-
-    id: int
-    version: int
-    from_state: str | None
-    to_state: str
-    reason: str | None
-    decided_by: str
-    decided_at: float
-
-
-def list_decisions(connection: Connection, version: int) -> list[DecisionRow]:
-    """How a version came to its state, oldest first."""
-    made = select(decisions).where(decisions.c.version == version).order_by(decisions.c.id)
-    return [DecisionRow(**row._mapping) for row in connection.execute(made)]

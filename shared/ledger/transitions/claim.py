@@ -72,8 +72,7 @@ def claim(
         eligible.append(_has_runs(runs_of_task, None if wait_s is None else now - wait_s))
     batch = {"owner": owner, "state": BatchState.LEASED, "lease_until": now + lease_s, "created_at": now}
     oldest = _oldest(eligible, at_most, after_id)
-    oldest_locked = oldest.with_for_update(skip_locked=True) if connection.dialect.name == "postgresql" else oldest
-    mates = _mates(oldest_locked, eligible, group_rows, whole)
+    mates = _mates(oldest.with_for_update(skip_locked=True), eligible, group_rows, whole)
     batch_id = _claim_mates(connection, batch, mates, max(at_least, 1), at_most)
     if batch_id is not None:
         _choose_lessons(connection, batch_id, next_messages)

@@ -24,22 +24,11 @@ _COLUMNS = ("id", "task_id", "run_id", "key_group", "conversation_id", "state", 
 _MAY_WAIT = (State.RECORDED, State.CONSUMED)
 
 
-def commit(
-    connection: Connection,
-    *,
-    task_id: str | None = None,
-    run_id: str | None = None,
-    before: float | None = None,
-    key_group: str | None = None,
-) -> tuple[int, int]:
-    """RECORDED or CONSUMED → READY for the scope, in one transaction; arguments as of `commit_part`.
-
-    Returns: (rows made ready now, rows ready in all).
-    """
+def commit(connection: Connection, **scope: Any) -> tuple[int, int]:
+    """All parts of a scope in one transaction, as `commit_part`. Returns (rows made ready now, rows ready in all)."""
     committed = 0
     last_id: int | None = 0
     while last_id is not None:
-        scope: dict[str, Any] = {"task_id": task_id, "run_id": run_id, "before": before, "key_group": key_group}
         count, last_id = commit_part(connection, **scope, after_id=last_id)
         committed += count
     return committed, count_ready(connection)

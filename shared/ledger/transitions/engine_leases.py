@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import Connection, or_, update
-from sqlalchemy.dialects import postgresql, sqlite
 
-from shared.ledger.connect import database_time, placeholder
+from shared.ledger.connect import database_time, insert_into, placeholder
 from shared.ledger.tables import engines
 
 ENGINE_LEASE_S = 6.0  # how long an engine stays with an owner without a heartbeat
@@ -24,9 +23,8 @@ def acquire_engine(connection: Connection, url: str, explorer: str) -> bool:
     A lease that ends later than any could is from before the clock was put back, and counts as none.
     """
     now = database_time(connection)
-    make: Any = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    empty = make(engines).values(url=url, owner=None, owner_until=0.0, state="unavailable", version=None, generation=0)
-    connection.execute(empty.on_conflict_do_nothing())
+    unowned = {"owner": None, "owner_until": 0.0, "state": "unavailable", "version": None, "generation": 0}
+    connection.execute(insert_into(connection, engines).values(url=url, **unowned).on_conflict_do_nothing())
     until = now + ENGINE_LEASE_S
     ended = or_(engines.c.owner_until < now, engines.c.owner_until > until)
     free = or_(engines.c.owner == explorer, engines.c.owner.is_(None), ended)

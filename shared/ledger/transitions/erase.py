@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Select, and_, delete, func, select, update
+from sqlalchemy import Connection, and_, delete, func, select, update
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import MAX_PARAMETERS, in_parts, is_done, split_name
@@ -36,7 +35,7 @@ def erase(
     assert named, "an erasure names whose rows"
     columns = (experiences.c.id, experiences.c.msg_id, experiences.c.choice, experiences.c.consumed_version)
     query = select(*columns).where(experiences.c.id > after_id, *named).order_by(experiences.c.id)
-    rows = list(connection.execute(_locking(connection, query.limit(MAX_PARAMETERS))))
+    rows = list(connection.execute(query.limit(MAX_PARAMETERS).with_for_update()))  # nothing more is said of them
     ids, names = [row.id for row in rows], sorted({row.msg_id for row in rows})
     connection.execute(delete(payloads).where(payloads.c.experience_id.in_(ids)))
     connection.execute(delete(signals).where(signals.c.msg_id.in_(names)))
@@ -47,11 +46,6 @@ def erase(
     _blank_later_requests(connection, [choice_name(row.msg_id, row.choice) for row in rows])
     versions = frozenset(row.consumed_version for row in rows if row.consumed_version is not None)
     return Erased(len(rows), versions, rows[-1].id if rows else None, frozenset(names))
-
-
-def _locking(connection: Connection, query: Select[Any]) -> Select[Any]:
-    """The query, after which nothing more is said of the rows that it finds (SQLite has one writer)."""
-    return query.with_for_update() if connection.dialect.name == "postgresql" else query
 
 
 def _blank_later_requests(connection: Connection, names: list[str]) -> None:
@@ -90,7 +84,7 @@ def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] |
     (done,) = is_done()
     for part in in_parts(experiences.c.id, ids):
         still_done = select(experiences.c.id).where(part, done).order_by(experiences.c.id)
-        gone = connection.execute(_locking(connection, still_done)).scalars().all()
+        gone = connection.execute(still_done.with_for_update()).scalars().all()
         if said is not None:
             now = count_signals(connection, gone)
             gone = [row_id for row_id in gone if now.get(row_id, 0) == said.get(row_id, 0)]

@@ -118,9 +118,7 @@ def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) 
 
 
 def _lock(connection: Connection, ids: Sequence[int]) -> Iterable[AnyRow]:
-    query = select(*(experiences.c[name] for name in _COLUMNS)).order_by(experiences.c.id)
-    if connection.dialect.name == "postgresql":
-        query = query.with_for_update()  # SQLite's BEGIN IMMEDIATE has locked all already
+    query = select(*(experiences.c[name] for name in _COLUMNS)).order_by(experiences.c.id).with_for_update()
     for mine in in_parts(experiences.c.id, ids):
         yield from connection.execute(query.where(mine))
 
@@ -273,9 +271,7 @@ def recompute_rewards(
     columns = (experiences.c[name] for name in _COLUMNS)
     mine = (experiences.c.id > after_id, experiences.c.state.in_(_UNTRAINED), about.exists())
     query = select(*columns).where(*mine).order_by(experiences.c.id).limit(MAX_PARAMETERS)
-    if connection.dialect.name == "postgresql":
-        query = query.with_for_update()  # SQLite's BEGIN IMMEDIATE has locked all already
-    rows = list(connection.execute(query))
+    rows = list(connection.execute(query.with_for_update()))
     log = load_signals(connection, rows)
     changed = 0
     for row in rows:

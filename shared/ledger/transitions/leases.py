@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import Connection, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
-from shared.ledger.connect import database_time
+from shared.ledger.connect import database_time, insert_into
 from shared.ledger.tables import leases
 from shared.process import is_gone
 
@@ -25,8 +24,8 @@ def acquire_lease(connection: Connection, name: str, owner: str) -> bool:
     back, and counts as none.
     """
     now = database_time(connection)
-    make: Any = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    connection.execute(make(leases).values(name=name, owner=None, until=0.0).on_conflict_do_nothing())
+    unowned = insert_into(connection, leases).values(name=name, owner=None, until=0.0)
+    connection.execute(unowned.on_conflict_do_nothing())
     held_by = connection.execute(select(leases.c.owner).where(leases.c.name == name)).scalar()
     ended = or_(leases.c.until < now, leases.c.until > now + LEASE_S)
     free = [leases.c.owner == owner, leases.c.owner.is_(None), ended]

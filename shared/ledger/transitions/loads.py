@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from sqlalchemy import Connection, func, insert, select
-from sqlalchemy.dialects import postgresql, sqlite
 
+from shared.ledger.connect import insert_into
 from shared.ledger.tables import calibrations, load_failures
 
 
@@ -20,6 +20,5 @@ def count_load_failure(connection: Connection, version: int, engine: str, reason
 
 def calibrate_engine(connection: Connection, engine: str, dtype: str, largest: float, mean: float) -> None:
     """Store an engine's differences from the trainer, once."""
-    make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     row = {"engine": engine, "dtype": dtype, "largest": largest, "mean": mean, "created_at": time.time()}
-    connection.execute(make(calibrations).values(row).on_conflict_do_nothing())
+    connection.execute(insert_into(connection, calibrations).values(row).on_conflict_do_nothing())

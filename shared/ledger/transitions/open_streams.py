@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import Connection, delete
-from sqlalchemy.dialects import postgresql, sqlite
 
+from shared.ledger.connect import insert_into
 from shared.ledger.tables import open_streams
 
 
@@ -20,8 +20,7 @@ class RunName(NamedTuple):
 
 def open_stream(connection: Connection, msg_id: str, explorer: str, run: RunName) -> None:
     """The caller is about to learn this id, and its rows are not stored yet."""
-    make: Any = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    opened = make(open_streams).values(msg_id=msg_id, explorer=explorer, **run._asdict())
+    opened = insert_into(connection, open_streams).values(msg_id=msg_id, explorer=explorer, **run._asdict())
     connection.execute(opened.on_conflict_do_nothing())  # told again, where the answer to the first time was lost
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.errors import LeaseLost
 from shared.experience import MAY_SERVE, BatchState, Purpose, State, VersionState
 from shared.ledger.conditions import in_parts, is_in
-from shared.ledger.connect import database_time
+from shared.ledger.connect import database_time, insert_into
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
 from shared.ledger.transitions.retain import keep_base, release_version
@@ -210,13 +209,12 @@ def dismiss_trainer(connection: Connection, *, name: str) -> None:
 
 
 def _keep_state(connection: Connection, **row: Any) -> None:
-    make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     key = [trainer_states.c.trainer, trainer_states.c.version]
-    connection.execute(make(trainer_states).values(**row).on_conflict_do_update(index_elements=key, set_=row))
+    kept = insert_into(connection, trainer_states).values(row)
+    connection.execute(kept.on_conflict_do_update(index_elements=key, set_=row))
 
 
 def _save_trainer(connection: Connection, *, name: str, **columns: Any) -> None:
     columns |= {"alive": True, "heartbeat_at": database_time(connection), "trouble": None}
-    make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    statement = make(trainers).values(name=name, **columns)
+    statement = insert_into(connection, trainers).values(name=name, **columns)
     connection.execute(statement.on_conflict_do_update(index_elements=[trainers.c.name], set_=columns))

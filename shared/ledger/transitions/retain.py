@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from sqlalchemy import Connection, Float, String, and_, delete, literal, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.experience import Purpose, VersionState
-from shared.ledger.connect import database_time
+from shared.ledger.connect import database_time, insert_into
 from shared.ledger.queries.versions import VersionRow, list_versions
 from shared.ledger.tables import trainers, version_leases, versions
 from shared.ledger.transitions.leases import acquire_lease, release_lease
@@ -44,8 +42,7 @@ def lease_version(
     values = {"reader": literal(reader, String), "purpose": literal(purpose, String), "owner": literal(owner, String)}
     columns = [versions.c.version, *values.values(), literal(until, Float)]
     there = select(*columns).where(versions.c.version == version, versions.c.deleted_at.is_(None))
-    make: Any = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    taken = make(version_leases).from_select(
+    taken = insert_into(connection, version_leases).from_select(
         ["version", *values, "until"], there.with_for_update(read=True, of=versions)
     )
     key = [version_leases.c.version, version_leases.c.reader, version_leases.c.purpose]

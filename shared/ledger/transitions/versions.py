@@ -14,10 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from shared.experience import MAY_SERVE, Purpose, VersionState
-from shared.ledger.connect import database_time
+from shared.ledger.connect import database_time, insert_into
 from shared.ledger.tables import decisions, engines, load_failures, version_leases, versions
 from shared.versions import version_path
 
@@ -35,15 +34,14 @@ def reserve_version(connection: Connection, *, writer: str, kind: str = "full") 
     held: int | None = connection.execute(select(func.min(versions.c.version)).where(*own)).scalar()
     if held is not None:
         return held
-    make: Any = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     while True:
         highest = connection.execute(select(func.max(versions.c.version))).scalar()
         version: int = 0 if highest is None else highest + 1
         now = database_time(connection)
         row = {"version": version, "kind": kind, "path": version_path(version), "step": 0, "created_at": now}
         state = {"state": VersionState.RESERVED, "decided_at": now, "writer": writer}
-        made = make(versions).values(**row, **state).on_conflict_do_nothing()  # another trainer may want it, too
-        if connection.execute(made.returning(versions.c.version)).first() is not None:
+        made = insert_into(connection, versions).values(**row, **state).returning(versions.c.version)
+        if connection.execute(made.on_conflict_do_nothing()).first() is not None:  # else another trainer has it
             _note(connection, version, VersionState.RESERVED, None, writer)
             return version
 
@@ -76,23 +74,13 @@ def serve_version(connection: Connection, version: int, *, by: str, engine: str 
         serving = select(versions.c.version).where(here, versions.c.state == VersionState.SERVING)
         if connection.execute(serving).first() is None:
             return False
-    retire_versions(connection, by=by, serving=version, engine=engine)
+    others = and_(versions.c.state == VersionState.SERVING, versions.c.version != version)
+    _move(connection, and_(others, ~is_held(connection, but=engine)), VersionState.RETIRED, by=by)
     overtaken = and_(versions.c.version.between(1, version - 1), versions.c.state == VersionState.PUBLISHED)
     _move(connection, overtaken, VersionState.SKIPPED, by=by, reason=f"version {version} served before it did")
     loaded = (version_leases.c.reader == engine, version_leases.c.purpose == Purpose.LOADING)
     connection.execute(delete(version_leases).where(*loaded))
     return True
-
-
-def retire_versions(connection: Connection, *, by: str, serving: int | None = None, engine: str | None = None) -> bool:
-    """SERVING → RETIRED for every version that no engine holds, by the rows of the engines that an explorer owns.
-
-    serving: a version that serves whatever those rows say; engine: the engine that serves it, whose row is not read.
-    """
-    idle = and_(versions.c.state == VersionState.SERVING, ~is_held(connection, but=engine))
-    if serving is not None:
-        idle = and_(idle, versions.c.version != serving)
-    return _move(connection, idle, VersionState.RETIRED, by=by)
 
 
 def is_held(connection: Connection, but: str | None = None) -> ColumnElement[bool]:
