@@ -12,7 +12,7 @@ _SECRET = re.compile(r"key|token|secret|password|credential|url|sha256", re.IGNO
 
 
 def explain(error: ValidationError, whole: type[BaseModel]) -> str:
-    """The first error as one line. whole: the model that was validated; its keys are the suggestions."""
+    """Format the first error as one line. whole: the validated model, whose keys are suggested."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     given = key + _shown(first["loc"], first["input"])
@@ -29,7 +29,7 @@ def explain(error: ValidationError, whole: type[BaseModel]) -> str:
 
 
 def _shown(path: tuple[int | str, ...], value: Any) -> str:
-    """The value behind its key, unless it may hold a secret: keys, addresses with a password, whole sections."""
+    """Format the value after its key, unless it may be secret: keys, addresses with a password, whole sections."""
     if any(isinstance(part, str) and _SECRET.search(part) for part in path):
         return ""
     if isinstance(value, dict | list | tuple) and value:
@@ -38,7 +38,7 @@ def _shown(path: tuple[int | str, ...], value: Any) -> str:
 
 
 def _suggestion(whole: type[BaseModel], path: tuple[int | str, ...]) -> str:
-    """The key that may be meant: the same one in the section around, else the one that is written most alike."""
+    """Suggest a key: the same one in the enclosing section, or else the most similar one."""
     *section, key = path
     if section and key in _known_keys(whole, tuple(section[:-1])):
         return f"did you mean {'.'.join([*map(str, section[:-1]), str(key)])!r}?"
