@@ -1,7 +1,8 @@
 """WebShop's reward of a purchase, 0 to 1 (Yao et al. 2022, section 3.1), and its sparse form.
 
-reward = type · (attributes met + options met + price met) / (attributes + options + 1), where `type` is 1 for a product
-of the wanted kind, of both its categories, or with a fifth of the wanted title's words; else 0.5, 0.1 or 0 by how many.
+reward = type · (attributes met + options met + price met) / (attributes + options + 1). `type` is 1 for a product of
+the wanted kind, of both its categories, or with more than a fifth of the wanted title's words. Otherwise it is 0.5, 0.1
+or 0, by the fraction of these words.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from examples.webshop.world import Purchase
 
 
 def type_reward(product: Product, goal: Goal) -> float:
-    """How far the product is the sort of thing that is wanted."""
+    """Return how well the product's type matches the goal."""
     wanted, has = (set(title.split()) - set(ATTRIBUTES) for title in (goal.title, product.title))  # nouns count
     share = len(wanted & has) / len(wanted)
     if product.kind == goal.kind or len(set(product.category) & set(goal.category)) >= 2 or share > 0.2:
@@ -22,7 +23,7 @@ def type_reward(product: Product, goal: Goal) -> float:
 
 
 def parts(purchase: Purchase | None, goal: Goal) -> dict[str, float]:
-    """The parts of the reward, each as the share that is met; all 0 where nothing was bought."""
+    """Return the parts of the reward, each as the fraction that is met; all 0 without a purchase."""
     if purchase is None:
         return {"bought": 0.0, "type": 0.0, "attributes": 0.0, "options": 0.0, "price": 0.0}
     options = sum(purchase.options.get(name) == value for name, value in goal.options.items())
@@ -36,7 +37,7 @@ def parts(purchase: Purchase | None, goal: Goal) -> dict[str, float]:
 
 
 def reward(purchase: Purchase | None, goal: Goal, *, sparse: bool = False) -> dict[str, Any]:
-    """What a workflow returns: the reward, and its parts as metrics. sparse: 1 for all that is wanted, else 0."""
+    """Return the result of a workflow: the reward, with its parts as metrics. sparse: 1 if all is met, else 0."""
     met = parts(purchase, goal)
     n_attributes, n_options = len(goal.attributes), len(goal.options)
     points = met["attributes"] * n_attributes + met["options"] * n_options + met["price"]
