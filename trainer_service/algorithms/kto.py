@@ -8,9 +8,8 @@
 Departures:
 1. z is one number for the whole batch, from the policy at its start. That of a micro-batch would be noise.
 2. λ balances ups and downs (section 4.2), by the counts of this batch and of up to WINDOW earlier ratings.
-3. A down is also weighted by min(1, π_prox(y|x) / π_behaviour(y|x)), with π_prox the policy at the start of the batch
-   and π_behaviour the one that sampled: a reply that was unlearned since is not pushed further (Le Roux et al. 2025,
-   TOPR).
+3. A down is also weighted by min(1, π_prox(y|x) / π_behaviour(y|x)), π_prox: policy at the start of the batch,
+   π_behaviour: the sampling policy. A reply unlearned since is not pushed further (Le Roux et al. 2025, TOPR).
 4. A token that has moved beyond `clip` within the batch, in the direction of its rating, has no gradient: without a
    bound, tokens that bad replies share with good ones would be unlearned with them.
 
