@@ -13,9 +13,9 @@ _SECRET = re.compile(r"key|token|secret|password|credential|url|sha256", re.IGNO
 
 
 def explain(error: ValidationError, whole: type[BaseModel]) -> str:
-    """One error as one line: an unknown key's first, for it may be the one that is missing elsewhere.
+    """Format one error as one line: an unknown key first, because it may be a misspelling of a missing one.
 
-    whole: the model that was validated; its keys are the suggestions.
+    whole: the validated model, whose keys are suggested.
     """
     first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
@@ -34,9 +34,9 @@ def explain(error: ValidationError, whole: type[BaseModel]) -> str:
 
 
 def _shown(path: tuple[int | str, ...], value: Any, *, is_known: bool) -> str:
-    """The value behind its key, unless it may hold a secret: keys, addresses with a password, whole sections.
+    """Format the value after its key, unless it may be secret: keys, addresses with a password, whole sections.
 
-    is_known: there is such a key.
+    is_known: the configuration has such a key.
     """
     names = [part for part in path if isinstance(part, str)]
     if not _SECRETS.isdisjoint(names[-1:]) if is_known else any(map(_SECRET.search, names)):
@@ -47,7 +47,7 @@ def _shown(path: tuple[int | str, ...], value: Any, *, is_known: bool) -> str:
 
 
 def _suggestion(whole: type[BaseModel], path: tuple[int | str, ...]) -> str:
-    """The key that may be meant: the same one in the section around, else the one that is written most alike."""
+    """Suggest a key: the same one in the enclosing section, or else the most similar one."""
     *section, key = path
     if section and key in _known_keys(whole, tuple(section[:-1])):
         return f"did you mean {'.'.join([*map(str, section[:-1]), str(key)])!r}?"
