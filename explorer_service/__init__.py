@@ -1,1 +1,1 @@
-"""The service that agents talk to: chat → record → feedback → commit, and reload of new versions."""
+"""The service that agents call: chat → record → feedback → commit, and reload of new versions."""

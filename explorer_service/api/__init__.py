@@ -1,1 +1,1 @@
-"""What every route shares: who may ask and how much, bodies, errors as answers, and the connection to the caller."""
+"""Code that all routes share: keys, limits, request bodies, error responses, and the connection to the caller."""

@@ -1,4 +1,4 @@
-"""Keys and roles: who may chat, who may give feedback and commit, who may operate; and how much each may ask for."""
+"""Keys and their roles: chat, feedback (also commits) and admin; and the limits of each key."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MIN_KEY_LENGTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. Without keys, or from an open network, nobody in particular."""
+    """The sender of a request; without a name if the explorer has no keys, or from an open network."""
 
     name: str | None = None
-    group: str | None = None  # the rows that it may rate; UNGROUPED: those without a group; None: all
+    group: str | None = None  # whose rows its feedback reaches; UNGROUPED: rows without a group; None: all
     limit: Limit = field(default_factory=lambda: Limit(None, None))
-    reads: Limit = field(default_factory=lambda: Limit(None, None))  # of the status, beside its other requests
+    reads: Limit = field(default_factory=lambda: Limit(None, None))  # for GET /status and /versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,38 +40,38 @@ class _Key:
 
 
 class Auth:
-    """Checks `Authorization: Bearer KEY`. With no keys configured everyone on loopback may do everything."""
+    """Checks `Authorization: Bearer KEY`. Without configured keys, every caller has all roles."""
 
     def __init__(self, config: ExplorerConfig, environ: Mapping[str, str] = os.environ) -> None:
         self._keys = [_read_key(key, environ) for key in config.keys]
         _require_different(self._keys)
         self._open_networks = [ipaddress.ip_network(network) for network in config.open_feedback_from]
-        self._nobody = Caller()
-        self._stranger = Caller(group=UNGROUPED)  # from an open network, where others have keys
+        self._anyone = Caller()  # without configured keys
+        self._without_key = Caller(group=UNGROUPED)  # from an open network
 
     def require(self, request: HTTPConnection, *roles: Role, open_to_networks: bool = False) -> Caller:
-        """The caller. Raises ApiError 401 or 403.
+        """Return the caller. Raises ApiError 401 or 403.
 
-        roles: any of these may pass; admin always may. open_to_networks: so may `open_feedback_from`, without a key.
+        roles: one of them is required, or admin. open_to_networks: `open_feedback_from` needs no key.
         """
         if not self._keys:
-            return self._nobody
+            return self._anyone
         presented = _bearer(request.headers.get("authorization"))
         if presented is None:
             if open_to_networks and self._from_open_network(request):
-                return self._stranger
+                return self._without_key
             raise ApiError(
                 401, "no key given; send Authorization: Bearer KEY", kind="authentication_error", code="no_key"
             )
-        digest = hashlib.sha256(presented.encode("latin-1")).digest()  # the bytes as they came
+        digest = hashlib.sha256(presented.encode("latin-1")).digest()  # the bytes as received
         found: _Key | None = None
-        for key in self._keys:  # always all of them: the time taken says nothing
+        for key in self._keys:  # always all of them, so that the time reveals nothing
             if hmac.compare_digest(key.digest, digest):
                 found = key
         if found is None:
-            if open_to_networks and self._from_open_network(request):  # a runner's placeholder is no attack
-                return self._stranger
-            raise ApiError(401, "this key is not known here", kind="authentication_error", code="invalid_api_key")
+            if open_to_networks and self._from_open_network(request):  # runners may send a placeholder as key
+                return self._without_key
+            raise ApiError(401, "unknown key", kind="authentication_error", code="invalid_api_key")
         if found.role != "admin" and found.role not in roles:
             raise ApiError(
                 403,
@@ -85,7 +85,7 @@ class Auth:
         if not self._open_networks or request.client is None:
             return False
         if "origin" in request.headers or "sec-fetch-site" in request.headers:
-            return False  # a browser: any page that its user opens may have sent this
+            return False  # a browser: any page that its user opened may have sent this
         try:
             address = ipaddress.ip_address(request.client.host)
         except ValueError:
@@ -99,18 +99,18 @@ def _bearer(header: str | None) -> str | None:
 
 
 def doubtful_keys(config: ExplorerConfig) -> list[str]:
-    """Feedback keys that reach no chat although that seems meant: said at the start."""
+    """Return a warning for each feedback key that reaches no rows of chat keys. Logged at startup."""
     chat_groups = {key.group for key in config.keys if key.role == "chat"}
     return [
-        f"feedback key {key.label!r} has {'no group' if key.group is None else f'group {key.group!r}'} and no chat key "
-        "has the same, so that it reaches none of their chats; give it theirs, or all_groups: true"
+        f"feedback key {key.label!r} has {'no group' if key.group is None else f'group {key.group!r}'}, but no chat "
+        "key has the same, so it reaches none of their rows; set the group of a chat key, or all_groups: true"
         for key in config.keys
         if key.role == "feedback" and not key.all_groups and chat_groups and key.group not in chat_groups
     ]
 
 
 def _require_different(keys: list[_Key]) -> None:
-    """Raise ConfigError when two entries hold one key: which role it has would depend on their order."""
+    """Raise ConfigError if two entries are the same key: its role would depend on their order."""
     names: dict[bytes, str | None] = {}
     for key in keys:
         if key.digest in names:
@@ -127,7 +127,7 @@ def _read_key(key: KeyConfig, environ: Mapping[str, str]) -> _Key:
         assert key.key_env is not None
         secret = environ.get(key.key_env, "").strip()
         if not secret:
-            shown = repr(key.key_env) if key.key_env.isupper() else "that key_env names"  # some write the key there
+            shown = repr(key.key_env) if key.key_env.isupper() else "that key_env names"  # it may be the key itself
             raise ConfigError(f"explorer.keys: environment variable {shown} is not set; set it to the {key.role} key")
         if len(secret) < MIN_KEY_LENGTH:
             raise ConfigError(

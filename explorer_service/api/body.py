@@ -1,4 +1,4 @@
-"""Reading request bodies, and noticing that a caller has left."""
+"""Read request bodies, and detect that a caller closed its connection."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from shared.config import ExplorerConfig
 
 T = TypeVar("T")
 _MOST_SHOWN, _LONGEST_SHOWN = 10, 100  # ignored fields that an answer names; characters of a name
-SMALL_BODY_BYTES = 65_536  # the usual chat: a crowd of large bodies does not keep it out
+SMALL_BODY_BYTES = 65_536  # exempt from `max_unfinished_bytes`, so that large bodies do not block usual chats
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class BodyReader:
-    """Reads bodies, and knows how much of unfinished ones all callers together have sent."""
+    """Reads bodies, and counts the bytes of all unfinished ones."""
 
     def __init__(self, config: ExplorerConfig) -> None:
         self._config = config
         self.held_bytes = 0  # of unfinished bodies that are larger than SMALL_BODY_BYTES
 
     async def read(self, request: Request) -> bytes:
-        """The whole body.
+        """Read the whole body.
 
-        Raises ApiError 413 when it is longer than `max_body_bytes`, without reading on; 503 when it and the unfinished
-        bodies of others are larger than `max_unfinished_bytes`; 400 when it is too much to decode; CallerLeft, and that
-        also when the connection gave the body up (protocol.py).
+        Raises ApiError 413 if it is longer than `max_body_bytes`, without reading the rest; 503 if all large unfinished
+        bodies together exceed `max_unfinished_bytes`; 400 if it has too many values; CallerLeft, also if the connection
+        refused a slow body (protocol.py).
         """
         body = await self._read(request)
         _check_values(body, self._config.max_body_values)
         return bytes(body)
 
     async def _read(self, request: Request) -> bytearray:
-        limit, body, more, held = self._config.max_body_bytes, bytearray(), True, 0
+        limit, body, more, counted = self._config.max_body_bytes, bytearray(), True, 0
         try:
             while more:
                 message = await request.receive()
@@ -52,30 +52,30 @@ class BodyReader:
                     reason = f"the body is larger than {limit} bytes (explorer.max_body_bytes)"
                     raise ApiError(413, reason, code="body_too_large")
                 if more and len(body) > SMALL_BODY_BYTES:
-                    self.held_bytes += len(body) - held
-                    held = len(body)
+                    self.held_bytes += len(body) - counted
+                    counted = len(body)
                     if self.held_bytes > self._config.max_unfinished_bytes:
-                        reason = "too much of unfinished bodies is held (explorer.max_unfinished_bytes); try again"
+                        reason = "unfinished bodies exceed explorer.max_unfinished_bytes; try again"
                         raise unavailable(reason, "too_many_bodies")
         finally:
-            self.held_bytes -= held
+            self.held_bytes -= counted
         return body
 
 
 def _check_values(body: bytearray, most: int) -> None:
-    """Decoding takes time for objects, lists and their keys, during which nobody else is served; hardly for text."""
+    """Raise ApiError 400 for too many objects, lists and keys: decoding them blocks the event loop for long."""
     if len(body) > most and sum(map(body.count, (b"[", b"{", b":"))) > most:
         message = f"the body has more than {most} opening brackets and colons (explorer.max_body_values)"
         raise ApiError(400, message, code="body_too_complex")
 
 
 def decode_body(raw: bytes) -> dict[str, Any]:
-    """A JSON object. Raises ApiError 400 for anything else, NaN and infinity included."""
+    """Decode a JSON object. Raises ApiError 400 for anything else, NaN and infinity included."""
     return decode_typed(raw, _decode_object)
 
 
 def decode_typed(raw: bytes, decode: Callable[[bytes], T]) -> T:
-    """A JSON object of the fields that `decode` knows. Raises ApiError 400 for anything else."""
+    """Decode a JSON object by `decode`, a typed decoder. Raises ApiError 400 for anything else."""
     try:
         return decode(raw)
     except msgspec.ValidationError as exc:
@@ -85,15 +85,15 @@ def decode_typed(raw: bytes, decode: Callable[[bytes], T]) -> T:
 
 
 def ignored_fields(raw: bytes, body: msgspec.Struct) -> list[str]:
-    """The first fields of a decoded JSON object that its type does not have: likely misspelled."""
+    """Return the first fields of a JSON object that its decoded type does not have, such as misspelled ones."""
     given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     return [name[:_LONGEST_SHOWN] for name in given if name not in body.__struct_fields__][:_MOST_SHOWN]
 
 
 class while_caller_waits:
-    """Cancel the block when the caller closes its connection, and raise CallerLeft.
+    """Cancel the block and raise CallerLeft if the caller closes its connection.
 
-    Leave the block before the answer's last part: a server reports the end of an answer as a disconnect, too.
+    Leave the block before the response's last part: a server also reports the end of a response as a disconnect.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -110,7 +110,7 @@ class while_caller_waits:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watch.cancel()
-        del self._watch  # a cancelled task's traceback refers to this object: a cycle would hold the whole request
+        del self._watch  # a cancelled task's traceback refers to this object: a cycle would keep the request alive
         if self._left and kind is asyncio.CancelledError and not self._task.uncancel():
             raise CallerLeft from None
 

@@ -1,9 +1,9 @@
-"""What a web page may ask of an explorer without keys: nothing, unless the explorer's own address served the page.
+"""Refuse requests of web pages to an explorer without keys, unless its own address served the page.
 
-A browser on the explorer's machine sends requests on behalf of any page that its user opens, and loopback is no border
-to it. Three things tell such a request from a client's: the headers that a browser adds about the page's site, a Host
-that is not ours (DNS rebinding: the page's own name, made to resolve to this machine), and a body of another type than
-JSON, the only one that needs the explorer's consent (CORS) to be sent across sites.
+A browser on the explorer's machine sends requests for any page that its user opens, also to loopback. Three properties
+reveal such a request: headers in which the browser names the page's site; a Host that is not the explorer's (DNS
+rebinding: the page's own name resolves to this machine); and a body that is not JSON, because a browser sends JSON
+across sites only with the explorer's consent (CORS).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from explorer_service.api.errors import ApiError
 from shared.config import is_loopback
 
-_OWN_SITE = ("same-origin", "none")  # Sec-Fetch-Site of our own pages, and of what the user typed
+_OWN_SITE = ("same-origin", "none")  # Sec-Fetch-Site of the explorer's own pages, and of a URL that the user typed
 _WITH_BODY = ("POST", "PUT")
 
 
 class BrowserGuard:
-    """Middleware that refuses, with 403 or 415, what a page of another site makes a browser send."""
+    """Middleware that refuses, with 403 or 415, requests that a page of another site makes a browser send."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] = ()) -> None:
-        """allowed_hosts: names, without a port, by which callers reach the explorer beside the loopback ones."""
+        """allowed_hosts: the explorer's names besides loopback, without a port."""
         self._app = app
         self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
-        self._known: set[bytes] = set()  # Host headers that have passed
+        self._known: set[bytes] = set()  # Host headers that were accepted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refuse(scope) if scope["type"] == "http" else None
@@ -39,7 +39,7 @@ class BrowserGuard:
         for name, value in scope["headers"]:
             if name == b"host":
                 if value not in self._known and not self._is_ours(value):
-                    reason = f"Host: {value.decode('latin-1')} is no name of this explorer"
+                    reason = f"Host {value.decode('latin-1')} is not this explorer's"
                     return _forbidden(f"{reason}; add it to explorer.allowed_hosts", "foreign_host")
                 host = value
             elif name == b"content-type":
@@ -81,7 +81,7 @@ def _is_json(content_type: bytes | None) -> bool:
 
 def _cross_site(header: str) -> ApiError:
     return _forbidden(
-        f"a web page of another site may not use this explorer ({header}); configure explorer.keys", "cross_site"
+        f"web pages of other sites may not use this explorer ({header}); configure explorer.keys", "cross_site"
     )
 
 

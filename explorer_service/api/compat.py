@@ -1,4 +1,4 @@
-"""Answers for clients that cannot read what everybody else gets."""
+"""Answers for clients that cannot parse the usual ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from starlette.requests import Request
 
 
 def agentscope_java_answer(request: Request, answer: Any) -> Any:
-    """The answer to feedback or a commit; of a success only its status to AgentScope Java's training client.
+    """Return the answer to feedback or a commit; only a status for AgentScope Java's training client.
 
-    That client reads it with a parser that takes an unknown field for a failure of what has long been stored. It is
-    known by OkHttp's User-Agent without an Accept header; any other user of OkHttp gets the whole by naming one.
+    That client's parser treats an unknown field as a failure, although everything is stored. It is detected by OkHttp's
+    User-Agent without an Accept header; other users of OkHttp get the whole answer if they send that header.
     """
     strict = request.headers.get("user-agent", "").startswith("okhttp/") and "accept" not in request.headers
     return {"status": "success"} if strict else answer

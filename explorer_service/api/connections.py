@@ -1,4 +1,4 @@
-"""The callers' connections of a process: how many there may be, and who makes room for one more."""
+"""The callers' connections of a process, up to a limit. At the limit, one without a complete request is closed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from asyncio import Transport
 
 from shared.config import ExplorerConfig
 
-_RESERVED_DESCRIPTORS = 256  # for all that is neither a caller's connection nor one to an engine
+_RESERVED_DESCRIPTORS = 256  # for files other than connections to callers and engines
 
 
 class Connections:
-    """All connections of a process, and which of them have no complete request: one of those makes room."""
+    """All connections of a process. Those without a complete request may be closed for a new one."""
 
     def __init__(self, limits: ExplorerConfig, max_open: int) -> None:
         self.limits = limits
         self._max_open = max_open
         self._open: set[Transport] = set()
-        self._incomplete: dict[Transport, None] = {}  # the one that has been so for the longest time is first
+        self._incomplete: dict[Transport, None] = {}  # without a complete request, the longest first
 
     def admit(self, connection: Transport) -> bool:
-        """Take in a new connection. Where it is one too many, another one is closed; False when all are busy."""
+        """Add a new connection, and close another one if the limit is reached. Returns False if all are busy."""
         if len(self._open) >= self._max_open:
             oldest = next(iter(self._incomplete), None)
             if oldest is None:
@@ -32,7 +32,7 @@ class Connections:
         return True
 
     def begin_answer(self, connection: Transport) -> None:
-        """Its request is complete."""
+        """The connection's request is complete."""
         self._incomplete.pop(connection, None)
 
     def end_answer(self, connection: Transport) -> None:
@@ -45,9 +45,9 @@ class Connections:
 
 
 def raise_descriptor_limit(connections: int) -> int:
-    """Raise this process' limit of open files for so many connections; returns for how many it is enough.
+    """Raise this process' limit of open files for this many callers' connections. Returns how many it allows.
 
-    A caller's connection may need one to an engine beside it.
+    Each may also need a connection to an engine.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * connections + _RESERVED_DESCRIPTORS

@@ -1,7 +1,7 @@
-"""Errors as answers, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Error responses, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
-The one place where an exception becomes an HTTP status. Handlers let exceptions through; `ApiError` is for what only
-HTTP knows: a wrong body, a missing key, an exhausted limit.
+Only this module converts an exception to an HTTP status; handlers do not catch exceptions. `ApiError` is for errors of
+HTTP itself: a wrong body, a missing key, an exhausted limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RETRY_AFTER_S = 2
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def content(self) -> dict[str, object]:
-        """The error as callers read it."""
+        """Return the error object that callers get."""
         return {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
 
     def body(self) -> bytes:
@@ -53,12 +53,12 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """What a caller hears of this error; None for a fault of ours, which belongs in the log with its traceback."""
+    """Return the error response for an exception; None for a bug, which is logged with its traceback."""
     match error:
         case ApiError():
             return error
         case LedgerError():
-            return unavailable("the ledger cannot store or read this now; send it again", "ledger_unavailable")
+            return unavailable("the ledger cannot store or read this now; try again", "ledger_unavailable")
         case RecursionError():
             return bad_request("the body is nested too deeply")
         case TooManySignals():
@@ -68,15 +68,15 @@ def as_api_error(error: Exception) -> ApiError | None:
         case NoEngine():
             return unavailable(str(error), error.code)
         case EngineLost():
-            log.warning("a request was lost", reason=str(error))  # which names addresses
-            return unavailable(f"engine {error.engine} broke off; try again", "engine_lost")
+            log.warning("an engine did not complete a request", reason=str(error))  # only the log names its address
+            return unavailable(f"engine {error.engine} did not complete the request; try again", "engine_lost")
         case WeightsUnproven():
-            return unavailable("the engine took up weights that failed their proof; try again", "weights_unproven")
+            return unavailable("the engine's weights were not proven; try again", "weights_unproven")
         case InvalidReply():
             return unavailable(str(error), "engine_reply")
         case EngineError():
-            log.warning("an engine failed a request", reason=str(error))
-            return unavailable("an engine did not do what was asked; try again", "engine_error")
+            log.warning("an engine did not serve a request", reason=str(error))
+            return unavailable("an engine did not serve the request; try again", "engine_error")
         case VersionNotServed():
             return ApiError(404, str(error), kind="NotFoundError", param="model", code="version_not_served")
     return None
@@ -87,10 +87,10 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """503 with Retry-After: the caller did nothing wrong and may try again."""
+    """Return a 503 with Retry-After: the request is valid, and may be sent again."""
     return ApiError(503, message, kind="service_unavailable", code=code, retry_after_s=RETRY_AFTER_S)
 
 
 def internal_error() -> ApiError:
-    """What a caller hears of a fault of ours."""
-    return ApiError(500, "an error of the server; its log has the details", kind="server_error")
+    """Return the response to a request that failed because of a bug."""
+    return ApiError(500, "internal server error; the explorer's log has the details", kind="server_error")

@@ -1,4 +1,4 @@
-"""How much each key may ask for: requests a minute and requests at once. Counted in this process."""
+"""The limits of a key: requests per minute, and requests in flight. Each process counts its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from explorer_service.api.errors import ApiError
 
 
 class Limit:
-    """A token bucket that holds one minute's requests, and a count of those in flight."""
+    """A token bucket of one minute's requests, and a count of requests in flight."""
 
     def __init__(
         self, per_minute: float | None, at_once: int | None, clock: Callable[[], float] = time.monotonic
@@ -23,12 +23,12 @@ class Limit:
         self.in_flight = 0
 
     def taken(self) -> Limit:
-        """`with limit.taken():` — one request's place. Raises ApiError 429 with Retry-After."""
+        """`with limit.taken():` counts one request. Raises ApiError 429 with Retry-After."""
         return self
 
     def __enter__(self) -> None:
         if self._at_once is not None and self.in_flight >= self._at_once:
-            raise _too_many(f"this key has {self.in_flight} requests in flight, the most it may have", 1)
+            raise _too_many(f"this key has {self.in_flight} requests in flight, which is its limit", 1)
         self._take_token()
         self.in_flight += 1
 
@@ -43,7 +43,7 @@ class Limit:
         self._filled_at = now
         if self._tokens < 1:
             wait_s = math.ceil((1 - self._tokens) / per_s)
-            raise _too_many(f"this key may ask {self._per_minute:g} times a minute", wait_s)
+            raise _too_many(f"this key has a limit of {self._per_minute:g} requests per minute", wait_s)
         self._tokens -= 1
 
 

@@ -1,12 +1,12 @@
-"""uvicorn's HTTP protocol with limits, and nothing else.
+"""uvicorn's HTTP protocol with limits.
 
-uvicorn reads heads, trailers and requests sent ahead without limits, waits for ever for a head or a reader, takes what
-follows an offer of another protocol for that protocol (Java's HTTP clients make such offers), and stops reading while a
-request sent ahead waits, so that it does not notice when the caller leaves. Here it gets one request at a time
-(framing.py), and what is expected of a caller has to come in time.
+uvicorn reads heads, trailers and pipelined requests without limits; it waits without limit for a head or for a caller
+to read; after an Upgrade header, which Java's HTTP clients send, it parses the rest as the other protocol; and it stops
+reading while a pipelined request waits, so it does not notice that the caller leaves. Here it gets one request at a
+time (framing.py), and callers have deadlines.
 
-Of uvicorn this needs an asyncio.Protocol with the callbacks of httptools, `transport`, `headers`, whether an answer has
-begun (`cycle.response_started`), and the callback for its end.
+This needs from uvicorn: an asyncio.Protocol with the callbacks of httptools, `transport`, `headers`, whether an answer
+has begun (`cycle.response_started`), and the callback for its end.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from explorer_service.api.connections import Connections
 from explorer_service.api.errors import ApiError, unavailable
 from explorer_service.api.framing import Awaited, FramingError, Requests
 
-KEEP_ALIVE_S = 75  # longer than clients keep idle connections: theirs close first, and none in use
-_LINGER_S = 2.0  # how long a refused caller may go on sending: closed at once it might not see why
-_MIN_READ_BYTES = 65_536  # of a large answer in `body_timeout_s`
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes them first
+_LINGER_S = 2.0  # before a refused caller's connection is closed; earlier, it might not get the answer
+_MIN_READ_BYTES = 65_536  # that a caller must read of a large answer in `body_timeout_s`
 
 
 class ExplorerProtocol(HttpToolsProtocol):
@@ -36,17 +36,17 @@ class ExplorerProtocol(HttpToolsProtocol):
         self._limits = connections.limits
         self._requests = Requests(self._limits.max_head_bytes, self._limits.max_headers)
         self._awaited: tuple[int, Awaited] | None = None
-        self._deadline: float | None = None  # the loop's clock: when what is expected of the caller has to be here
-        self._timer: asyncio.TimerHandle | None = None  # at the deadline, or at one before it
-        self._read_timer: asyncio.TimerHandle | None = None  # for it to read
-        self._unread_bytes = 0  # when that one was set
-        self._is_refused = False  # what still comes is thrown away
+        self._deadline: float | None = None  # by the loop's clock, for what the caller has to send next
+        self._timer: asyncio.TimerHandle | None = None  # at the deadline, or earlier
+        self._read_timer: asyncio.TimerHandle | None = None  # for the caller to read
+        self._unread_bytes = 0  # when the read timer was set
+        self._is_refused = False  # further data is dropped
 
     # ---------------------------------------------------------------- asyncio's callbacks
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait(self._limits.head_timeout_s)
+        self._set_deadline(self._limits.head_timeout_s)
         if not self._connections.admit(transport):
             message = "too many connections (explorer.max_connections); try again"
             self._refuse(unavailable(message, "too_many_connections"))
@@ -76,13 +76,13 @@ class ExplorerProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if not self._requests.found_begin():
-            self.transport.abort()  # so that uvicorn's answer to the error reaches nobody
-            raise FramingError("the parser sees a request inside another one")
+            self.transport.abort()  # so that uvicorn's answer to the error is not sent
+            raise FramingError("the parser finds a request inside another one")
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self.headers = []  # trailers go here, and the request has the list before
+        self.headers = []  # for trailers; the request keeps the old list
 
     def on_body(self, body: bytes) -> None:
         self._requests.found_body()
@@ -95,7 +95,7 @@ class ExplorerProtocol(HttpToolsProtocol):
     # --------------------------------------------------------------- the answer's callback
 
     def on_response_complete(self) -> None:
-        """The answer to the request is with the transport, whole."""
+        """The whole answer was passed to the transport."""
         super().on_response_complete()
         self._connections.end_answer(self.transport)
         self._parse(self._requests.end_answer())
@@ -115,39 +115,39 @@ class ExplorerProtocol(HttpToolsProtocol):
         except FramingError:
             self.transport.abort()
         else:
-            self._expect()
+            self._await_next()
 
-    def _expect(self) -> None:
-        """Wait for what the caller has to do next, if that is another thing than before."""
+    def _await_next(self) -> None:
+        """Set the deadline for what the caller has to send next, if that has changed."""
         awaited = (self._requests.number, self._requests.awaited)
         if awaited == self._awaited:
             return
         self._awaited = awaited
         match self._requests.awaited:
             case Awaited.REQUEST:
-                self._wait(KEEP_ALIVE_S)
+                self._set_deadline(KEEP_ALIVE_S)
             case Awaited.HEAD:
-                self._wait(self._limits.head_timeout_s)
+                self._set_deadline(self._limits.head_timeout_s)
             case Awaited.BODY:
-                self._wait(self._limits.body_timeout_s)
+                self._set_deadline(self._limits.body_timeout_s)
             case Awaited.NOTHING:
                 self._connections.begin_answer(self.transport)
-                self._wait(None)
+                self._set_deadline(None)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer, and read no more requests."""
+        """Send an error, and read no more requests."""
         self._is_refused = True
         response = error.response()
         headers = b"".join(b"%b: %b\r\n" % field for field in response.raw_headers)
         head = b"HTTP/1.1 %d \r\n%bconnection: close\r\n\r\n" % (response.status_code, headers)
         self.transport.write(head + bytes(response.body))
         self.transport.write_eof()
-        self._wait(_LINGER_S)
+        self._set_deadline(_LINGER_S)
 
-    def _wait(self, seconds: float | None) -> None:
-        """From now on so long for the caller; None: as long as it takes.
+    def _set_deadline(self, seconds: float | None) -> None:
+        """Give the caller this time from now; None: unlimited.
 
-        A timer that is set already stays where it rings in time: each request sets several deadlines, and meets them.
+        A timer that is set to an earlier time stays: each request sets several deadlines, and most are met.
         """
         if seconds is None:
             self._deadline = None
@@ -167,8 +167,8 @@ class ExplorerProtocol(HttpToolsProtocol):
             return
         if self._clock.time() < self._deadline:
             self._set_timer(self._deadline)
-        elif self._read_timer is not None and self._requests.awaited is Awaited.REQUEST:  # it reads the last answer
-            self._wait(KEEP_ALIVE_S)
+        elif self._read_timer is not None and self._requests.awaited is Awaited.REQUEST:  # still reading the answer
+            self._set_deadline(KEEP_ALIVE_S)
         elif self._requests.awaited is Awaited.BODY and not self._is_refused and not self.cycle.response_started:
             limit = f"{self._limits.body_timeout_s:g} s (explorer.body_timeout_s)"
             self._refuse(ApiError(408, f"the body did not arrive within {limit}", code="body_too_slow"))
@@ -176,7 +176,7 @@ class ExplorerProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _check_reader(self) -> None:
-        """Close the connection of a caller who does not read. An answer that waits to be sent ends with it."""
+        """Close the connection of a caller that does not read. This also ends an answer that waits to be sent."""
         read_bytes = self._unread_bytes - self.transport.get_write_buffer_size()
         if read_bytes < _MIN_READ_BYTES:
             self.transport.abort()

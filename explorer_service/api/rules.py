@@ -1,7 +1,7 @@
-"""What HTTP asks of every request and answer, whatever the route: the outermost layer of the application.
+"""HTTP rules for the requests and responses of all routes: the outermost layer of the application.
 
-A request names one host, and a version of HTTP that is spoken here; a caller of HTTP/1.0 gets a stream whole, with its
-length, for it does not know chunks. An answer with which the connection ends waits for the whole request.
+A request needs one Host header and a supported version of HTTP. A caller of HTTP/1.0, which has no chunks, gets a
+stream as a whole response with its length. A response that ends its connection waits for the whole request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from explorer_service.api.errors import ApiError, bad_request
 
 
 class HttpRules:
-    """An ASGI application around another one."""
+    """Middleware that applies the rules to another ASGI application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -36,10 +36,10 @@ class HttpRules:
 def _check(scope: Scope) -> ApiError | None:
     version = scope["http_version"]
     if version not in ("1.1", "1.0"):
-        return ApiError(505, f"HTTP/{version} is not spoken here; use HTTP/1.1", code="http_version_not_supported")
+        return ApiError(505, f"HTTP/{version} is not supported; use HTTP/1.1", code="http_version_not_supported")
     hosts = [name for name, _ in scope["headers"]].count(b"host")
     if hosts > 1 or (not hosts and version == "1.1"):
-        return bad_request(f"a request has one Host header, and this one has {hosts}")
+        return bad_request(f"the request has {hosts} Host headers; send one")
     return None
 
 
@@ -48,17 +48,18 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer and close: whoever breaks these rules may not see requests where we see them."""
+    """Answer and close the connection: the sender may see other request boundaries than this server."""
     response = error.response()
     response.headers["Connection"] = "close"
     await response(scope, receive, send)
 
 
 class _Body:
-    """A body that is read to its end, though nobody asks for it, before an answer with which the connection ends.
+    """Reads the rest of a request's body before a response that ends the connection.
 
-    Closed with bytes unread there, it is reset, and a caller who is still sending never reads the answer. Who waits to
-    be told to go on sends nothing until then. The body has the time that every body has.
+    Closing a connection with unread bytes resets it, and a caller that is still sending could not read the response. A
+    caller that sent `Expect: 100-continue` sends no body until the application reads it. The usual limit of a body's
+    time applies.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +71,7 @@ class _Body:
     async def receive(self) -> Message:
         self._is_sent = True
         message = await self._receive()
-        self._is_read = not message.get("more_body", False)  # or the caller has left
+        self._is_read = not message.get("more_body", False)  # also when the caller has disconnected
         return message
 
     async def send(self, message: Message) -> None:
@@ -80,7 +81,7 @@ class _Body:
 
 
 class _Whole:
-    """Sends an answer of unknown length as one of known length, once it is complete."""
+    """Buffers a response without a length, and sends it with its length once it is complete."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,1 +1,1 @@
-"""Stage 1, chat: a request goes to an engine; its reply goes to the caller and, token by token, to the ledger."""
+"""Stage 1, chat: send a request to an engine, its reply to the caller, and the sampled tokens to the ledger."""

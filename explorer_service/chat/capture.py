@@ -1,6 +1,6 @@
-"""What the engine sampled: token ids, logprobs and message out of its reply, as samples to record.
+"""Extract samples to record from an engine's reply: token ids, logprobs and message.
 
-On the hot path: of the JSON only what is recorded is decoded, in one go.
+On the hot path: one pass decodes only the fields that are recorded.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class _Choice(msgspec.Struct):
 
 
 class _WholeChoice(_Choice):
-    """What it says."""
+    """A choice of a whole reply."""
 
-    message: Raw = Raw(b"")  # as the engine wrote it
+    message: Raw = Raw(b"")  # the engine's bytes
     text: str | None = None  # of a plain completion
 
 
-class _Part(_Choice):
-    """What an event adds to a choice."""
+class _ChoiceDelta(_Choice):
+    """What one event adds to a choice."""
 
     delta: dict[str, Any] | None = None
     text: str | None = None  # of a plain completion
@@ -63,8 +63,8 @@ class _Reply(_Identity):
 
 
 class _Event(msgspec.Struct):
-    id: str | None = None  # none in an error
-    choices: list[_Part] = []  # none in one that reports usage, or an error
+    id: str | None = None  # missing in an error
+    choices: list[_ChoiceDelta] = []  # empty in an event with usage or an error
     prompt_token_ids: list[int] | None = None
     error: Any = None
 
@@ -77,7 +77,7 @@ _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def capture_reply(chat: ChatRequest, reply: EngineReply) -> list[Sample]:
-    """A sample for each choice of a whole reply; none of one that is an error, or not to be recorded.
+    """Return a sample for each choice of a whole reply; none for an error, or if the chat is not recorded.
 
     Raises InvalidReply.
     """
@@ -102,9 +102,9 @@ def capture_reply(chat: ChatRequest, reply: EngineReply) -> list[Sample]:
 
 
 def capture_events(events: list[bytes], chat: ChatRequest, slot: EngineSlot) -> list[Sample]:
-    """A sample for each choice of a stream; none of one that reports an error: what came before it is no whole reply.
+    """Return a sample for each choice of a stream; none if it contains an error, because the reply is incomplete.
 
-    Raises InvalidReply for events that are no chat completion's.
+    Raises InvalidReply for events that are not of a chat completion.
     """
     chunks = b",".join([event[6:-2] for event in events if event.startswith(b"data: {")])
     prompt_ids: list[int] = []
@@ -117,12 +117,12 @@ def capture_events(events: list[bytes], chat: ChatRequest, slot: EngineSlot) -> 
             prompt_ids = event.prompt_token_ids or prompt_ids
             if event.choices:
                 _require_id(event.id, chat, slot)
-            for part in event.choices:
-                index = part.index
+            for choice in event.choices:
+                index = choice.index
                 if index not in choices:
                     choices[index], messages[index] = _Captured([]), _Message()
-                choices[index].add(part)
-                messages[index].add(part.delta or ({} if part.text is None else {"content": part.text}))
+                choices[index].add(choice)
+                messages[index].add(choice.delta or ({} if choice.text is None else {"content": choice.text}))
         samples: list[Sample] = []
         for index, captured in sorted(choices.items()):
             captured.prompt_ids = captured.prompt_ids or prompt_ids
@@ -134,7 +134,7 @@ def capture_events(events: list[bytes], chat: ChatRequest, slot: EngineSlot) -> 
 
 
 def require_own_id(event: bytes, chat: ChatRequest, slot: EngineSlot) -> None:
-    """Check a stream's first event: callers take the message id from it. Raises InvalidReply."""
+    """Check the id in a stream's first event, which callers use as message id. Raises InvalidReply."""
     try:
         found = _decode_events(b"[" + event[6:-2] + b"]") if event.startswith(b"data: {") else []
     except NO_JSON as exc:
@@ -144,13 +144,13 @@ def require_own_id(event: bytes, chat: ChatRequest, slot: EngineSlot) -> None:
 
 
 def _require_id(found: str | None, chat: ChatRequest, slot: EngineSlot) -> None:
-    """A reply under another id is not the answer to this request, and no feedback could reach its row."""
+    """Raise InvalidReply for another id: the reply answers another request, and feedback could not reach its row."""
     if found != chat.msg_id:
-        raise InvalidReply(f"engine {slot.engine.name} answered {found!r} where {chat.msg_id!r} was asked for")
+        raise InvalidReply(f"engine {slot.engine.name} answered with id {found!r}, not {chat.msg_id!r}")
 
 
 class _Captured:
-    """What one choice has sampled so far: a whole reply at once, or a stream's parts one by one."""
+    """The sampled data of one choice so far, from a whole reply or from a stream's events."""
 
     __slots__ = ("finish_reason", "logprobs", "prompt_ids", "reply_ids")
 
@@ -161,7 +161,7 @@ class _Captured:
         self.finish_reason: str | None = None
 
     def add(self, choice: _Choice) -> None:
-        """Take in token ids, logprobs and the finish reason of a choice."""
+        """Append token ids and logprobs; set the finish reason."""
         logprobs = choice.logprobs
         self.reply_ids += choice.token_ids or ()
         self.prompt_ids = choice.prompt_token_ids or self.prompt_ids
@@ -172,9 +172,9 @@ class _Captured:
         self.finish_reason = choice.finish_reason or self.finish_reason
 
     def sample(self, index: int, reply: bytes, chat: ChatRequest, slot: EngineSlot, *, is_first: bool) -> Sample:
-        """The row to record; one whose arrays do not agree is marked for quarantine, never corrected.
+        """Return the sample to record. If its arrays do not agree, it is marked for quarantine, never corrected.
 
-        reply: JSON of the message. is_first: the request is stored with it, for all choices of the message.
+        reply: JSON of the message. is_first: also store the request, once for all choices of the message.
         """
         tokens = Tokens(_ids(self.prompt_ids), _ids(self.reply_ids), np.array(self.logprobs, dtype=np.float32))
         try:
@@ -182,7 +182,7 @@ class _Captured:
             quarantine = None
         except CorruptTokens as exc:
             quarantine = str(exc)
-        about = chat.attribution
+        attribution = chat.attribution
         return Sample(
             msg_id=chat.msg_id,
             choice=index,
@@ -193,33 +193,33 @@ class _Captured:
             finish_reason=self.finish_reason,
             created_at=chat.created_at,
             latency_s=time.perf_counter() - chat.received_at,
-            task_id=about.task_id,
-            run_id=about.run_id,
-            key_name=about.caller.name,
-            key_group=about.caller.group,
+            task_id=attribution.task_id,
+            run_id=attribution.run_id,
+            key_name=attribution.caller.name,
+            key_group=attribution.caller.group,
             request=chat.text if is_first else None,
             reply=None if chat.text is None else reply,
             quarantine=quarantine,
             exchange=_exchange(reply, chat),
-            extends=about.extends,
+            extends=attribution.extends,
         )
 
 
 def _exchange(reply: bytes, chat: ChatRequest) -> bytes | None:
-    """The digest of all messages up to and with this one, of JSON; None for one too deep to be looked into.
+    """Return the digest of all messages including this reply; None if the reply is nested too deeply.
 
-    Raises msgspec.DecodeError when it is no object.
+    reply: JSON of the message. Raises msgspec.DecodeError if it is not an object.
     """
     if not chat.surface.has_messages:
         return None
     try:
         return chat.attribution.digest.copy().add_reply({"role": "assistant", **_decode_object(reply)})
-    except RecursionError:  # it is recorded all the same: no later turn can name it
+    except RecursionError:  # it is still recorded, but no later turn can be linked to it
         return None
 
 
 def _ids(values: list[int]) -> TokenArray:
-    """As an array: [N] int32. Raises InvalidReply for an id of more than 32 bits."""
+    """Return the ids as an array [N] int32. Raises InvalidReply for an id of more than 32 bits."""
     try:
         return np.frombuffer(struct.pack(f"={len(values)}i", *values), dtype=np.int32)
     except struct.error as exc:
@@ -227,45 +227,45 @@ def _ids(values: list[int]) -> TokenArray:
 
 
 class _Message:
-    """A message that a stream's deltas make up."""
+    """A message, assembled from a stream's deltas."""
 
     __slots__ = ("_fields", "_texts")
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}
-        self._texts: list[str] = []  # what nearly every delta is: more content
+        self._texts: list[str] = []  # content to append: most deltas have nothing else
 
     def add(self, delta: dict[str, Any]) -> None:
         content = delta.get("content")
         if len(delta) == 1 and isinstance(content, str):
             self._texts.append(content)
         else:
-            self._join()
+            self._flush()
             _merge_delta(self._fields, delta)
 
-    def _join(self) -> None:
+    def _flush(self) -> None:
         if self._texts:
             _merge_delta(self._fields, {"content": "".join(self._texts)})
             self._texts.clear()
 
     def encode(self) -> bytes:
-        """The message as JSON."""
-        self._join()
+        """Return the message as JSON."""
+        self._flush()
         return msgspec.json.encode(self._fields)
 
 
 def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add a delta to the message: texts are joined, tool calls are joined by their index, the rest is set.
+    """Merge a delta into the message: append texts, merge tool calls by index, set other fields.
 
-    Raises msgspec.ValidationError for tool calls that are none.
+    Raises msgspec.ValidationError for malformed tool calls.
     """
     for name, value in delta.items():
         if name == "tool_calls":
             calls = message.setdefault("tool_calls", [])
-            for part in msgspec.convert(value or [], list[dict[str, Any]]):
-                index = msgspec.convert(part.get("index", 0), _CallIndex)
+            for call in msgspec.convert(value or [], list[dict[str, Any]]):
+                index = msgspec.convert(call.get("index", 0), _CallIndex)
                 calls += [{} for _ in range(index + 1 - len(calls))]
-                _merge_delta(calls[index], {k: v for k, v in part.items() if k != "index"})
+                _merge_delta(calls[index], {k: v for k, v in call.items() if k != "index"})
         elif isinstance(value, dict):
             known = message.get(name)
             message[name] = known if isinstance(known, dict) else {}

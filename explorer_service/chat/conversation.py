@@ -1,12 +1,11 @@
-"""Linking turns that name no run: a request whose messages extend an earlier exchange belongs to its conversation.
+"""Link turns without a run: a request whose messages extend an earlier exchange belongs to its conversation.
 
-Every recorded choice carries `exchange`, a digest of all messages up to and with its reply. A later request looks for
-the digests of its own prefixes that end with an assistant's message. Clients send replies back slightly changed (null
-or absent fields, arguments of tools written anew), so a message counts by what it says: role, text, tool calls. Some
-frameworks also rewrite the history: an exchange that ends with tool calls is known by the engine's random id of the
-first one alone, and reminders that a framework moves along the conversation do not count. An assistant's text may be a
-rewritten reply (smolagents makes text of tool calls and adds to text), so it is also tried as what it may have been.
-Pure: knows nothing of SQL or HTTP.
+Every recorded choice has `exchange`, a digest of all messages including its reply. A later request is linked by the
+digests of its own prefixes that end with an assistant's message. Clients send replies back slightly changed (null or
+absent fields, reformatted tool arguments), so a digest covers only role, text and tool calls. Some frameworks rewrite
+the history: so an exchange that ends with tool calls is identified only by the engine's random id of the first call,
+and reminders that move along the conversation are ignored. An assistant's text may be a rewritten reply (smolagents
+writes tool calls as text, and appends to text), so its possible originals are tried, too. Pure: no SQL, no HTTP.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from typing import Any
 
 import msgspec
 
-DIGEST_BYTES = 8  # in ten million exchanges two agree with a chance of 3 in a million, 2^46.5 pairs over 2^64
-MAX_PREFIXES = 64  # assistant turns looked for, from the last one back
+DIGEST_BYTES = 8  # among ten million exchanges, two collide with a chance of 3 in a million: 2^46.5 pairs over 2^64
+MAX_PREFIXES = 64  # assistant turns that are tried, from the last one back
 MAX_REWRITTEN = 16  # messages, from the last one back, whose assistant turns are also tried as rewritten replies
 MAX_CALLS = 16  # ids in a rewritten reply that are tried
 
 # The engine's random ids of tool calls: 16 hexadecimal digits or more somewhere, or Mistral's nine characters. Ids like
-# Kimi's "functions.search:0" come again in every conversation.
+# Kimi's "functions.search:0" repeat in every conversation.
 _RANDOM_ID = re.compile(r"[0-9a-f]{16}|\A[A-Za-z0-9]{9}\Z")
-# A call's id in a text: where a call written as Python or JSON has it; an id that is unmistakable counts anywhere.
+# A call's id in a text: at its place in a call in Python's or JSON's notation; an unmistakable id counts anywhere.
 _ID_OF_CALL = re.compile(r"""id['"]: ?['"]([\w-]{9,80})['"], ?['"](?:type|function|name)['"]""", re.ASCII)
 _UNMISTAKABLE_ID = re.compile(r"(?:chatcmpl-tool-|call_(?:\d{1,3}_)?)[0-9a-f]{16,32}")
-# What smolagents adds to a reply: its calls as text, and before them the stop sequence at which code ended.
+# What smolagents appends to a reply: the stop sequence that ended code, then the calls as text.
 _ADDED_CALLS = "\nCalling tools:\n[{"
 _ADDED_STOP = "</code>"
 
@@ -37,7 +36,7 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 class Digest:
-    """Messages taken in one by one. Digests of different keys, tasks or runs never agree."""
+    """A digest of messages, added one by one. Digests of different scopes (key, task, run) never match."""
 
     __slots__ = ("_hash", "_scope")
 
@@ -50,20 +49,20 @@ class Digest:
             self._hash.update(canonical(message))
 
     def value(self) -> bytes:
-        """The digest of all messages so far."""
+        """Return the digest of all messages so far."""
         return self._hash.digest()
 
     def add_reply(self, reply: Any) -> bytes:
-        """Take in an assistant's message; the digest of the exchange that it ends."""
+        """Add an assistant's message. Returns the digest of the exchange that it ends."""
         self.add(reply)
         call_id = _random_id(reply)
         return self.value() if call_id is None else self._of_call(call_id)
 
     def of_rewritten(self, reply: Any) -> list[bytes]:
-        """The exchanges that an assistant's text would end if a framework had rewritten it; call this before `add`.
+        """Return the exchanges that an assistant's text would end if a framework rewrote it. Call this before `add`.
 
-        In the order of their certainty: by the ids of calls that the text holds, by the text before what a framework
-        adds; with neither, by the ids that the text mentions.
+        In order of certainty: by ids of calls in the text, by the text without a framework's additions; with neither,
+        by ids that the text mentions.
         """
         text = None if reply.get("tool_calls") else _text(reply.get("content"))
         if not isinstance(text, str):
@@ -92,7 +91,7 @@ class Digest:
 
 
 def read_prompt(messages: Any, *scope: str | None) -> tuple[Digest, tuple[bytes, ...]]:
-    """A request's messages: the digest to which a reply is added, and the exchanges it may extend, longest first."""
+    """Return the digest of a request's messages, and the exchanges that they may extend, longest first."""
     digest = Digest(*scope)
     if not isinstance(messages, list):
         return digest, ()
@@ -114,7 +113,7 @@ def read_prompt(messages: Any, *scope: str | None) -> tuple[Digest, tuple[bytes,
 
 
 def conversation_affinity(messages: Any) -> int:
-    """A number that all turns of a conversation share: made of everything up to the first reply."""
+    """Return a number that all turns of a conversation share: the digest of the messages before the first reply."""
     digest = Digest()
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and message.get("role") == "assistant":
@@ -124,7 +123,7 @@ def conversation_affinity(messages: Any) -> int:
 
 
 def _random_id(reply: Any) -> str | None:
-    """The id of a reply's first tool call, if no other call has it."""
+    """Return the id of a reply's first tool call if it is random, else None."""
     calls = reply.get("tool_calls") if isinstance(reply, dict) else None
     first = calls[0] if isinstance(calls, list) and calls else None
     name = first.get("id") if isinstance(first, dict) else None
@@ -132,7 +131,7 @@ def _random_id(reply: Any) -> str | None:
 
 
 def _without_additions(text: str) -> list[str]:
-    """The replies of which smolagents may have made this text."""
+    """Return the replies from which smolagents may have written this text."""
     reply, added, last = text.rpartition(_ADDED_CALLS)
     found = [reply] if added else []
     closed = reply if added else last
@@ -142,7 +141,7 @@ def _without_additions(text: str) -> list[str]:
 
 
 def _is_reminder(message: Any) -> bool:
-    """Whether a framework says this, and not a user: AgentScope 2 and others send it anew with every turn."""
+    """Whether a framework wrote this user message: AgentScope 2 and others repeat it in every turn."""
     if not isinstance(message, dict) or message.get("role") != "user":
         return False
     text = _text(message.get("content"))
@@ -150,7 +149,7 @@ def _is_reminder(message: Any) -> bool:
 
 
 def canonical(message: Any) -> bytes:
-    """What a message says, as bytes."""
+    """Return a message's role, text and tool calls as bytes, independent of formatting."""
     if not isinstance(message, dict):
         return _encode(message)
     parts = [message.get("role"), _text(message.get("content")), message.get("tool_call_id")]
@@ -163,7 +162,7 @@ def canonical(message: Any) -> bytes:
 
 
 def _text(content: Any) -> Any:
-    """A text and a list of text parts that say the same are the same; clients strip the ends."""
+    """Return the text of a string or of a list of text parts, stripped, as clients do; other content unchanged."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -174,10 +173,10 @@ def _text(content: Any) -> Any:
 
 
 def _arguments(arguments: Any) -> Any:
-    """Arguments of a tool call, whatever their spacing and order."""
+    """Return the arguments of a tool call with normalized spacing and order."""
     if isinstance(arguments, str):
         try:
             return msgspec.Raw(_encode(msgspec.json.decode(arguments)))
-        except (msgspec.DecodeError, RecursionError):  # no JSON, or too deep to be written anew
+        except (msgspec.DecodeError, RecursionError):  # not JSON, or too deep to be encoded
             return arguments
     return arguments

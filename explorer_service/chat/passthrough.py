@@ -1,7 +1,7 @@
-"""Surfaces that are served and not recorded: the engine gives no token ids for them, or samples nothing.
+"""Routes that are served but not recorded: the engine returns no token ids for them, or samples nothing.
 
-POST /v1/responses and /v1/messages (Anthropic's) answer with `X-Flywheel-Recorded: false`; /tokenize and /detokenize
-sample nothing. Bodies and streams pass as they are, but for the model's name, on the way there and back.
+POST /v1/responses, /v1/messages (Anthropic's), /tokenize and /detokenize: replies have `X-Flywheel-Recorded: false`.
+Bodies and streams are forwarded unchanged in both directions, except the model's name.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from explorer_service.engines.dispatch import EngineRequest, Exchange
 
 
 async def answer_unrecorded(request: Request, deps: Deps) -> Response:
-    """POST one of the surfaces above."""
+    """Handle POST to one of the routes above."""
     caller = deps.auth.require(request, "chat")
     async with AsyncExitStack() as resources:
-        resources.enter_context(caller.limit.taken())  # before anything is read or decoded
+        resources.enter_context(caller.limit.taken())  # before the body is read or decoded
         body = decode_body(await deps.bodies.read(request))
         route = deps.router.choose(body.get("model"))
         seeded = body.get("seed") is not None
         path, unknown = request.scope["path"], route.unknown_model
-        asked = EngineRequest(path, body, uuid.uuid4().hex, route.version, seeded, unknown_model=unknown)
+        forwarded = EngineRequest(path, body, uuid.uuid4().hex, route.version, seeded, unknown_model=unknown)
         async with while_caller_waits(request.receive):
-            return await _forward(asked, route.asked, deps, resources)
+            return await _forward(forwarded, route.asked, deps, resources)
 
 
 async def _forward(request: EngineRequest, name: str, deps: Deps, resources: AsyncExitStack) -> Response:
-    """name: the model's, as the caller gave it."""
+    """name: the model's name in the caller's request."""
     async with AsyncExitStack() as stack:
         exchange = await stack.enter_async_context(await deps.dispatcher.open(request))
         headers = {VERSION_HEADER: str(exchange.slot.version), RECORDED_HEADER: "false"}
@@ -56,7 +56,7 @@ async def _renamed(exchange: Exchange, name: str) -> AsyncIterator[bytes]:
 
 
 class _NamedEventStream(EventStream):
-    """The streams of /v1/responses and /v1/messages name their events, errors too."""
+    """A stream of /v1/responses or /v1/messages: its events have names, also errors."""
 
     def error_event(self, error: ApiError) -> bytes:
         content = error.content()

@@ -1,8 +1,7 @@
-"""Stage 1, chat: an OpenAI request goes to an engine; token ids and the sampler's own logprobs come back.
+"""Stage 1, chat: send an OpenAI request to an engine, which returns token ids and the sampler's own logprobs.
 
-Two surfaces: chat completions, and plain completions. The request goes on as the caller wrote it, with two fields
-added; the reply comes back as the engine wrote it, with what the caller did not ask for taken out. Between the two the
-sample is recorded (stage 2).
+Two surfaces: chat completions and plain completions. The engine gets the caller's request with two fields added; the
+caller gets the engine's reply without the values that it did not request. The sample is recorded first (stage 2).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from explorer_service.record import record
 
 
 async def answer_chat(request: Request, deps: Deps) -> Response:
-    """POST /v1/chat/completions and POST /chat; the same below /run/TASK/RUN."""
+    """Handle POST /v1/chat/completions and POST /chat, also below /run/TASK/RUN."""
     return await _answer(CHAT, request, deps)
 
 
 async def answer_completion(request: Request, deps: Deps) -> Response:
-    """POST /v1/completions; the same below /run/TASK/RUN."""
+    """Handle POST /v1/completions, also below /run/TASK/RUN."""
     return await _answer(COMPLETION, request, deps)
 
 
@@ -37,7 +36,7 @@ async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
     settings = deps.config.explorer
     caller = deps.auth.require(request, "chat")
     async with AsyncExitStack() as resources:
-        resources.enter_context(caller.limit.taken())  # before anything is read or decoded
+        resources.enter_context(caller.limit.taken())  # before the body is read or decoded
         raw = await deps.bodies.read(request)
         chat = parse_chat(surface, raw, request.headers, caller, deps.router, settings, request.path_params)
         async with while_caller_waits(request.receive):
@@ -47,7 +46,7 @@ async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
 
 
 async def _answer_whole(chat: ChatRequest, deps: Deps) -> Response:
-    """Not a stream: record what was sampled, then answer."""
+    """Answer a request that is not a stream: record the samples, then send the reply."""
     reply, samples = await deps.dispatcher.fetch(chat.engine_request(), partial(capture_reply, chat))
     if reply.status != 200:
         return Response(reply.content, reply.status, media_type=reply.content_type)

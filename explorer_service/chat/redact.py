@@ -1,8 +1,7 @@
-"""The engine's JSON as the caller gets it: without the logprobs and token ids that only recording asked for.
+"""Remove the logprobs and token ids that only recording requested from the engine's JSON.
 
-Cut out of the bytes as they are, with null left behind, as the engine itself writes what was not asked for. In a JSON
-string every quote is escaped, so that nothing that the model wrote can look like a field. On the hot path: every event
-of a stream passes here.
+It edits the bytes: each value becomes null, as the engine writes values that were not requested. JSON escapes every
+quote in a string, so text of the model cannot look like a field. On the hot path: called for every event of a stream.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from explorer_service.errors import NO_JSON
 
 _LOGPROBS, _AFTER_LOGPROBS = b'"logprobs"', b'},"finish_reason":'
 _SILENT = re.compile(rb'^data: (?=.*"delta"\s*:\s*\{\}).*"finish_reason"\s*:\s*null')
-_SAYS = (b'"message":', b'"delta":', b'"text":')
+_CONTENT = (b'"message":', b'"delta":', b'"text":')
 _IDS = b'token_ids"'
 _IDS_SPACED = re.compile(rb'token_ids"(\s*:\s*)\[[^]]*\]')
 
 
 def redact(json: bytes, chat: ChatRequest) -> bytes:
-    """A whole reply, or an event of a stream, without what the caller did not ask for.
+    """Return a whole reply, or an event of a stream, without the values that the caller did not request.
 
-    Nothing is left of an event that the engine sent only to report a token whose text its tool parser holds back.
+    Returns nothing for an event that only reports a token whose text the engine's tool parser buffers.
     """
-    if not chat.recorded:  # nothing was added to the request
+    if not chat.recorded:  # the request was forwarded without added fields
         return json
     is_event = json.startswith(b"data: ")
     if is_event and not (chat.wants_logprobs or chat.wants_token_ids) and b"{}" in json and _SILENT.search(json):
@@ -39,7 +38,7 @@ def redact(json: bytes, chat: ChatRequest) -> bytes:
 
 
 def rename(json: bytes, model: str, asked: str) -> bytes:
-    """An answer that names the model as the caller did, and not as the engine knows the version that answered."""
+    """Replace the engine's name of the model with the name that the caller sent."""
     if model == asked:
         return json
     for field in (b'"model":"', b'"model": "'):
@@ -48,13 +47,13 @@ def rename(json: bytes, model: str, asked: str) -> bytes:
 
 
 def _cut_logprobs(json: bytes) -> bytes:
-    """Where vLLM writes them, after what the choice says; in JSON that is written otherwise, wherever they are."""
+    """Cut the logprobs where vLLM writes them, after the choice's content; in other JSON, find them by decoding."""
     cut, at = json, 0
     while (found := cut.find(_LOGPROBS, at)) >= 0:
         before, at = at, found + len(_LOGPROBS)
         if cut.startswith(b":{", at):
             end = cut.find(_AFTER_LOGPROBS, at)
-            if end < 0 or all(cut.find(field, before, found) < 0 for field in _SAYS):  # it may lie between
+            if end < 0 or all(cut.find(field, before, found) < 0 for field in _CONTENT):  # the content may be inside
                 return _cut(json, _logprobs_of(json))
             cut = cut[: at + 1] + b"null" + cut[end + 1 :]
         elif not cut.startswith(b":null", at):
@@ -71,7 +70,7 @@ class _Event(msgspec.Struct):
 
 
 def _logprobs_of(json: bytes) -> list[Raw]:
-    """Of each choice; none of what is no JSON, and goes on as it is."""
+    """Return the logprobs of each choice; none if the bytes are not JSON, which stay unchanged."""
     try:
         return [choice.logprobs for choice in msgspec.json.decode(json.removeprefix(b"data: "), type=_Event).choices]
     except NO_JSON:
@@ -79,7 +78,7 @@ def _logprobs_of(json: bytes) -> list[Raw]:
 
 
 def _cut(text: bytes, logprobs: Iterable[Raw]) -> bytes:
-    """Each of these values of `logprobs`, in their order."""
+    """Replace these values of `logprobs`, in their order, with null."""
     at = 0
     for raw in logprobs:
         value = bytes(raw)
@@ -90,7 +89,7 @@ def _cut(text: bytes, logprobs: Iterable[Raw]) -> bytes:
 
 
 def _find_value(text: bytes, value: bytes, at: int) -> int:
-    """Where the next field `logprobs` of this value has it; a text may say the field's name too."""
+    """Return the position of this value in its field `logprobs`. Texts may contain the field's name, too."""
     while True:
         at = text.index(value[:1], text.index(_LOGPROBS, at) + len(_LOGPROBS))
         if text.startswith(value, at):
@@ -98,7 +97,7 @@ def _find_value(text: bytes, value: bytes, at: int) -> int:
 
 
 def _cut_ids(text: bytes) -> bytes:
-    """All token ids, of prompts and replies."""
+    """Replace all token ids, of prompts and replies, with null."""
     at = 0
     while (at := text.find(_IDS, at)) >= 0:
         at += len(_IDS)

@@ -1,7 +1,7 @@
-"""What a chat asks for, as far as we look into it: the engine judges the rest.
+"""Parse the fields of a chat request that the explorer needs. The engine validates the rest.
 
-Parameters are read as the engine reads them (pydantic's lax numbers and booleans), so that what is recorded is what was
-used, and what the engine will refuse is left for it to refuse.
+Parameters are parsed as the engine parses them (pydantic's lax numbers and booleans), so that the record matches what
+the engine used. Invalid values are left for the engine to reject.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from explorer_service.traffic.router import Route, Router
 from shared.config import ExplorerConfig
 from shared.experience import Sampling, new_message_id
 
-_LOWEST_TEMPERATURE = 0.01  # vLLM raises what is lower to this, but for 0, which is greedy
-_LARGEST_TOP_K = 2**31 - 1  # what the ledger's column holds; beyond any vocabulary it means the same
-# Parts of a message that vLLM takes and the prompt's token ids do not hold.
+_LOWEST_TEMPERATURE = 0.01  # vLLM raises lower values to this, except 0, which is greedy
+_LARGEST_TOP_K = 2**31 - 1  # maximum of the ledger's column; like all values above the vocabulary, it has no effect
+# Parts of a message that vLLM accepts and that the prompt's token ids do not contain.
 _NOT_TEXT = frozenset((
     "prompt_embeds", "image_url", "image_embeds", "image_pil", "input_image", "input_audio", "audio_url",
     "audio_embeds", "video_url", "video_embeds", "file",
 ))  # fmt: skip
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling) if field.name != "masked")
-# What forces or forbids tokens (vLLM, older versions of it too): the trainer cannot compute such logprobs again.
+# Parameters that force or forbid tokens, also in older vLLM: the trainer cannot recompute such logprobs.
 _MASKS = (
     "structured_outputs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "watermarking",
     "vllm_xargs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -42,8 +42,8 @@ class Surface:
     """One of OpenAI's routes that sample."""
 
     path: str
-    id_prefix: str  # what vLLM puts before the id that we give it
-    logprobs: object  # the value of `logprobs` that makes the engine report those of the sampled tokens
+    id_prefix: str  # vLLM puts it before the request id
+    logprobs: object  # value of `logprobs` for which the engine returns those of the sampled tokens
     has_messages: bool
 
 
@@ -53,7 +53,7 @@ COMPLETION = Surface("/v1/completions", "cmpl-", logprobs=0, has_messages=False)
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Whose sample it is, and which conversation it belongs to."""
+    """The task, run, caller and conversation of a sample."""
 
     task_id: str | None
     run_id: str | None
@@ -64,30 +64,30 @@ class Attribution:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """One request, as far as we look into it."""
+    """One parsed request."""
 
     surface: Surface
     msg_id: str
     body: dict[str, Any]
-    text: bytes | None  # the body as it came, to be stored; None with explorer.store_text: false
+    text: bytes | None  # the body's bytes, to be stored; None with explorer.store_text: false
     route: Route
     recorded: bool
     stream: bool
     wants_logprobs: bool
     wants_token_ids: bool
-    sampling: dict[str, Any]  # what the caller set of Sampling's fields
+    sampling: dict[str, Any]  # the fields of Sampling that the caller set
     attribution: Attribution
     received_at: float  # time.perf_counter()
     created_at: float  # Unix seconds
 
     def engine_request(self) -> EngineRequest:
-        """What the engine is asked: the caller's body, and what recording needs."""
+        """Return the request for the engine: the caller's body, with the fields that recording needs."""
         body = self.body
-        if self.recorded:  # what the engine would refuse stays as it is: the engine explains it
+        if self.recorded:  # invalid values stay unchanged: the engine's error explains them
             body = dict(body)
-            if _is_no(body.get("return_token_ids")):
+            if _is_false(body.get("return_token_ids")):
                 body["return_token_ids"] = True
-            if not self.wants_logprobs and _is_no(body.get("logprobs")) and not self._names_other_logprobs():
+            if not self.wants_logprobs and _is_false(body.get("logprobs")) and not self._requests_other_logprobs():
                 body["logprobs"] = self.surface.logprobs
         return EngineRequest(
             path=self.surface.path,
@@ -99,8 +99,8 @@ class ChatRequest:
             unknown_model=self.route.unknown_model,
         )
 
-    def _names_other_logprobs(self) -> bool:
-        """Whether a field contradicts that no logprobs are asked for."""
+    def _requests_other_logprobs(self) -> bool:
+        """Whether another field requests logprobs, although `logprobs` does not."""
         top_logprobs = self.surface.has_messages and self.body.get("top_logprobs")
         return bool(top_logprobs or self.body.get("logprob_token_ids"))
 
@@ -114,9 +114,9 @@ def parse_chat(
     config: ExplorerConfig,
     names: Mapping[str, str],
 ) -> ChatRequest:
-    """Look at the fields that concern us; the engine judges the rest. Raises ApiError.
+    """Parse the fields that the explorer needs; the engine validates the rest. Raises ApiError.
 
-    names: `task` and `run` as the path has them, percent-encoded.
+    names: `task` and `run` from the path, percent-encoded.
     """
     received_at = time.perf_counter()
     body = decode_body(raw)
@@ -132,10 +132,10 @@ def parse_chat(
         body=body,
         text=raw if config.store_text else None,
         route=router.choose(body.get("model"), affinity),
-        recorded=(body.get("store") is None or _is_yes(body["store"])) and _can_be_recorded(surface, body),
-        stream=_is_yes(body.get("stream")),
-        wants_logprobs=_is_yes(logprobs) if surface.has_messages else logprobs is not None,
-        wants_token_ids=_is_yes(body.get("return_token_ids")),
+        recorded=(body.get("store") is None or _is_true(body["store"])) and _can_be_recorded(surface, body),
+        stream=_is_true(body.get("stream")),
+        wants_logprobs=_is_true(logprobs) if surface.has_messages else logprobs is not None,
+        wants_token_ids=_is_true(body.get("return_token_ids")),
         sampling=_read_sampling(body),
         attribution=_attribute(body, headers, names, caller),
         received_at=received_at,
@@ -144,13 +144,13 @@ def parse_chat(
 
 
 def _read_sampling(body: dict[str, Any]) -> dict[str, Any]:
-    """What the caller set of Sampling's fields."""
+    """Return the fields of Sampling that the caller set."""
     sampling: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := _number(body, name)) is not None}
     return {**sampling, "masked": True} if _is_masked(body) else sampling
 
 
 def _is_masked(body: dict[str, Any]) -> bool:
-    """Whether the sampler may be kept from tokens that the model would give a chance."""
+    """Whether the request may mask tokens that have a probability above 0."""
     form, choice, tools = body.get("response_format"), body.get("tool_choice"), body.get("tools")
     return (
         any(body.get(name) for name in _MASKS)
@@ -158,24 +158,24 @@ def _is_masked(body: dict[str, Any]) -> bool:
         or (isinstance(form, dict) and form.get("type") != "text")
         or choice == "required"
         or isinstance(choice, dict)
-        or (bool(tools) and body.get("parallel_tool_calls") is not None and _is_no(body["parallel_tool_calls"]))
+        or (bool(tools) and body.get("parallel_tool_calls") is not None and _is_false(body["parallel_tool_calls"]))
         or any(_is_strict(tool) for tool in (tools if isinstance(tools, list) else ()))
     )
 
 
 def _is_strict(tool: Any) -> bool:
-    """Whether the engine may hold a call's arguments to the tool's schema."""
+    """Whether the engine may constrain a call's arguments to the tool's schema."""
     function = tool.get("function") if isinstance(tool, dict) else None
     return isinstance(function, dict) and bool(function.get("strict"))
 
 
 def _check_choices(body: dict[str, Any], most: int) -> None:
-    """Raises ApiError 400 for more choices than `most`: each is a row. A list of prompts has choices for each."""
+    """Raise ApiError 400 for more than `most` choices: each is a row. Each prompt of a list has `n` of them."""
     prompts = body.get("prompt")
     if body.get("n") is None and not isinstance(prompts, list):
         return
     asked = _number(body, "n") or 1
-    if isinstance(prompts, list) and not all(isinstance(part, int) for part in prompts):  # or else token ids of one
+    if isinstance(prompts, list) and not all(isinstance(part, int) for part in prompts):  # integers: one prompt's ids
         asked *= len(prompts)
     if asked > most:
         raise bad_request(f"at most {most} choices in one request (explorer.max_choices)", "n")
@@ -197,7 +197,7 @@ def _attribute(
 
 
 def _from_path(names: Mapping[str, str], name: str) -> str | None:
-    """A name in the path, decoded. Raises ApiError 400."""
+    """Return a name from the path, decoded. Raises ApiError 400."""
     try:
         return unquote(names[name], errors="strict") if name in names else None
     except UnicodeDecodeError as exc:
@@ -205,7 +205,7 @@ def _from_path(names: Mapping[str, str], name: str) -> str | None:
 
 
 def _header_text(headers: Mapping[str, str], name: str) -> str | None:
-    """A header's value read as UTF-8, as JSON is; one that is no UTF-8 is read as Latin-1, which older clients send."""
+    """Return a header's value, decoded as UTF-8, like JSON; or else as Latin-1, which older clients send."""
     value = headers.get(name)  # Starlette decodes every value as Latin-1
     if value is None or value.isascii():
         return value
@@ -216,16 +216,16 @@ def _header_text(headers: Mapping[str, str], name: str) -> str | None:
 
 
 def _can_be_recorded(surface: Surface, body: dict[str, Any]) -> bool:
-    """Whether asking for token ids leaves the answer as it is, and the ids say what the policy sampled.
+    """Whether a request for token ids does not change the reply, and the ids are what the policy sampled.
 
-    With token ids vLLM leaves the echo of a prompt out; a beam is no sample of the policy; images and embeddings are no
-    tokens; reasoning that is not shown has token ids that would be.
+    With token ids, vLLM omits the echo of a prompt, and would reveal hidden reasoning. A beam is not a sample of the
+    policy. Images and embeddings are not tokens.
     """
-    if _is_yes(body.get("use_beam_search")):
+    if _is_true(body.get("use_beam_search")):
         return False
     if not surface.has_messages:
-        return not _is_yes(body.get("echo")) and body.get("prompt_embeds") is None
-    if body.get("include_reasoning") is not None and _is_no(body["include_reasoning"]):
+        return not _is_true(body.get("echo")) and body.get("prompt_embeds") is None
+    if body.get("include_reasoning") is not None and _is_false(body["include_reasoning"]):
         return False
     messages = body.get("messages")
     return not any(_is_more_than_text(message) for message in (messages if isinstance(messages, list) else ()))
@@ -240,7 +240,7 @@ def _is_more_than_text(message: Any) -> bool:
 
 
 def read_id(value: object, name: str) -> str | None:
-    """A task or run id as text; integers are taken as their digits, an empty one is none. Raises ApiError 400."""
+    """Return a task or run id as text, an integer as its digits; None for an empty one. Raises ApiError 400."""
     if value is None or value == "":
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -252,7 +252,7 @@ def read_id(value: object, name: str) -> str | None:
 
 
 def _number(body: dict[str, Any], name: str) -> float | None:
-    """A sampling parameter as the engine reads it; None for what it will refuse."""
+    """Return a sampling parameter as the engine parses it; None if it is not set, or the engine will reject it."""
     value = body.get(name)
     try:
         number = None if value is None else float(value)
@@ -265,13 +265,13 @@ def _number(body: dict[str, Any], name: str) -> float | None:
     return min(max(int(number), 0), _LARGEST_TOP_K) if name == "top_k" else number
 
 
-def _is_no(value: Any) -> bool:
-    """Whether the engine reads this as no, or as not given."""
+def _is_false(value: Any) -> bool:
+    """Whether the engine parses this as false, or as not set."""
     return value in (None, False, 0) or (
         isinstance(value, str) and value.lower() in ("0", "false", "f", "off", "no", "n")
     )
 
 
-def _is_yes(value: Any) -> bool:
-    """A yes or no as the engine reads it: pydantic's lax booleans."""
+def _is_true(value: Any) -> bool:
+    """Whether the engine parses this as true, by pydantic's lax booleans."""
     return value in (True, 1) or (isinstance(value, str) and value.lower() in ("1", "true", "t", "on", "yes", "y"))

@@ -1,6 +1,6 @@
-"""Chat as a stream: every event goes on as it comes; the sample is recorded before the last one.
+"""Relay a chat as a stream, and record its sample before the last event.
 
-The engine's timing is the caller's: nothing is held back but the final `[DONE]`, which waits until the rows are stored.
+Every event is forwarded as it arrives. Only the final `[DONE]` waits until the rows are stored.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ RECORDED_HEADER = "X-Flywheel-Recorded"
 
 
 async def open_stream(chat: ChatRequest, deps: Deps, resources: AsyncExitStack) -> Response:
-    """Open the engine's stream; answer with its error, or with its events.
+    """Open the engine's stream, and answer with its events or its error.
 
-    resources: what the request holds, to be freed at the end of the stream, if there is one.
+    resources: what the request holds; a stream takes them over, and frees them at its end.
     """
     async with AsyncExitStack() as stack:
-        about = chat.attribution
-        run = RunName(about.task_id, about.run_id, about.caller.group)
+        attribution = chat.attribution
+        run = RunName(attribution.task_id, attribution.run_id, attribution.caller.group)
         await stack.enter_async_context(deps.open_streams.opened(chat.msg_id, run))
         exchange = await stack.enter_async_context(await deps.dispatcher.open(chat.engine_request()))
         if exchange.status != 200:
@@ -48,13 +48,13 @@ async def open_stream(chat: ChatRequest, deps: Deps, resources: AsyncExitStack) 
 
 
 def describe(chat: ChatRequest, slot: EngineSlot) -> dict[str, str]:
-    """The headers that tell a caller which version answered, and that a reply is not recorded."""
+    """Return the headers that name the version that answered, and tell if the reply is not recorded."""
     version = {VERSION_HEADER: str(slot.version)}
     return version if chat.recorded else {**version, RECORDED_HEADER: "false"}
 
 
 async def relay(exchange: Exchange, chat: ChatRequest, deps: Deps) -> AsyncIterator[bytes]:
-    """The engine's events as they come, and `[DONE]` once the rows are stored."""
+    """Yield the engine's events as they arrive, and `[DONE]` once the rows are stored. Raises InvalidReply."""
     captured: list[bytes] = []
     event = b""
     is_first, model, asked = True, exchange.slot.model, chat.route.asked
@@ -74,8 +74,8 @@ async def relay(exchange: Exchange, chat: ChatRequest, deps: Deps) -> AsyncItera
 
 
 async def split_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Server-sent events, whole, each with the empty line that ends it."""
-    rest: list[bytes] = []  # of an event whose end has not come: joined once, however many parts it has
+    """Yield whole server-sent events, each with the empty line that ends it."""
+    rest: list[bytes] = []  # parts of an unfinished event, joined only once
     async for chunk in chunks:
         if b"\n\n" not in chunk and not (chunk.startswith(b"\n") and rest and rest[-1].endswith(b"\n")):
             rest.append(chunk)
@@ -87,10 +87,10 @@ async def split_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class EventStream(Response):
-    """An answer of server-sent events.
+    """A response of server-sent events.
 
-    Owns what the stream needs until its end (`resources`: the key's place, the engine's slot), and frees it when the
-    caller leaves. What goes wrong once the head is out is reported in an event; `[DONE]` is then left out.
+    Owns the stream's resources (the key's place, the engine slot), and frees them at the end of the stream or when the
+    caller leaves. An error after the head was sent is reported in an event, and `[DONE]` is omitted.
     """
 
     media_type = "text/event-stream"
@@ -107,14 +107,14 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         last = b""
         try:
-            async with self._resources:  # what goes wrong ends the engine's connection, too
+            async with self._resources:  # an error also closes the engine's connection
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async with while_caller_waits(receive):
                     async for event in self._events:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
             answer = as_api_error(error)
-            if answer is None:  # the caller left; or a fault of ours: the server logs it and breaks the answer off
+            if answer is None:  # the caller left, or a bug: the server logs it and closes the connection
                 raise
             last = self.error_event(answer)
         await send({"type": "http.response.body", "body": last})

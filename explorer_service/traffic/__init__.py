@@ -1,1 +1,1 @@
-"""Which version answers a request."""
+"""Choose the version that answers a request."""

@@ -1,8 +1,8 @@
-"""The versions that callers name, where engines load adapters: brought into service on demand, and kept for a while.
+"""Pins: adapter versions that callers name are loaded on demand, and kept for a while.
 
-A pin is a lease on the version in the ledger, so that its files stay and every explorer's engines learn of it. It ends
-`unpin_after_s` after its last use; a request that waits for the version uses it all the time. Whoever owns an engine
-brings pinned versions in (reload/adapter_controller.py).
+A pin is a lease on the version in the ledger: it keeps the files, and all explorers see it. It ends `unpin_after_s`
+after its last use; a request that waits for the version counts as use. The owner of each engine loads the pinned
+versions (reload/adapter_controller.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.ledger.queries import find_versions, versions_on_disk
 from shared.log import StageLogger
 
 log = StageLogger("traffic")
-_MOST_NAMED = 20  # versions, in an error
+_MOST_NAMED = 20  # versions in an error message
 
 
 class Pins:
@@ -41,7 +41,7 @@ class Pins:
         explorer: str,
         unpin_after_s: float,
     ) -> None:
-        """explorer: its name in the ledger."""
+        """explorer: this explorer's name in the ledger. unpin_after_s: how long a pin lasts after its last use."""
         self._pool = pool
         self._reader = reader
         self._writer = writer
@@ -55,10 +55,10 @@ class Pins:
 
     @asynccontextmanager
     async def use(self, version: int) -> AsyncIterator[None]:
-        """A request names the version: it is to be in service, at the latest while the request waits for it inside.
+        """Pin the version that a request names. Inside this block, the request waits for an engine.
 
-        Waits for the ledger, unless the version is pinned and served. Raises VersionNotServed when there is no such
-        version to be had, LedgerError.
+        Writes to the ledger unless the version is pinned and served already. Raises VersionNotServed if the version
+        cannot be served, LedgerError.
         """
         if version == 0:  # every engine serves the base
             yield
@@ -82,7 +82,7 @@ class Pins:
         self._poller.wake()
 
     async def run(self) -> None:
-        """Renew the pins that are used, and forget the others."""
+        """Renew the pins in use, and drop the others."""
         while True:
             await asyncio.sleep(self._tick_s)
             try:
@@ -94,25 +94,25 @@ class Pins:
         now = time.monotonic()
         self._waiting = +self._waiting
         waiting = self._used_at.keys() & self._waiting.keys()
-        # only those that are about to end: engines bring in what was used last, and would turn from one to the other
+        # only pins that are about to end: engines load the last used ones, and would alternate between waiting ones
         ending_at = now - self._unpin_after_s + 2 * self._tick_s
         self._used_at |= {version: now for version in waiting if self._used_at[version] < ending_at}
         for version in [v for v, used_at in self._used_at.items() if used_at < now - self._unpin_after_s]:
-            self._forget(version)
+            self._drop(version)
         used = [version for version, used_at in self._used_at.items() if used_at >= self._renewed_at]
         if used:
             renewed = await self._writer.write(lambda c: [v for v in used if self._extend(c, v, v in waiting)])
             for version in set(used).difference(renewed, +self._waiting):
-                self._forget(version)
+                self._drop(version)
         self._renewed_at = now
 
-    def _forget(self, version: int) -> None:
-        """The pin has ended: the next use takes it anew."""
+    def _drop(self, version: int) -> None:
+        """Remove an expired pin. The next use pins the version again."""
         del self._used_at[version]
         self._pool.pinned.discard(version)
 
     def _extend(self, connection: Connection, version: int, is_waited_for: bool) -> bool:
-        """Renew a pin; False: it has ended, and may be on its way out, so that a use that is over does not renew it."""
+        """Renew a pin; for a waiting request, also pin the version again. Returns False if the pin has expired."""
         if is_waited_for:
             return self._lease(connection, version)
         return transitions.renew_pin(connection, version, explorer=self._explorer, lasts_s=self._unpin_after_s)
@@ -122,14 +122,14 @@ class Pins:
 
 
 def _reason_against(connection: Connection, version: int) -> str | None:
-    """Why there is no such version to be had; None: there is."""
+    """Return why the version cannot be pinned; None: it can."""
     row = find_versions(connection, [version]).get(version)
     if row is not None and row.may_be_pinned:
         return None
-    there = f"on disk: {versions_on_disk(connection)[-_MOST_NAMED:]}"
+    available = f"on disk: {versions_on_disk(connection)[-_MOST_NAMED:]}"
     if row is None:
-        return f"version {version} does not exist; {there}"
+        return f"version {version} does not exist; {available}"
     if not row.has_files:
-        return f"version {version} is not on disk any more; {there}"
+        return f"version {version} is not on disk any more; {available}"
     reason = without_addresses(row.reason or "")
-    return f"version {version} is {row.state} and does not serve ({reason}); {there}"
+    return f"version {version} is {row.state} and does not serve ({reason}); {available}"

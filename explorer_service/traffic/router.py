@@ -1,7 +1,7 @@
-"""Which version answers a request: the one that the caller pinned, or else the one in service.
+"""Choose the version that answers a request: the one that the caller pinned, or else the one in service.
 
-The place for a traffic table: `Router.choose` is asked once for each request. (The pool knows what is in service, and
-finds an engine.)
+`Router.choose` is called once per request: the place for a traffic table. The pool knows the versions in service, and
+chooses the engine.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes."""
+    """A request's version, and what its engine is chosen by."""
 
-    asked: str  # the model's name as the caller gave it, or ours where it gave none
+    asked: str  # the model's name in the request, or the configured one
     version: int | None = None  # None: the version in service
-    affinity: int = 0  # requests of one number prefer the same engine
-    unknown_model: object = None  # the caller's `model`, when it names none of ours: the engine refuses the request
+    affinity: int = 0  # requests with the same number prefer the same engine
+    unknown_model: object = None  # the request's `model` if it is unknown: the engine refuses it
 
 
 class Router:
@@ -27,14 +27,14 @@ class Router:
         self.uses_affinity = engines > 1
 
     def choose(self, model: object, affinity: int = 0) -> Route:
-        """The route of a request for this `model`."""
-        if model in (None, "", self.model_name):  # vLLM takes an empty name for none
+        """Return the route of a request for this `model`."""
+        if model in (None, "", self.model_name):  # vLLM treats an empty name as missing
             return Route(self.model_name, None, affinity)
         version, asked = parse_model_name(model, self.model_name), str(model)
         return Route(asked, version, affinity, unknown_model=model if version is None else None)
 
 
 def parse_model_name(model: object, name: str) -> int | None:
-    """The version pinned by NAME@VERSION; None for anything else."""
+    """Return the version pinned by NAME@VERSION; None for anything else."""
     given, _, pin = model.rpartition("@") if isinstance(model, str) else ("", "", "")
     return int(pin) if given == name and pin.isascii() and pin.isdigit() and len(pin) < 10 else None
