@@ -2,7 +2,7 @@
 PYTHON ?= $(or $(shell command -v python3.11),python3)
 VENV := .venv
 BIN := $(VENV)/bin
-# PyTorch's own index of CPU builds: asked second, when the configured index has no CPU build of torch.
+# PyTorch's own index of CPU builds, used if the configured index has no CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -q --no-deps --require-hashes
@@ -31,7 +31,7 @@ $(STAMP): $(LOCKS) pyproject.toml
 	@echo "[5/5] flywheel";               $(PIP) install -q --no-deps --no-build-isolation -e .
 	@touch $@; echo "ready: $(BIN)/flywheel --help"
 
-# The clients that the tests run against the explorer, Node's among them: apart from the product, as a user has them.
+# The clients that the tests run against the explorer, including Node's, in an environment of their own.
 clients: $(CLIENTS)/.installed
 
 $(CLIENTS)/.installed: requirements/clients.txt requirements/agent.txt requirements/agentscope-1.txt tests/clients/package-lock.json | $(STAMP)
@@ -43,7 +43,7 @@ $(CLIENTS)/.installed: requirements/clients.txt requirements/agent.txt requireme
 	@echo "[2/2] the client in Node";           PATH="$(CURDIR)/$(CLIENTS)/bin:$$PATH" npm ci --prefix tests/clients --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@
 
-# Frameworks and worlds of the examples, apart from the product: `flywheel demo NAME` runs there.
+# Frameworks and worlds of the examples, in an environment of their own: `flywheel demo NAME` runs there.
 examples: $(EXAMPLES)/.installed
 
 $(EXAMPLES)/.installed: requirements/clients.txt requirements/agentscope-1.txt requirements/examples.txt requirements/alfworld.txt | $(STAMP)
@@ -62,8 +62,8 @@ $(EXAMPLES)/.installed: requirements/clients.txt requirements/agentscope-1.txt r
 demo: setup
 	$(BIN)/flywheel demo $(DEMO_FLAGS)
 
-# COVERAGE=0 leaves the measuring out. WORKERS=0 runs all tests in one process; by default they are more than the cores
-# of a small machine, since tests often wait for processes of their own.
+# COVERAGE=0 measures no coverage. WORKERS=0 runs all tests in one process; the default exceeds the cores of a small
+# machine, because tests often wait for other processes.
 COVERAGE ?= 1
 WORKERS ?= 3
 PYTEST := -m pytest -n $(WORKERS)

@@ -1,6 +1,6 @@
-"""What moves the reward of the demo? The same episodes as they are, without a trainer, and with shuffled feedback.
+"""What changes the reward of the demo? The same episodes unchanged, without a trainer, and with shuffled feedback.
 
-The reward counted is always the honest one. With `shuffled` what each customer says goes to another customer's
+The counted reward is always the honest one. With `shuffled`, each customer's feedback goes to another customer's
 answer, and the teacher of `distill` was shown the answers to other tickets.
 Prints one JSON line. About 5 minutes for each run of all episodes.
 
@@ -23,12 +23,12 @@ from examples.support_desk.view import View
 from services.commands.demo import LESSONS
 from services.demo import EPISODES, Plan, as_json, play_demo
 
-POOL = 200  # things said, among which one is drawn
+POOL = 200  # feedback from which one is drawn
 RUNS = ("as_it_is", "no_trainer", "shuffled")
 
 
 def shuffled(voice: Voice, draw: random.Random) -> Voice:
-    """The same things, each said of an answer that it does not belong to."""
+    """The same feedback, each for an answer that it does not belong to."""
     waiting: list[dict[str, Any]] = []
 
     def say(ticket: Ticket, worth: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What does an example learn, over several seeds? One run after the other, each as `flywheel demo NAME` has it.
+"""What does an example learn, over several seeds? One run after the other, each as `flywheel demo NAME`.
 
-A run that DIRECTORY holds already is not made again, so that seeds can be added later. Prints JSON: the line of each
-run, and means over the seeds. A standard error is that of the mean over seeds.
+A run that is already in DIRECTORY is not repeated, so seeds can be added later. Prints JSON: the line of each run, and
+means over the seeds. A standard error is that of the mean over seeds.
 
     .venv/bin/python -m benchmarks.example_seeds frozen_lake DIRECTORY [--seeds 0 1 2 3 4] [--picture FILE.svg]
         [OPTIONS OF THE EXAMPLE, such as --minutes 5 or --shuffled]
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WINDOW = 400  # runs, whose mean reward is a point of the curve
+WINDOW = 400  # runs whose mean reward is a point of the curve
 COLOUR, SHUFFLED = "#1f6f8b", "#999999"
 
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _run(name: str, seed: int, root: Path, options: list[str]) -> dict[str, Any]:
-    """The JSON line of a run: of an earlier one, or of one that is made now."""
+    """The JSON line of a run, stored or made now."""
     line = root.with_name(f"{root.name}.json")
     if not line.exists():
         print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
@@ -51,7 +51,7 @@ def _run(name: str, seed: int, root: Path, options: list[str]) -> dict[str, Any]
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the runs, of each figure that the evaluations have, before and after; and how many got better."""
+    """Means over the runs of each figure of the evaluations, before and after; and how many runs improved."""
     names = [name for name in runs[0]["before"] if name not in ("version", "n", "failed", "standard_error")]
     pairs = {name: [(run["before"][name], run["after"][name]) for run in runs] for name in names}
     return {
@@ -69,7 +69,7 @@ def _mean(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def curve(root: Path) -> tuple[list[int], list[float]]:
-    """How many runs had ended, and the mean reward of the last WINDOW of them."""
+    """Number of ended runs, and the mean reward of the last WINDOW of them."""
     lines = (root / "episodes.jsonl").read_text(encoding="utf-8").splitlines()
     rewards = [found["reward"] for line in lines if (found := json.loads(line))["outcome"] == "rewarded"]
     ends = list(range(WINDOW, len(rewards) + 1, WINDOW // 8))
@@ -77,7 +77,7 @@ def curve(root: Path) -> tuple[list[int], list[float]]:
 
 
 def draw(colours: dict[Path, str], file: Path) -> None:
-    """A picture of the curves. colours: by the folder of the run."""
+    """Draw the curves. colours: by the folder of the run."""
     import matplotlib as mpl
 
     mpl.use("Agg")

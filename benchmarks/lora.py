@@ -1,15 +1,14 @@
-"""Adapters beside all weights: what an optimizer step takes in memory, and what a version takes on the disk.
+"""Adapters compared with all weights: the memory of an optimizer step, and the size of a version on disk.
 
     python -m benchmarks.lora
 
-A process of its own for each kind makes one PPO update of the same batch of the same model, in float32 on one thread.
-Memory is the process' highest resident memory above what it had before any model was loaded, less one copy of the
-base's weights. A version's bytes are those of its folder's weights, as a share of version 0's.
+A separate process for each kind makes one PPO update of the same batch of the same model, in float32 on one thread.
+Memory is the process' peak resident memory above its memory before any model was loaded, less one copy of the base's
+weights. A version's bytes are those of its folder's weights, as a share of version 0's.
 
 An adapter of rank r over layers of i inputs and o outputs has r Σ(i + o) numbers to their Σ i o, in the base's type:
-a share of about 2r / width for square layers. So there are three models: "narrow", of six layers that are 384 wide,
-"wide", of two that are 640 wide and as many parameters, 10 M, and "one layer", a layer as Qwen2.5-0.5B has them, 896
-wide.
+a share of about 2r / width for square layers. So there are three models: "narrow" has six layers that are 384 wide,
+"wide" two that are 640 wide, both 10 M parameters, and "one layer" a layer like those of Qwen2.5-0.5B, 896 wide.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def main() -> None:
 
 
 def compare(base: Path, folder: Path) -> dict[str, Any]:
-    """Each kind in a process of its own, over one base model."""
+    """Run each kind in its own process, over one base model."""
     found: dict[str, Any] = {}
     for number, name in enumerate(KINDS):
         command = [sys.executable, "-m", "benchmarks.lora", name, str(base), str(folder / f"{base.name} {number}")]
@@ -61,7 +60,7 @@ def compare(base: Path, folder: Path) -> dict[str, Any]:
 
 
 def measure(kind: str, base: Path, root: Path) -> dict[str, int]:
-    """One update and one version, in this process."""
+    """Make one update and one version, in this process."""
     import torch
 
     from services.trainer import build_update
@@ -81,7 +80,7 @@ def measure(kind: str, base: Path, root: Path) -> dict[str, int]:
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
         ensure_base_version(config, ledger)
     ranks = join_ranks(60)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status("VmRSS")
     learner = Learner(lambda: build_update(config, root / version_path(0), ranks), ranks)
     learner._update.update(rows_batch(rows), step=0, version=0)

@@ -1,7 +1,7 @@
 """A fake engine for benchmarks: answers every chat with the same pre-encoded reply, or streams it at a steady pace.
 
-Real HTTP, no model: what is measured is the gateway in front of it. `benchmarks/front_door` runs it on a core of its
-own. Replies carry token ids and logprobs in vLLM 0.32's shape; only the id changes from one to the next.
+Real HTTP, no model: this measures the gateway in front of it. `benchmarks/front_door` runs it on its own core. Replies
+contain token ids and logprobs in vLLM 0.32's format; only the id changes from one to the next.
 
     python -m benchmarks.upstream PORT PROMPT_TOKENS REPLY_TOKENS
 """
@@ -68,7 +68,7 @@ def stream_events(n_prompt: int, n_reply: int) -> list[bytes]:
 
 
 class Upstream(asyncio.Protocol):
-    """Just enough HTTP/1.1 to be quick."""
+    """A minimal, fast HTTP/1.1 server protocol."""
 
     whole: bytes
     events: list[bytes]
@@ -79,7 +79,7 @@ class Upstream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one by its methods alone
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's has the methods, but is not a subclass
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -122,11 +122,11 @@ class Upstream(asyncio.Protocol):
             self._transport.write(b"%x\r\n%s\r\n" % (len(named), named))
             due += self.pace_s
             await asyncio.sleep(max(0.0, due - loop.time()))
-        self._transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")  # its end follows at once, as in vLLM
+        self._transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")  # the end follows at once, as in vLLM
 
 
 async def serve(engine: type[Upstream]) -> None:
-    """Until the process is ended, as the command line says."""
+    """Serve as the command line specifies, until the process is ended."""
     port, n_prompt, n_reply = (int(argument) for argument in sys.argv[1:4])
     engine.whole, engine.events = whole_reply(n_prompt, n_reply), stream_events(n_prompt, n_reply)
     server = await asyncio.get_running_loop().create_server(engine, "127.0.0.1", port)

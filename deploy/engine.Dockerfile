@@ -1,7 +1,7 @@
 # The engine: vLLM's own server, started, warmed up and watched by `flywheel engine`.
 #   CPU, anywhere:   docker build -f deploy/engine.Dockerfile .
 #   NVIDIA GPU:      docker build -f deploy/engine.Dockerfile --build-arg FLAVOUR=gpu .
-# The stages up to `cpu` are those of trainer.Dockerfile, word for word, so that both images share the layers.
+# The stages up to `cpu` are identical to those of trainer.Dockerfile, so that both images share the layers.
 ARG FLAVOUR=cpu
 
 FROM python:3.11-slim-bookworm AS base

@@ -1,7 +1,7 @@
 # The trainer: PyTorch and DeepSpeed.
 #   CPU, anywhere:   docker build -f deploy/trainer.Dockerfile .
 #   NVIDIA GPU:      docker build -f deploy/trainer.Dockerfile --build-arg FLAVOUR=gpu .
-# The stages up to `cpu` are those of engine.Dockerfile, word for word, so that both images share the layers.
+# The stages up to `cpu` are identical to those of engine.Dockerfile, so that both images share the layers.
 ARG FLAVOUR=cpu
 
 FROM python:3.11-slim-bookworm AS base
@@ -33,7 +33,7 @@ RUN locked="pip install --no-cache-dir --no-deps --require-hashes" \
 FROM trainer-${FLAVOUR} AS trainer
 COPY shared shared
 COPY trainer_service trainer_service
-# `export-model` judges what it wrote as the explorer judges an engine
+# `export-model` checks its output with the explorer's code
 COPY explorer_service explorer_service
 COPY services services
 USER flywheel

@@ -1,1 +1,1 @@
-"""Agents that learn through Flywheel."""
+"""Example agents that learn through Flywheel."""

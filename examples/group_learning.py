@@ -1,4 +1,4 @@
-"""How tiny models learn from several runs of one task, which are compared with one another."""
+"""Settings for tiny models that learn from groups: several runs of one task, compared with one another."""
 
 from __future__ import annotations
 

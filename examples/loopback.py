@@ -1,4 +1,4 @@
-"""Pages of an example over HTTP, on this machine's loopback."""
+"""HTTP server on this machine's loopback interface for the pages of an example."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shared.config import is_loopback
 
 
 class Pages(BaseHTTPRequestHandler):
-    """Base of an example's handlers."""
+    """Base class of the examples' request handlers."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     timeout = 60  # seconds
 
     def parse_request(self) -> bool:
-        """A request's head. What a page of another site makes a browser send is refused: it must not rate or act."""
+        """Read the head of a request. Refuse a request that another site's page makes a browser send."""
         if not super().parse_request():
             return False
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        is_ours = is_loopback(urlsplit(f"//{host}").hostname or "")  # or else a page's own name leads here
+        is_ours = is_loopback(urlsplit(f"//{host}").hostname or "")  # not a foreign name that resolves here
         if self.command == "POST":
             is_ours = is_ours and origin in (None, f"http://{host}")
             is_ours = is_ours and self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
@@ -34,7 +34,7 @@ class Pages(BaseHTTPRequestHandler):
         return is_ours
 
     def read_body(self, longest: int) -> bytes | None:
-        """The request's body; None when it is longer, or its length is not said: the connection then ends."""
+        """Return the request's body, or None if it is too long or its length is unknown; this closes the connection."""
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > longest:
             self.close_connection = True
@@ -42,7 +42,7 @@ class Pages(BaseHTTPRequestHandler):
         return self.rfile.read(int(length))
 
     def send(self, status: int, text: str, kind: str = "text/html", headers: Mapping[str, str] | None = None) -> None:
-        """Answer the request."""
+        """Send the response."""
         body = text.encode()
         self.send_response(status)
         for name, value in (headers or {}).items():
@@ -55,17 +55,17 @@ class Pages(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a call is no news."""
+        """Log nothing: successful requests need no record."""
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128  # connections that wait; of socketserver's five a burst of runs loses some
+    request_queue_size = 128  # backlog of connections; socketserver's default of 5 loses some in a burst of runs
 
 
 @contextlib.contextmanager
 def listening(handler: type[Pages], port: int = 0) -> Iterator[str]:
-    """Serve while the block runs; gives the URL. port: 0 takes a free one."""
+    """Serve while the block runs. Yields the URL. port: 0 selects a free one."""
     server = _Server(("127.0.0.1", port), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -1,7 +1,8 @@
-"""What `python -m examples.NAME` does: the base model, the processes, an evaluation, learning, another evaluation.
+"""The program behind `python -m examples.NAME`: starts the processes, evaluates, learns, and evaluates again.
 
-It evaluates version 0 on held-out tasks, learns, evaluates the version that is in service then, and leaves report.html
-and report.json in --root. The last line that it prints is JSON. With --url it does the same on a server that runs.
+The first evaluation measures the version in service before learning, which is version 0 of a new server. The second
+measures the version in service afterwards. The program writes report.html and report.json to --root and prints a line
+of JSON last. With --url it uses a running server and starts none.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from examples.tiny_model import Recipe, folder_of
 from shared.errors import StartupError
 
 MINUTES = 7.0
-RETRY_S = 30.0  # for an explorer that does not answer
-TRIES = 10  # what is left to train on makes a few more versions
+RETRY_S = 30.0  # how long calls to an unreachable explorer are retried
+TRIES = 10  # of an evaluation; rows left after learning can still make a few versions
 Task = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One example: what it runs, on which tasks, and what makes a tiny model learn it on this machine."""
+    """One example: its workflow, its tasks, and the settings with which a tiny model learns on this machine."""
 
-    name: str  # of its folder
-    about: str  # one line, shown first
-    workflow: Callable[..., Any]  # of (task, model) or (task, model, run), as flywheel.learn takes it
-    judge: Callable[..., Any]  # of (task, reply), the reward; as flywheel.learn takes it
+    name: str  # of the example's folder
+    about: str  # one line, printed first
+    workflow: Callable[..., Any]  # (task, model) or (task, model, run), as in flywheel.learn
+    judge: Callable[..., Any]  # (task, reply) → the reward, as in flywheel.learn
     tasks: Sequence[Task]
     held_out: Sequence[Task]
-    recipe: Callable[[], Recipe]  # called when the model is not cached
+    recipe: Callable[[], Recipe]  # called if the model is not cached
     engine: Mapping[str, Any]  # section of flywheel.yaml
     trainer: Mapping[str, Any]  # section of flywheel.yaml
     learn: Mapping[str, Any] = field(default_factory=dict)  # options of flywheel.learn
-    parts: Callable[[Any], Sequence[Run]] = lambda _: ()  # of a reply: runs beside the run that the judge rewarded
-    variant: tuple[str, ...] = ()  # what else names the cached model: options that the recipe depends on
+    parts: Callable[[Any], Sequence[Run]] = lambda _: ()  # (reply) → further runs that need a reward
+    variant: tuple[str, ...] = ()  # options that the recipe depends on; part of the cached model's name
 
 
 def parser(name: str, about: str) -> argparse.ArgumentParser:
-    """The options that all examples take."""
+    """Return a parser with the options that all examples share."""
     found = argparse.ArgumentParser(f"python -m examples.{name}", description=about)
     found.add_argument("--minutes", type=float, default=MINUTES, help="how long to learn")
     found.add_argument("--seed", type=int, default=0, help="seed of the order of tasks and of training")
@@ -80,7 +81,7 @@ def run(example: Example, args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _served(example: Example, args: argparse.Namespace) -> Iterator[str]:
-    """The address of the explorer."""
+    """Yield the explorer's address."""
     if args.url:
         yield args.url
         return
@@ -96,10 +97,10 @@ def _play(example: Example, args: argparse.Namespace, url: str) -> dict[str, Any
     held_out = example.held_out[: args.held_out]
     with flywheel.Client(url, model=args.model, retry_s=RETRY_S) as client:
         before = evaluate(example, client, held_out)
-        _say("before", before)
+        _print_evaluation("before", before)
         report = asyncio.run(_learn(example, args, url))
         after = evaluate(example, client, held_out)
-        _say("after", after)
+        _print_evaluation("after", after)
         status = client.status()
     report.evaluations = [replace(before, after_runs=0), replace(after, after_runs=report.runs)]
     report.write(args.root, args.root / "journal.jsonl")
@@ -122,7 +123,7 @@ def _play(example: Example, args: argparse.Namespace, url: str) -> dict[str, Any
 
 
 async def _learn(example: Example, args: argparse.Namespace, url: str) -> flywheel.Report:
-    """Learn until the time is up."""
+    """Learn until the time limit."""
     options = {"name": example.name, "epochs": 10_000, "seed": args.seed, "seconds": 60 * args.minutes, **example.learn}
     judge = Shuffled(example, args.seed) if args.shuffled else example.judge
     async with flywheel.AsyncClient(url, model=args.model, retry_s=300.0) as client:
@@ -132,7 +133,7 @@ async def _learn(example: Example, args: argparse.Namespace, url: str) -> flywhe
 
 
 def evaluate(example: Example, client: flywheel.Client, tasks: Sequence[Task]) -> flywheel.Evaluation:
-    """What the version in service earns on these tasks: greedy, unrecorded, pinned to that version."""
+    """Evaluate the version in service on these tasks: greedy, unrecorded, pinned to that version."""
     params = {**example.learn.get("params", {}), "temperature": 0.0}
     options: dict[str, Any] = {"url": client.url, "judge": example.judge, "at_once": 16, "params": params}
     return of_version_in_service(
@@ -143,7 +144,7 @@ def evaluate(example: Example, client: flywheel.Client, tasks: Sequence[Task]) -
 def of_version_in_service(
     client: flywheel.Client, evaluation: Callable[[flywheel.Model], flywheel.Evaluation]
 ) -> flywheel.Evaluation:
-    """The evaluation of the version in service; anew when another one has come into its place meanwhile."""
+    """Evaluate the version in service. Repeats an evaluation with failures if a newer version replaced it meanwhile."""
     for _ in range(TRIES):
         version = client.status().serving
         found = evaluation(client.model(version))
@@ -158,7 +159,7 @@ def _plain(found: flywheel.Evaluation) -> dict[str, Any]:
     return {"version": found.version, "n": found.n, "failed": found.failed, **rounded}
 
 
-def _say(when: str, found: flywheel.Evaluation) -> None:
+def _print_evaluation(when: str, found: flywheel.Evaluation) -> None:
     metrics = "".join(f", {name} {value:.2f}" for name, value in found.metrics.items())
     print(
         f"{when}: version {found.version}, reward {found.mean:.3f} ± {found.standard_error:.3f} "
@@ -169,7 +170,7 @@ def _say(when: str, found: flywheel.Evaluation) -> None:
 
 
 class Shuffled:
-    """A judge that gives each run the reward of an earlier run of another task: rewards that say nothing."""
+    """A control judge: gives each run the reward of an earlier run of another task, which carries no information."""
 
     def __init__(self, example: Example, seed: int) -> None:
         self._judge = Caller(example.judge, ("task", "reply", "run"), None)
@@ -178,7 +179,7 @@ class Shuffled:
         self._earlier: deque[tuple[str, float]] = deque(maxlen=256)
 
     async def __call__(self, task: Task, reply: Any, run: Any) -> float | None:
-        """None, which leaves the run unrewarded, while no other task has been rewarded."""
+        """Return None, which leaves the run without a reward, until another task has a reward."""
         honest = await score(reply, self._judge, task, run)
         key = json.dumps(task, sort_keys=True, default=repr)
         others = [value for other, value in self._earlier if other != key]

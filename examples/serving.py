@@ -1,6 +1,6 @@
-"""`flywheel up` for an example: makes the base model, writes the configuration, starts the processes and ends them.
+"""`flywheel up` for an example: makes the base model, writes the configuration, starts and stops the processes.
 
-The engine and the trainer run under the Python that `make setup` made; the example itself may run under another one.
+The engine and the trainer use the Python environment of `make setup`; the example itself may use another one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shared.process import die_with_parent
 REPOSITORY = Path(__file__).parents[1]
 MARKER = ".flywheel-example"
 READY_TIMEOUT_S = 600.0
-GIVE_UP_AFTER = 2  # failed starts of processes
-WAIT_POLICY = "OMP_WAIT_POLICY"  # OpenMP reads it when it is loaded
+GIVE_UP_AFTER = 2  # failed process starts
+WAIT_POLICY = "OMP_WAIT_POLICY"  # read by OpenMP when it is loaded
 FULL: Mapping[str, Any] = {"kind": "full"}
 
 
 def product_python() -> str:
-    """The Python that has the engine and the trainer."""
+    """Return the Python executable that can import the engine and the trainer."""
     if importlib.util.find_spec("vllm") and importlib.util.find_spec("torch"):
         return sys.executable
     found = REPOSITORY / ".venv" / "bin" / "python"
@@ -45,7 +45,7 @@ def product_python() -> str:
 
 
 def make_model(recipe: Callable[[], Recipe], folder: Path, root: Path) -> Path:
-    """The base model's folder; made now unless it is cached."""
+    """Return the base model's folder. Makes the model if it is not cached."""
     if not folder.exists():
         file = root / "recipe.json"
         recipe().dump(file)
@@ -59,9 +59,9 @@ def make_model(recipe: Callable[[], Recipe], folder: Path, root: Path) -> Path:
 
 @contextlib.contextmanager
 def waiting_threads_sleep() -> Iterator[None]:
-    """Where PyTorch is loaded inside, its threads sleep while they wait for one another.
+    """Let PyTorch's threads sleep while they wait for one another. Applies to PyTorch loaded inside the block.
 
-    Threads that spin, as by default, take the cores from each other as soon as another program needs one.
+    By default the threads spin: they occupy the cores as soon as another program needs one.
     """
     given = os.environ.get(WAIT_POLICY)
     os.environ.setdefault(WAIT_POLICY, "PASSIVE")
@@ -73,9 +73,9 @@ def waiting_threads_sleep() -> Iterator[None]:
 
 
 def make_root(root: Path, marker: str = MARKER) -> None:
-    """Make an empty folder. Deletes one that an earlier run has made, and nothing else. Raises StartupError.
+    """Create an empty folder. Deletes a folder that an earlier run created, but no other. Raises StartupError.
 
-    marker: the file by which a run knows its own folder.
+    marker: name of the file that identifies a run's folder.
     """
     if root.exists() and any(root.iterdir()):
         if not (root / marker).exists():
@@ -91,7 +91,7 @@ def write_config(
 ) -> tuple[str, Path]:
     """Write the configuration file. Returns the explorer's address and the file.
 
-    versions: `model.kind`, and with `lora` the adapters' settings.
+    versions: `model.kind`, and with `lora` the adapter settings.
     """
     explorer_port, engine_port = free_ports(2)
     config = {
@@ -107,7 +107,7 @@ def write_config(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on now."""
+    """Return ports on which no process listens now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -117,9 +117,9 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] = lambda _: None) -> Iterator[Running]:
-    """`flywheel up` until the block ends, from when it is ready; ended in order. Raises StartupError.
+    """Run `flywheel up` while the block runs. Yields when it is ready; interrupts it at the end. Raises StartupError.
 
-    options: more arguments of the command. waiting: called every 10 seconds until it is ready, with the seconds.
+    options: more arguments of the command. waiting: called every 10 seconds until it is ready, with the elapsed time.
     """
     log = file.with_name("flywheel.log")
     with log.open("wb") as output:
@@ -147,19 +147,19 @@ def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """`flywheel up` as a process, and the file with what it says."""
+    """The `flywheel up` process and its log file."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
     def require_alive(self) -> None:
-        """Raises StartupError when it has ended."""
+        """Raise StartupError if the process has ended."""
         if self.process.poll() is not None:
             end = "\n  ".join(self.lines()[-8:])
             raise StartupError(f"flywheel up has ended; the end of its log says why:\n  {end}")
 
     def lines(self) -> list[str]:
-        """What it has said."""
+        """Return the lines of the log."""
         return self.log.read_text(encoding="utf-8", errors="replace").splitlines()
 
 

@@ -1,11 +1,13 @@
-"""Tiny base models for examples, made on this machine, so that nothing has to be downloaded.
+"""Tiny base models for the examples, made on this machine; nothing is downloaded.
 
-A model is a Qwen2 of about half a million parameters, with a tokenizer trained on the example's own words and a
-supervised warm start on demonstrations. What demonstrations teach is the example's decision: a form of answers and the
-use of tools, but not the skill that is to be learned. A model is deterministic, and stored in a cache folder whose name
-is a digest of the programs that make it. This module knows no example.
+A model is a Qwen2 with about half a million parameters. Its tokenizer is trained on the example's own words, and a
+supervised warm start on demonstrations teaches what the example chooses: an answer format and the use of tools, but
+not the skill to be learned. Making a model is deterministic. The cache folder is named by a digest of the programs that
+make the model. This module is independent of the examples.
 
-    python -m examples.tiny_model RECIPE.json FOLDER      needs torch and transformers; RECIPE.json is Recipe.dump's
+    python -m examples.tiny_model RECIPE.json FOLDER
+
+The command needs torch and transformers. RECIPE.json is a file that Recipe.dump wrote.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ASSISTANT = "<|im_start|>assistant\n"
 TOOL_MARKS = ("<tool_call>", "</tool_call>")
-# Tools stand in a message of their own; calls are <tool_call> objects, which vLLM's hermes parser reads.
+# Tools are listed in a message of their own. Calls are <tool_call> objects, which vLLM's hermes parser reads.
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool['function']['name'] }} "
     "{{ tool['function']['parameters']['properties'] | list | join(' ') }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -35,14 +37,14 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-Progress = Callable[[str, float], None]  # what is being done, and the share of it that is
+Progress = Callable[[str, float], None]  # (current step, fraction done)
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A conversation as its chats have it; each message of the assistant is learned, unless it has `"learn": False`.
+    """A conversation in the form of a chat. Every assistant message is learned, except those with `"learn": False`.
 
-    Arguments of tool calls are objects here. tools: as in a chat.
+    The arguments of a tool call are an object, not a JSON string. tools: as in a chat request.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -51,11 +53,11 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that makes a model. Demonstrations are learned in their order, and again from the first when they end."""
+    """The inputs of a model. Demonstrations are learned in order, and repeated from the first when they run out."""
 
     demonstrations: Sequence[Demonstration]
     teaches: str = "the form of answers"  # shown while the model is made
-    texts: Sequence[str] = ()  # what the tokenizer is trained on; none: the demonstrations
+    texts: Sequence[str] = ()  # trains the tokenizer; default: the demonstrations
     vocabulary: int = 1600
     context: int = 256
     steps: int = 220
@@ -64,10 +66,10 @@ class Recipe:
     seed: int = 20
     layers: int = 2
     width: int = 128
-    heads: int = 4  # vLLM's CPU attention takes heads of 32 and wider
+    heads: int = 4  # vLLM's CPU attention requires heads of at least 32
     has_tools: bool = False
-    as_served: bool = True  # warm start on the tokens of AutoTokenizer, which splits a Qwen2's numbers into digits
-    sampling: dict[str, float] = field(default_factory=dict)  # the model's own defaults, such as temperature
+    as_served: bool = True  # tokenize as AutoTokenizer does, which splits a Qwen2's numbers into digits
+    sampling: dict[str, float] = field(default_factory=dict)  # the model's defaults, such as temperature
 
     def dump(self, file: Path) -> None:
         """Write the recipe as JSON."""
@@ -75,14 +77,14 @@ class Recipe:
 
     @classmethod
     def load(cls, file: Path) -> Recipe:
-        """What dump wrote."""
+        """Read a file that dump wrote."""
         plain = json.loads(file.read_text(encoding="utf-8"))
         demonstrations = [Demonstration(**one) for one in plain.pop("demonstrations")]
         return cls(demonstrations=demonstrations, **plain)
 
 
 def folder_of(example: str, *variant: str) -> Path:
-    """Where the model of examples/EXAMPLE is cached: a digest of its programs, of this one, and of the variant."""
+    """Return the cache folder of examples/EXAMPLE's model. Its name is a digest of the programs and the variant."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flywheel"
     here = Path(__file__)
     programs = [here, *sorted((here.parent / example).glob("*.py"))]
@@ -91,7 +93,7 @@ def folder_of(example: str, *variant: str) -> Path:
 
 
 def tiny_model(recipe: Callable[[], Recipe], folder: Path, progress: Progress) -> Path:
-    """The folder with its model, which is made now unless it is there."""
+    """Return the folder with the model. Makes the model if the folder does not exist."""
     if folder.exists():
         return folder
     temporary = folder.parent / f".making-{os.getpid()}"
@@ -106,7 +108,7 @@ def tiny_model(recipe: Callable[[], Recipe], folder: Path, progress: Progress) -
 
 
 def make(recipe: Recipe, folder: Path, progress: Progress) -> None:
-    """Make tokenizer and model and save them as Hugging Face does."""
+    """Make the tokenizer and the model, and save them in Hugging Face's format."""
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -126,7 +128,7 @@ def make(recipe: Recipe, folder: Path, progress: Progress) -> None:
             num_key_value_heads=recipe.heads,
             max_position_embeddings=recipe.context,
             tie_word_embeddings=True,
-            initializer_range=0.06,  # with 0.02 a model of this width learns the form and no more
+            initializer_range=0.06,  # at 0.02 a model of this width learns only the format
             bos_token_id=None,
             eos_token_id=end,
             pad_token_id=pad,
@@ -142,7 +144,7 @@ def make(recipe: Recipe, folder: Path, progress: Progress) -> None:
 
 
 def make_tokenizer(recipe: Recipe) -> Any:
-    """The tokenizer, a PreTrainedTokenizerFast, trained on the recipe's texts."""
+    """Return a PreTrainedTokenizerFast trained on the recipe's texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -163,13 +165,13 @@ def make_tokenizer(recipe: Recipe) -> Any:
     tokenizer.train_from_iterator(texts, trainer)
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
     if recipe.has_tools:
-        made.add_tokens(list(TOOL_MARKS))  # not special: vLLM's parser reads them in the text
+        made.add_tokens(list(TOOL_MARKS))  # not special: vLLM's parser looks for them in the text
     made.chat_template = TEMPLATE
     return made
 
 
 def _text(tokenizer: Any, demonstration: Demonstration) -> str:
-    """A demonstration as it is rendered, without marks."""
+    """Return the rendered demonstration without special tokens."""
     text = "".join(text for text, _ in _pieces(tokenizer, demonstration))
     for mark in SPECIAL + TOOL_MARKS:
         text = text.replace(mark, " ")
@@ -177,7 +179,7 @@ def _text(tokenizer: Any, demonstration: Demonstration) -> str:
 
 
 def _pieces(tokenizer: Any, demonstration: Demonstration) -> Iterator[tuple[str, bool]]:
-    """A demonstration as its chats render it, cut where the assistant begins and ends; True: what is learned."""
+    """Yield the rendered demonstration in pieces, split where assistant turns begin and end. True: learn this piece."""
     messages, tools = list(demonstration.messages), list(demonstration.tools) or None
     prompt, *rest = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False).split(ASSISTANT)
     learned = [message.get("learn", True) for message in messages if message["role"] == "assistant"]
@@ -189,7 +191,7 @@ def _pieces(tokenizer: Any, demonstration: Demonstration) -> Iterator[tuple[str,
 
 
 def _encode(tokenizer: Any, demonstration: Demonstration) -> tuple[list[int], list[int]]:
-    """Token ids of a demonstration, and its labels: -100 where nothing is learned."""
+    """Return the token ids of a demonstration and its labels; the label is -100 for a token that is not learned."""
     ids: list[int] = []
     labels: list[int] = []
     for text, learned in _pieces(tokenizer, demonstration):
@@ -200,7 +202,7 @@ def _encode(tokenizer: Any, demonstration: Demonstration) -> tuple[list[int], li
 
 
 def _warm_start(recipe: Recipe, model: Any, tokenizer: Any, pad: int, progress: Progress) -> None:
-    """Supervised steps on the demonstrations."""
+    """Train the model on the demonstrations with supervised steps."""
     import torch
 
     threads = torch.get_num_threads()
@@ -229,7 +231,7 @@ def _warm_start(recipe: Recipe, model: Any, tokenizer: Any, pad: int, progress: 
 
 
 def say(file: Any = None) -> Progress:
-    """A Progress that writes a line at each quarter."""
+    """Return a Progress that prints a line per quarter done."""
     shown = -1
 
     def progress(what: str, done: float) -> None:

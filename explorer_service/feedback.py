@@ -188,7 +188,9 @@ class _Feedback:
 
     async def _apply(self) -> list[Receipt]:
         if self._msg_ids and not self._conversations and len(self._msg_ids) * self._cost <= AT_ONCE_COST:
-            return await self._deps.feedback_writer.write(self._apply_at_once)
+            done = await self._deps.feedback_writer.write(self._apply_at_once)
+            if done is not None:
+                return done
         known, targets = await self._deps.reader.read(self._read, FIND_TIMEOUT_S)
         if known is not None:
             return known
@@ -217,9 +219,14 @@ class _Feedback:
             at_most=MAX_ROWS,
         )
 
-    def _apply_at_once(self, connection: Connection) -> list[Receipt]:
+    def _apply_at_once(self, connection: Connection) -> list[Receipt] | None:
+        """Returns None, with nothing changed, if the messages have so many choices that slices are needed."""
         known = recall(connection, self._keyed, self._msg_ids)
-        return self._apply_last(connection, self._find(connection), []) if known is None else known
+        if known is not None:
+            return known
+        targets = self._find(connection)
+        is_too_much = len(targets) > 1 and sum(map(len, targets.values())) * self._cost > AT_ONCE_COST
+        return None if is_too_much else self._apply_last(connection, targets, [])
 
     def _apply_part(self, targets: Targets, connection: Connection) -> list[Receipt]:
         return transitions.apply_to(connection, targets, self._feedback)

@@ -18,7 +18,7 @@ MAX_STORED_BYTES = 16 * 1024 * 1024  # of texts: each target row stores its own 
 MAX_ROWS = 100_000  # of a task, a run or conversations
 FIND_TIMEOUT_S = 60.0  # to find the rows, in many statements, each with its own limit
 SLICE_COST = 50.0  # of one transaction; see cost_of_row
-AT_ONCE_COST = 50.0  # of named messages in one transaction; each may have many choices
+AT_ONCE_COST = 50.0  # of named messages in one transaction, with all their choices
 
 
 def check_targets(msg_ids: Sequence[str]) -> None:

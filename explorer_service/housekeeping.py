@@ -1,12 +1,12 @@
 """Periodic jobs: commit rows with signals, expire rows without, delete old idempotency keys, merge counts.
 
-All jobs use conditional statements, so any number of explorers may run them on one ledger.
+All jobs use conditional statements, so any number of explorers may run them on one ledger. Ages are measured by the
+database's clock.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -16,6 +16,7 @@ from explorer_service.metrics import ExplorerMetrics
 from shared.config import ExplorerConfig
 from shared.errors import LedgerError
 from shared.ledger import transitions
+from shared.ledger.connect import database_time
 from shared.log import StageLogger
 
 log = StageLogger("housekeeping")
@@ -69,8 +70,8 @@ class Housekeeper:
             log.debug("committed", rows=committed)
 
     async def _expire(self, expire_s: float) -> None:
-        while await self._writer.write(lambda c: transitions.expire(c, before=time.time() - expire_s)):
+        while await self._writer.write(lambda c: transitions.expire(c, before=database_time(c) - expire_s)):
             log.info("rows expired", older_than_s=expire_s)
 
     async def _forget(self) -> None:
-        await self._writer.write(lambda c: transitions.forget_answers(c, before=time.time() - KEEP_ANSWERS_S))
+        await self._writer.write(lambda c: transitions.forget_answers(c, before=database_time(c) - KEEP_ANSWERS_S))

@@ -1,1 +1,1 @@
-"""What can be started: composition roots. Nothing imports them."""
+"""Entry points: composition roots of the processes. No other package imports them."""

@@ -1,4 +1,4 @@
-"""The `flywheel` command: parse the arguments, run the command, turn an error into one line and an exit status."""
+"""The `flywheel` command: parses arguments, runs a command, and converts an error to one line and an exit status."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shared.errors import FlywheelError
 
 
 class Command(Protocol):
-    """What a module of services/commands offers."""
+    """The interface of a module in services/commands."""
 
     HELP: str
 
@@ -62,7 +62,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-REMEDIES = {  # of what the file system refuses, wherever it does
+REMEDIES = {  # for errors of the file system in any command
     errno.EACCES: "correct its permissions, or choose another folder",
     errno.EPERM: "correct its permissions, or choose another folder",
     errno.EROFS: "make it writable, or choose another folder",
@@ -73,11 +73,11 @@ REMEDIES = {  # of what the file system refuses, wherever it does
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 cannot run, 2 wrong call or configuration."""
+    """Run the command line. Returns the exit status: 0 done, 1 cannot run, 2 wrong call or configuration."""
     args = build_parser().parse_args(argv)
-    os.umask(0o077)  # prompts, weights and states are for this user alone
+    os.umask(0o077)  # prompts, weights and states are private to this user
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding does not have
+        sys.stdout.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
     try:
         status = COMMANDS[args.command].run(args)
         sys.stdout.flush()
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _nobody_reads():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return 1
     except FlywheelError as error:
         print(f"flywheel: {error}", file=sys.stderr)
@@ -108,7 +108,7 @@ def _nobody_reads() -> bool:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="flywheel", description="Makes the model behind an agent better while it is in use."
     )

@@ -1,7 +1,7 @@
-"""`flywheel demo`: makes a small model, starts `flywheel up`, and runs customers against it, on this machine.
+"""`flywheel demo`: builds a small model, starts `flywheel up`, and runs simulated customers against it, all locally.
 
-Composition only: the desk, its customers, its agent and the pictures are in examples/support_desk. Once the processes
-run, the demo uses HTTP alone.
+Composition only: the desk, its customers, its agent and the plots are in examples/support_desk. While the processes
+run, the demo only uses HTTP.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from shared.errors import StartupError
 EPISODES = 8200
 CUSTOMERS_PER_S = 30.0
 CUSTOMERS_AT_ONCE = 24
-LIMIT_S = 285.0  # from engine ready; on a slow machine it ends before all episodes
+LIMIT_S = 285.0  # after the engine is ready; a slow machine stops before all episodes
 MARKER = ".flywheel-demo"
-ModelMaker = Callable[[Progress], Path]  # makes a model unless it is cached, and says where it is
+ModelMaker = Callable[[Progress], Path]  # builds a model unless it is cached, and returns its folder
 REPORT = Path("report.png")
 LEARNING_RATES = {"full": 3.0e-4, "lora": 5.0e-4}
-# the model is 128 wide: an adapter of the usual rank learns half as fast
+# the model has width 128: an adapter of the usual rank learns half as fast
 VERSIONS = {"full": serving.FULL, "lora": {"kind": "lora", "lora": {"rank": 64, "alpha": 128}}}
-_ALONE = {"group_timeout_s": 0.1}  # no ticket comes twice: nothing is gained by waiting for more runs of a task
+_ALONE = {"group_timeout_s": 0.1}  # no ticket occurs twice: waiting for more runs of a task is useless
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {
         "lam": 0.8,
@@ -43,13 +43,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.01,
         "critic_learning_rate": 1.0e-3,
         "value_clip": 0.0,
-        "normalize_returns": False,  # rewards lie between 0 and 1 already
+        "normalize_returns": False,  # rewards are already between 0 and 1
     },
     "grpo": _ALONE,
     "rloo": _ALONE,
     "step_grpo": _ALONE,
     "hint": {"comment": base_model.WORDING},
-    # three of four answers are wrong at first: what the teacher finds impossible must not outweigh what it would say
+    # three of four answers are wrong at first: tokens impossible for the teacher must not outweigh its preferences
     "distill": {"advantage_bound": 1.0},
 }
 VOICES = {"kto": say_thumbs, "sft": say_correction, "dpo": say_correction, "hint": say_comment}
@@ -65,13 +65,13 @@ class Plan:
 
     @property
     def voice(self) -> Voice:
-        """How customers say what they think of an answer."""
+        """How customers rate an answer."""
         return VOICES.get(self.algorithm, say_reward)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the demo measured; `--json` prints it."""
+    """The results of the demo, as `--json` prints them."""
 
     reward_first: float
     reward_last: float
@@ -83,7 +83,7 @@ class Outcome:
 
 
 def run_demo(root: Path, json_output: bool, minutes: float | None, plan: Plan) -> int:
-    """Run the command. Returns 0 when no chat failed, 1 when one did, 130 after Ctrl-C."""
+    """Run the command. Returns 0 if no chat failed, 1 if one did, 130 after Ctrl-C."""
     with View(quiet=json_output) as view:
         try:
             outcome = play_demo(root, view, plan=plan, minutes=minutes)
@@ -108,10 +108,10 @@ def play_demo(
     with_trainer: bool = True,
     report: Path = REPORT,
 ) -> Outcome:
-    """Make the model, start all processes, run the customers, draw the picture. Raises StartupError.
+    """Build the model, start all processes, run the customers, draw the plot. Raises StartupError.
 
-    minutes: how long, instead of how many episodes. voice: what customers say, instead of what the plan's do.
-    teacher: makes the model that `distill` learns from.
+    minutes: duration, instead of a number of episodes. voice: replaces the plan's. teacher: builds the model that
+    `distill` learns from.
     """
     serving.make_root(root, MARKER)
     url, file = write_config(root, *_make_models(view, plan.algorithm, teacher), plan)
@@ -129,7 +129,7 @@ def play_demo(
 
 
 def _make_models(view: View, algorithm: str, make_teacher: ModelMaker) -> tuple[Path, Path | None]:
-    """The model that learns, and the teacher that the algorithm asks for."""
+    """Build the model that learns, and the teacher if the algorithm needs one."""
     shown_quarter = -1
 
     def progress(what: str, done: float) -> None:

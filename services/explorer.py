@@ -53,18 +53,18 @@ from shared.ports import require_free_port
 from shared.stop_request import StopRequest
 
 log = StageLogger("explorer")
-_BACKLOG = 2048  # as uvicorn has it
+_BACKLOG = 2048  # uvicorn's default
 
 
 def run_explorer(config: Config, file: Path, is_worker: bool = False) -> int:
     """Run until a signal. Returns the exit status.
 
-    file: where the configuration came from. is_worker: this process is one of `explorer.workers`.
+    file: the configuration file. is_worker: this process is one of `explorer.workers`.
     """
     configure_logging("explorer", config.log_level)
-    StopRequest().listen()  # uvicorn raises the signal again after its own orderly end: taken here, so we end with 0
+    StopRequest().listen()  # uvicorn raises the signal again after its shutdown: handled, so the exit status is 0
     explorer = config.explorer
-    Auth(explorer)  # a key that is not set is reported before anything starts
+    Auth(explorer)  # reports a missing key before anything starts
     if not is_worker:
         for doubt in doubtful_keys(explorer):
             log.warning(doubt)
@@ -85,7 +85,7 @@ def run_explorer(config: Config, file: Path, is_worker: bool = False) -> int:
 
 
 def _run_workers(config: Config, file: Path) -> int:
-    """Processes that share the port, supervised."""
+    """Run supervised processes that share the port."""
     from services.supervisor import Child, Supervisor
 
     children = [
@@ -113,7 +113,7 @@ def _serve(config: Config, ledger: Ledger) -> int:
 
 
 def build_server(app: ASGIApp, explorer: ExplorerConfig) -> uvicorn.Server:
-    """The server, to be run with a socket of `listen`."""
+    """Build the server, to run on a socket from `listen`."""
     max_open = raise_descriptor_limit(explorer.max_connections)
     if max_open < explorer.max_connections:
         log.warning("fewer connections than explorer.max_connections: raise the limit of open files", allowed=max_open)
@@ -121,7 +121,7 @@ def build_server(app: ASGIApp, explorer: ExplorerConfig) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             HttpRules(app),
-            log_level="error",  # a warning for each malformed request would fill the log
+            log_level="error",  # a warning for each malformed request would flood the log
             access_log=False,
             lifespan="on",
             timeout_graceful_shutdown=10,
@@ -129,20 +129,20 @@ def build_server(app: ASGIApp, explorer: ExplorerConfig) -> uvicorn.Server:
             loop="uvloop",
             http=protocol,
             ws="none",
-            proxy_headers=bool(explorer.open_feedback_from),  # only then it matters where a request comes from
+            proxy_headers=bool(explorer.open_feedback_from),  # only then a request's origin matters
         )
     )
 
 
 def _collect_seldom() -> None:
-    """Leave what exists at the start out of every collection, and collect seldom: chats leave hardly any cycles."""
+    """Exclude existing objects from garbage collection, and collect rarely: chats create hardly any cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 def listen(explorer: ExplorerConfig) -> socket.socket:
-    """The socket; several workers each have one on the same port, and the kernel spreads the connections."""
+    """Open the socket; several workers have one each on the same port, and the kernel distributes the connections."""
     listener = socket.socket(socket.AF_INET6 if ":" in explorer.host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if explorer.workers > 1:
@@ -154,7 +154,7 @@ def listen(explorer: ExplorerConfig) -> socket.socket:
         raise StartupError(
             f"cannot listen on {explorer.host}:{explorer.port} ({exc.strerror}); change explorer.port"
         ) from exc
-    listener.listen(_BACKLOG)  # who connects while the application starts waits, instead of being refused
+    listener.listen(_BACKLOG)  # clients that connect during the start wait instead of being refused
     listener.setblocking(False)
     return listener
 
@@ -173,7 +173,7 @@ def _engine_pool(config: Config, metrics: ExplorerMetrics) -> EnginePool:
 
 @asynccontextmanager
 async def open_deps(config: Config, ledger: Ledger, background: Background | None = None) -> AsyncIterator[Deps]:
-    """What handlers need, with all side tasks running, until the block ends."""
+    """Yield the dependencies of the handlers, with all side tasks running until the block ends."""
     explorer, metrics, background = config.explorer, ExplorerMetrics(), background or Background()
     async with AsyncExitStack() as stack:
         reader = LedgerReader(ledger, explorer.ledger_timeout_s)
@@ -222,9 +222,9 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
 def _start_controllers(
     reloading: Reloading, membership: Membership, http: httpx.AsyncClient, background: Background
 ) -> dict[str, Callable[[], Awaitable[None]]]:
-    """A side task for each engine: it finds out what the engine serves, and brings it to new versions.
+    """Start a side task for each engine: it finds out what the engine serves, and loads new versions.
 
-    Returns what asks an engine's health, by the engine's name.
+    Returns a health check for each engine, by its name.
     """
     config, pool = reloading.config, reloading.pool
     token, reload = _engine_token(config), config.explorer.reload
@@ -239,7 +239,7 @@ def _start_controllers(
 
 
 def _engine_token(config: Config) -> str | None:
-    """What engines are shown; None: they are not ours, or refuse with the reason."""
+    """Return the token for engines; None: it cannot be read, and engines that need it will refuse."""
     try:
         return engine_token(config)
     except StartupError as error:
@@ -250,7 +250,7 @@ def _engine_token(config: Config) -> str | None:
 def _start_writers(
     explorer: ExplorerConfig, ledger: Ledger, metrics: ExplorerMetrics, background: Background
 ) -> tuple[LedgerWriter, LedgerWriter]:
-    """The writer, and the one of feedback and commits; see decision 4."""
+    """Start the writer, and the one for feedback and commits; see decision 4."""
     writer = LedgerWriter(ledger, metrics, background, explorer.ledger_timeout_s)
     if ledger.is_sqlite:
         return writer, writer
@@ -258,7 +258,7 @@ def _start_writers(
 
 
 async def _join(membership: Membership) -> None:
-    """Be known to the others before the first request to an engine: who reloads one asks every explorer it knows."""
+    """Register with the other explorers before the first engine request: a reload waits for all known explorers."""
     try:
         await membership.heartbeat()
     except LedgerError as error:

@@ -1,7 +1,7 @@
-"""`flywheel export-model`: a version as a folder that other tools read, proven by its probe before it has its name.
+"""`flywheel export-model`: writes a version as a folder for other tools, and proves it by its probe first.
 
-An adapter is written as PEFT reads it, or merged: W + alpha / rank · B · A in float32, rounded once to the type that
-version 0 has. One tensor is in memory at a time, until the probe is computed.
+An adapter is written in PEFT's format, or merged: W + alpha / rank · B · A in float32, rounded once to the type of
+version 0. One tensor is in memory at a time, until the probe is computed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 def export_model(config: Config, version: int, target: Path, *, merged: bool) -> Gap:
-    """Write a version into a new folder. Returns how far its probe is from what the trainer wrote.
+    """Write a version into a new folder. Returns the difference between its probe and the trainer's.
 
-    Raises ConfigError for a target that is taken or a version that cannot be merged, StartupError for a version that is
-    not there, damaged, or computes something else when it is read back; then nothing is left of the target.
+    Raises ConfigError for an existing target or a version that cannot be merged, StartupError for a version that is
+    missing, damaged, or computes something else when it is read back; the target is then removed.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target} is there already; name a new folder")
@@ -69,7 +69,7 @@ def export_model(config: Config, version: int, target: Path, *, merged: bool) ->
 
 @contextmanager
 def _held(ledger: Ledger, version: int) -> Iterator[VersionRow]:
-    """A version whose files stay while they are read. Raises StartupError."""
+    """Yield a version whose files are leased while they are read. Raises StartupError."""
     reader, owner = f"export {process_name()}", process_name()
     rows = {row.version: row for row in ledger.fetch(list_versions)}
     with ledger.write() as connection:
@@ -111,7 +111,7 @@ def _write_proven(root: Path, row: VersionRow, part: Path, merged: bool) -> Gap:
 
 
 def _write_adapter(folder: Path, base: Path, part: Path, base_path: str) -> None:
-    """The adapter with the base model's path, for PEFT, and the tokenizer."""
+    """Write the adapter with the base model's path, for PEFT, and the tokenizer."""
     from trainer_service.publish import copy_files
 
     shutil.copyfile(folder / ADAPTER_WEIGHTS, part / ADAPTER_WEIGHTS)
@@ -120,7 +120,7 @@ def _write_adapter(folder: Path, base: Path, part: Path, base_path: str) -> None
 
 
 def _write_merged(folder: Path, base: Path, part: Path, _: str) -> None:
-    """Version 0 with the adapter's product added to its weights."""
+    """Write version 0 with the adapter's product added to its weights."""
     from safetensors import safe_open
 
     from trainer_service.publish import copy_files
@@ -149,7 +149,7 @@ def _write_merged(folder: Path, base: Path, part: Path, _: str) -> None:
 
 
 def _measure(part: Path, base: Path, probe: Probe) -> Gap:
-    """Compute the probe from a written folder, as its readers will: by PEFT over version 0, or by Transformers."""
+    """Compute the probe from a written folder, as its readers will: by PEFT on version 0, or by Transformers."""
     from trainer_service.adapters import open_adapter
     from trainer_service.models import load_causal_lm
     from trainer_service.publish import compute_probe

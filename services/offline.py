@@ -1,4 +1,4 @@
-"""`flywheel train`: reads an export, builds the trainer, and has it train on the rows."""
+"""`flywheel train`: reads an export, builds the trainer, and trains on the rows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _NEVER = 1 << 31  # versions between two saved states
 
 
 def train_next_version(config: Config, file: Path, epochs: int) -> int:
-    """Go on where the trainer of this name left off, and publish the next version of root_dir."""
+    """Continue the state of the trainer of this name, and publish the next version of root_dir."""
     base = config.root / version_path(0)
     rows = _read(config, file, base if base.exists() else Path(config.model.path))
     return run_trainer(config, partial(_work, rows=rows, epochs=epochs))
 
 
 def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int:
-    """Begin with model.path, and write the trained model to a new folder as Hugging Face does. root_dir is not read."""
+    """Start from model.path, and write the trained model to a new folder like Hugging Face. root_dir is not read."""
     if out.exists():
         raise StartupError(f"--out {out} exists; name a folder that does not")
     if not out.absolute().parent.is_dir():
@@ -52,7 +52,7 @@ def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int
 
 
 def _read(config: Config, file: Path, model: Path) -> list[Experience]:
-    """The export's rows. Raises ConfigError and StartupError."""
+    """Return the export's rows. Raises ConfigError and StartupError."""
     from trainer_service.export import read_export
 
     if config.trainer.ranks > 1:

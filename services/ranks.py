@@ -1,7 +1,7 @@
-"""The ranks of a trainer on this machine: one process each, which live and end together.
+"""The ranks of a trainer on this machine: one process each; when one ends, all end.
 
-They get what `torchrun --standalone --max-restarts 0` would give them. torchrun itself would hide their exit status,
-by which a supervisor knows a refused configuration, and write a traceback after the one line of what went wrong.
+Their environment is that of `torchrun --standalone --max-restarts 0`. torchrun itself would hide their exit status, by
+which a supervisor recognizes a rejected configuration, and print a traceback after the one-line error.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Rank = subprocess.Popen[bytes]
 
 
 def is_a_rank() -> bool:
-    """Whether this process was started as one: by `run_ranks`, torchrun or DeepSpeed's launcher."""
+    """Whether this process was started as a rank: by `run_ranks`, torchrun or DeepSpeed's launcher."""
     return "WORLD_SIZE" in os.environ
 
 
 def require_ranks(size: int) -> None:
-    """On a rank: raise ConfigError when its job has fewer ranks than the configuration says."""
+    """On a rank: raise ConfigError if its job has fewer ranks than the configuration."""
     started = os.environ["WORLD_SIZE"]
     if started.isdigit() and int(started) < size:
         raise ConfigError(
@@ -41,7 +41,7 @@ def require_ranks(size: int) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Let the kernel end this rank with the torchrun that started it: nobody else would, when that one is killed."""
+    """Let the kernel end this rank with its torchrun, because no other process would if torchrun is killed."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)()
 
@@ -49,7 +49,7 @@ def end_with_torchrun() -> None:
 def run_ranks(size: int, command: list[str], log_level: str) -> int:
     """Run `flywheel COMMAND` on each rank until all have ended.
 
-    Returns the exit status: 0, 2 when a rank refused the configuration, or 1.
+    Returns the exit status: 0, 2 if a rank rejected the configuration, or 1.
     """
     configure_logging("trainer", log_level)
     stop = StopRequest().listen()
@@ -61,7 +61,7 @@ def run_ranks(size: int, command: list[str], log_level: str) -> int:
         while not stop.wait(0.2) and not _any_ended(ranks):
             pass
         if stop:
-            ranks[0].terminate()  # the others end when it tells them
+            ranks[0].terminate()  # the others end on its order
             ranks[0].wait()
         _wait_for_all(ranks)
     finally:
@@ -88,7 +88,7 @@ def _any_ended(ranks: list[Rank]) -> bool:
 
 
 def _wait_for_all(ranks: list[Rank]) -> None:
-    """Give the ranks that are left a moment to say why they end."""
+    """Give the remaining ranks time to log their reasons."""
     until = time.monotonic() + END_TIMEOUT_S
     for process in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""`flywheel trainer --resume`: a trainer whose breaker has tripped goes on."""
+"""`flywheel trainer --resume`: resumes a trainer whose breaker has tripped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = StageLogger("trainer")
 
 
 def resume_trainer(config: Config) -> bool:
-    """Reset the breaker. Returns whether a trainer of this name runs here, and so goes on by itself."""
+    """Reset the breaker. Returns whether a trainer of this name runs here, which then continues by itself."""
     configure_logging("trainer", config.log_level)
     name = config.trainer.name
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger, ledger.write() as connection:
@@ -28,7 +28,7 @@ def resume_trainer(config: Config) -> bool:
 
 
 def _is_running(config: Config) -> bool:
-    """Whether a process on this root folder holds the lock of the trainer's folder; see StateStore."""
+    """Whether a process on this root folder has the lock of the trainer's folder; see StateStore."""
     try:
         with (config.root / "trainer" / config.trainer.name / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

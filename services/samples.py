@@ -1,7 +1,7 @@
-"""Makes samples of a dataset's rows and records them, for `flywheel import`.
+"""Converts a dataset's rows to samples and records them, for `flywheel import`.
 
-Rows with tokens are recorded as they are. Of other rows the last message is the reply: the engine's chat template makes
-the tokens, once, and the engine computes their logprobs.
+Rows with tokens are recorded unchanged. In other rows the last message is the reply: the engine's chat template
+produces the tokens, once, and the engine computes their logprobs.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from shared.ledger.queries import known_choices
 from shared.reward import Kind, Scope, Signal
 
 TIMEOUT_S = 120.0
-SignalsByKey = list[tuple[tuple[str | None, Scope], list[Signal]]]  # oldest first; who said them, None: no key
+SignalsByKey = list[tuple[tuple[str | None, Scope], list[Signal]]]  # oldest first; by key, None: no key
 SampleWithSignals = tuple[Sample, SignalsByKey]
 _DEMONSTRATION = Signal("demonstration")
 
 
 class SampleReader:
-    """Makes samples of rows. Asks the first engine for the tokens of rows that have none."""
+    """Converts rows to samples. Uses the first engine to tokenize rows without tokens."""
 
     def __init__(self, config: Config, versions: Iterable[int]) -> None:
-        """versions: those that a row may name; any other row counts as sampled by the newest of them."""
+        """versions: those that a row may name; other rows count as sampled by the newest of them."""
         self._config = config
         self._versions = frozenset(versions)
         self._newest = max(self._versions, default=0)
-        self.reasons: set[str] = set()  # why rows were left out
-        self._alike: Counter[bytes] = Counter()  # rows without a message id, by what they hold
+        self.reasons: set[str] = set()  # reasons why rows were left out
+        self._alike: Counter[bytes] = Counter()  # rows without a message id, by content
 
     async def read(self, rows: list[dict[str, Any]]) -> list[SampleWithSignals]:
-        """A sample and its signals for each usable row. Raises StartupError when an engine is needed and fails."""
+        """Return a sample and its signals for each usable row. Raises StartupError if a required engine fails."""
         samples = []
         async with open_client() as client:
             engine = EngineAdmin(client, self._config.explorer.engines[0].url, self._config.model.name, TIMEOUT_S)
@@ -91,13 +91,13 @@ class SampleReader:
         )
 
     def _name_of(self, row: dict[str, Any]) -> str:
-        """A message id for a row that has none: the same whenever its file is read, and another for each row alike."""
+        """Return a message id for a row without one: stable over readings of its file, and unique among equal rows."""
         content = hashlib.sha256(msgspec.json.encode(row, order="deterministic", enc_hook=str)).digest()
         self._alike[content] += 1
         return f"import-{hashlib.sha256(content + b'%d' % self._alike[content]).hexdigest()[:32]}"
 
     def _signals(self, row: dict[str, Any]) -> SignalsByKey:
-        """The row's signals, or else its reward. Without either, what no model sampled is a demonstration.
+        """Return the row's signals, or else its reward. Without both, a reply that was not sampled is a demonstration.
 
         Raises ValidationError and ValueError.
         """
@@ -107,7 +107,7 @@ class SampleReader:
 
 
 def _links(names: dict[str, str | None], name: str, messages: list[dict[str, Any]]) -> tuple[bytes, tuple[bytes, ...]]:
-    """The digest of a row's exchange and those that it may continue: of what was said, or else of the rows' names."""
+    """Return the digests of a row's exchange and of those that it may continue: from messages, or else from names."""
     if messages:
         digest, extends = read_prompt(messages[:-1], names["key_name"], names["task_id"], names["run_id"])
         return digest.add_reply(messages[-1]), extends
@@ -122,7 +122,7 @@ def _digest_of_name(name: str) -> bytes:
 async def _tokens(
     row: dict[str, Any], messages: list[dict[str, Any]], tools: list[Any] | None, engine: EngineAdmin
 ) -> tuple[Tokens, Sampling]:
-    """The row's tokens and how they were sampled. Raises ValueError for a row that has no reply."""
+    """Return the row's tokens and sampling parameters. Raises ValueError for a row without a reply."""
     if row.get("prompt_ids") is not None:
         return tokens_of(row)
     if messages and messages[-1].get("role") == "assistant":
@@ -131,17 +131,17 @@ async def _tokens(
 
 
 async def _render(engine: EngineAdmin, messages: list[Any], tools: Any) -> Tokens:
-    """The conversation's tokens by the model's own template; logprobs as the engine computes them now.
+    """Tokenize a conversation by the model's own template; the engine computes the logprobs now.
 
-    What the template writes before a reply, such as an empty thought, is of the reply. Of what it writes after one the
-    model samples the first token. Raises ValueError when the template shows neither.
+    Text that the template writes before a reply, such as an empty thought, belongs to the reply. Of the text after it,
+    the model samples the first token. Raises ValueError if the template shows neither.
     """
     prompt = await engine.tokenize(messages[:-1], tools, ends_with_reply=False)
     whole, zero, one = [
         await engine.tokenize([*messages[:-1], reply], tools, ends_with_reply=True)
         for reply in (messages[-1], *({"role": "assistant", "content": digit} for digit in "01"))
     ]
-    backwards = zip(reversed(zero), reversed(one), strict=False)  # the two differ in nothing but the reply
+    backwards = zip(reversed(zero), reversed(one), strict=False)  # the two differ only in the reply
     after = next((n for n, (a, b) in enumerate(backwards) if a != b), 0)
     if not after or any(tokens[: len(prompt)] != prompt for tokens in (whole, zero)) or whole[-after:] != zero[-after:]:
         raise ValueError("the model's chat template does not write a reply after its prompt")
@@ -161,9 +161,9 @@ def store(
     learned: frozenset[Kind],
     default_reward: float | None,
 ) -> int:
-    """Record the samples that the ledger does not hold, with their signals. Returns how many.
+    """Record the samples that are not in the ledger, with their signals. Returns their number.
 
-    learned: the kinds of signals that are learned from. default_reward: of samples of which nothing was said.
+    learned: the kinds of signals that are learned from. default_reward: for samples without signals.
     """
     known = known_choices(connection, [sample.msg_id for sample, _ in samples])
     default: SignalsByKey = (
@@ -173,8 +173,8 @@ def store(
     for sample, signals_by_key in samples:
         if (sample.msg_id, sample.choice) in known:
             continue
-        known.add((sample.msg_id, sample.choice))  # a file may hold a row twice
-        transitions.record(connection, [sample])  # one at a time: a turn is linked to the turn before it
+        known.add((sample.msg_id, sample.choice))  # a file may contain a row twice
+        transitions.record(connection, [sample])  # one at a time: a turn is linked to the previous turn
         stored += 1
         is_silent = all(signals == [_DEMONSTRATION] for _, signals in signals_by_key)
         for (key_name, scope), signals in [*signals_by_key, *(default if is_silent else ())]:

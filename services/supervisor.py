@@ -1,8 +1,7 @@
-"""The supervisor of several `flywheel` processes on one machine: the parts of `flywheel up`, an explorer's workers.
+"""Supervises several `flywheel` processes on one machine: the parts of `flywheel up`, or an explorer's workers.
 
-It starts the children in order, merges their logs, restarts with backoff, and leaves no process behind when it ends:
-each child leads a process group of its own, which is killed as a whole, and the kernel ends the child if the supervisor
-dies.
+It starts the children in order, merges their logs, restarts them with backoff, and leaves no process behind: each child
+leads its own process group, which is killed as a whole, and the kernel ends the child if the supervisor dies.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shared.stop_request import StopRequest
 log = StageLogger("up")
 
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-STABLE_AFTER_S = 60.0  # after running this long a process restarts with the shortest backoff again
+STABLE_AFTER_S = 60.0  # a process that ran this long restarts with the shortest backoff
 STOP_TIMEOUT_S = 20.0
 
 
@@ -46,7 +45,7 @@ class Child:
 
 
 class Supervisor:
-    """Starts, watches, restarts and ends children."""
+    """Starts, monitors, restarts and stops children."""
 
     def __init__(self, children: list[Child], stop: StopRequest) -> None:
         self._children = children
@@ -54,7 +53,7 @@ class Supervisor:
         self._width = max(len(child.name) for child in children)
 
     def run(self) -> int:
-        """Run until asked to stop, or until a child ends with status 2: its configuration is wrong, a restart no help.
+        """Run until a stop is requested, or until a child exits with status 2: a restart cannot fix its configuration.
 
         Returns the exit status.
         """
@@ -93,12 +92,12 @@ class Supervisor:
         with stream:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip()
-                with contextlib.suppress(OSError):  # nobody reads, or the disk is full: the child must not notice
+                with contextlib.suppress(OSError):  # closed stderr or a full disk: the child must not notice
                     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {name:<{self._width}} {line}\n")
                     sys.stderr.flush()
 
     def _watch(self, child: Child) -> int | None:
-        """Detect that the child ended, then schedule and do its restart. Returns its exit status when it has ended."""
+        """Detect a child's end, schedule its restart, and restart it. Returns its exit status if it has just ended."""
         if child.alive:
             return None
         now = time.monotonic()
@@ -107,7 +106,7 @@ class Supervisor:
                 self._start(child)
             return None
         assert child.process is not None
-        _end_group(child.process, signal.SIGKILL)  # the processes that it started
+        _end_group(child.process, signal.SIGKILL)  # and the processes that it started
         status = child.process.returncode
         if status == 2:
             return status
@@ -118,7 +117,7 @@ class Supervisor:
         return status
 
     def _end_all(self) -> None:
-        """End explorer and trainer first and the engines after them: requests that drain still need an engine."""
+        """Stop explorer and trainer first, then the engines: draining requests still need an engine."""
         log.info("stopping")
         engines = [child for child in self._children if child.arguments[0] == "engine"]
         for stage in ([child for child in self._children if child not in engines], engines):
@@ -130,7 +129,7 @@ class Supervisor:
 
 
 def _end_together(children: list[Child]) -> None:
-    """Send SIGTERM to all of them, wait for all of them, then kill what is left of their groups."""
+    """Send SIGTERM to all of them, wait for all of them, then kill the rest of their groups."""
     for child in children:
         if child.alive and child.process is not None:
             child.process.terminate()

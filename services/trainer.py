@@ -34,12 +34,12 @@ DEFAULT_RATES = {"full": 1e-6, "lora": 1e-4}
 
 
 def run_trainer(config: Config, work: Callable[[Config, Ranks, StopRequest], None] | None = None) -> int:
-    """Run until a signal. work: what rank 0 does; None: `lead`. Returns the exit status."""
+    """Run until a signal. work: for rank 0; None: `lead`. Returns the exit status."""
     configure_logging("trainer", config.log_level)
     stop = StopRequest().listen()
     os.environ.update(visible_devices(config.trainer.devices))
     with only_the_last_core():
-        import torch  # heavy: not before the configuration is checked
+        import torch  # slow to import: only after the configuration is checked
 
     from trainer_service.ranks import join_ranks, together
 
@@ -62,7 +62,7 @@ def run_trainer(config: Config, work: Callable[[Config, Ranks, StopRequest], Non
 
 
 def lead(config: Config, ranks: Ranks, stop: StopRequest) -> None:
-    """Rank 0, often the only one: ledger, folder and loop."""
+    """Run rank 0, which is often the only one: ledger, folder and loop."""
     from trainer_service.errors import Stopped
     from trainer_service.loop import Trainer
 
@@ -71,7 +71,7 @@ def lead(config: Config, ranks: Ranks, stop: StopRequest) -> None:
         try:
             with resumed(config, ranks, stop, Trainer) as trainer:
                 begins = trainer.run()
-        except Stopped:  # while it waited for a teacher or a first signal, with nothing claimed
+        except Stopped:  # during a wait for a teacher or a first signal, with nothing claimed
             log.info("stopped")
             begins = False
         ranks.end()
@@ -80,7 +80,7 @@ def lead(config: Config, ranks: Ranks, stop: StopRequest) -> None:
 
 @contextlib.contextmanager
 def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> Iterator[T]:
-    """A trainer with its ledger, folder and models, where it left off."""
+    """Yield a trainer with its ledger, folder and models, resumed from its state."""
     from trainer_service.choice import chosen
     from trainer_service.learner import Learner
     from trainer_service.leftovers import remove_leftovers
@@ -119,7 +119,7 @@ def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> I
 
 
 def warn_of_others(ledger: Ledger, trainer: str) -> None:
-    """Log that trainers of other names are at work on this ledger."""
+    """Log that trainers with other names use this ledger."""
     others = [name for name in ledger.fetch(live_trainers) if name != trainer]
     if others:
         log.warning(
@@ -130,7 +130,7 @@ def warn_of_others(ledger: Ledger, trainer: str) -> None:
 
 
 def preparations(config: Config, stop: StopRequest) -> list[Preparation]:
-    """What the algorithms in use ask for before rows are trained on. Raises ConfigError, StartupError and Stopped."""
+    """Return the steps before training that algorithms in use need. Raises ConfigError, StartupError and Stopped."""
     from trainer_service.hints import HintWriter
     from trainer_service.teachers import RemoteTeacher, load_tokenizer, require_same_vocabulary
 
@@ -150,7 +150,7 @@ def preparations(config: Config, stop: StopRequest) -> list[Preparation]:
 
 
 def follow(config: Config, ranks: Ranks, stop: StopRequest) -> None:
-    """Another rank: what rank 0 does with the models, it does too. It reads versions and never opens the ledger."""
+    """Run another rank: it repeats rank 0's work on the models. It reads versions and never opens the ledger."""
     from trainer_service.choice import with_choice
     from trainer_service.learner import Learner
 
@@ -165,7 +165,7 @@ def follow(config: Config, ranks: Ranks, stop: StopRequest) -> None:
 
 @contextlib.contextmanager
 def only_the_last_core() -> Iterator[None]:
-    """Bind this thread to the last core: vLLM binds its workers to cores from the first on; see decision 10."""
+    """Bind this thread to the last core, because vLLM binds its workers to the first cores; see decision 10."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
     try:
@@ -175,7 +175,7 @@ def only_the_last_core() -> Iterator[None]:
 
 
 def _require_whole(config: Config, version: int) -> None:
-    """Raise StartupError when a version that training begins with is damaged."""
+    """Raise StartupError if a version that training starts from is damaged."""
     try:
         verify_version(config.root / version_path(version))
     except VersionError as exc:
@@ -183,7 +183,7 @@ def _require_whole(config: Config, version: int) -> None:
 
 
 def _whole_folder(config: Config, version: int, private: Path) -> Path:
-    """A version's folder with all its weights: of a delta a copy in the trainer's private folder."""
+    """Return a version's folder with all its weights: for a delta, a copy in the trainer's private folder."""
     folder, copy = config.root / version_path(version), private / "start"
     shutil.rmtree(copy, ignore_errors=True)
     if read_manifest(folder).form == "whole":
@@ -197,15 +197,16 @@ def _whole_folder(config: Config, version: int, private: Path) -> Path:
 
 
 def cpu_threads(config: Config) -> int:
-    """PyTorch's threads: with more than the free cores, threads wait for each other at every operation; decision 5."""
+    """Return the number of PyTorch's threads: more than the free cores would make threads wait at every operation;
+    see decision 5."""
     engines_here = sum(is_loopback(engine.host) for engine in config.explorer.engines)
     return config.trainer.cpu_threads or max(1, ((os.cpu_count() or 1) - engines_here) // config.trainer.ranks)
 
 
 def build_update(config: Config, start: Path, ranks: Ranks):  # type: ignore[no-untyped-def]  # torch is imported inside
-    """Build the models and their optimizer. Returns the update and the policy inside it.
+    """Build the models and their optimizer. Returns the updater and the policy inside it.
 
-    start: the folder of the version whose weights the policy begins with.
+    start: folder of the version that the policy starts from.
     """
     from trainer_service.algorithms.registry import algorithm
     from trainer_service.algorithms.seam import Needs
@@ -239,9 +240,9 @@ def build_update(config: Config, start: Path, ranks: Ranks):  # type: ignore[no-
 
 
 def begin_with(ledger: Ledger, trainer: str) -> int:
-    """The version that a trainer without a saved state begins with: the newest proven one, or else the newest.
+    """Return the version that a trainer without a saved state starts from: the newest proven one, or else the newest.
 
-    Its files are kept for the trainer until it is announced.
+    Its files are leased for the trainer until it is announced.
     """
     with ledger.write() as connection:
         rows = [row for row in list_versions(connection) if row.may_serve]

@@ -1,1 +1,1 @@
-"""What the two services share: the ledger, the version folder, the configuration, and the words for all three."""
+"""Code that both services share: the ledger, the version folder, the configuration, and common types."""

@@ -1,8 +1,8 @@
-"""The files of a version of the kind `lora`, as PEFT writes and vLLM reads them, and what must be right in them.
+"""The files of a version of the kind `lora`, as PEFT writes and vLLM reads them, and their checks.
 
-The folder holds `adapter_model.safetensors`, `adapter_config.json` and MANIFEST.json, and no tokenizer: version 0 has
-it. For each module that is adapted there are A [rank, inputs] and B [outputs, rank]; the module's weight becomes
-W + alpha / rank · B · A (Hu et al. 2021, arXiv 2106.09685, section 4.1).
+The folder contains `adapter_model.safetensors`, `adapter_config.json` and MANIFEST.json; the tokenizer is in version 0.
+Each adapted module has tensors A [rank, inputs] and B [outputs, rank]; its weight becomes W + alpha / rank · B · A
+(Hu et al. 2021, arXiv 2106.09685, section 4.1).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-PREFIX = "base_model.model."  # before a module's name in the file of weights
+PREFIX = "base_model.model."  # prefix of a module's name in the weights file
 _MAX_CONFIG_BYTES = 4 * 1024 * 1024
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """adapter_config.json: what PEFT needs to load the adapter. Its other settings are left at their defaults."""
+    """adapter_config.json: what PEFT needs to load the adapter. Other settings have PEFT's defaults."""
 
-    base_model_name_or_path: str  # in a version the base model's fingerprint; in an export its path
+    base_model_name_or_path: str  # in a version, the base model's fingerprint; in an export, its path
     r: int
     lora_alpha: float
-    target_modules: list[str]  # names of modules in the base model, or the ends of names
+    target_modules: list[str]  # names of modules in the base model, or the last parts of names
     peft_type: Literal["LORA"] = "LORA"
     task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
     bias: Literal["none"] = "none"
@@ -40,14 +40,15 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_adapter_config(folder: Path, config: AdapterConfig) -> None:
-    """Raises OSError."""
+    """Write adapter_config.json. Raises OSError."""
     (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=1))
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises VersionError for anything but a plain LoRA adapter of linear layers, as `write_adapter_config` writes.
+    """Read adapter_config.json.
 
-    VersionMissing when it cannot be read.
+    Raises VersionError for anything but a plain LoRA adapter of linear layers, as `write_adapter_config` writes it;
+    VersionMissing if the file cannot be read.
     """
     file = folder / ADAPTER_CONFIG
     try:
@@ -68,7 +69,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 def require_adapter(folder: Path, base: dict[str, Tensor], fingerprint: str) -> None:
     """Check an adapter's configuration and tensors against the base model's. Raises VersionError with the first fault.
 
-    Engines keep the old tensor where one is missing and say nothing, so every target must have both of its tensors.
+    If a tensor is missing, engines keep the old one without an error, so every target must have both of its tensors.
     """
     config = read_adapter_config(folder)
     if config.base_model_name_or_path != fingerprint:
@@ -91,22 +92,22 @@ def require_adapter(folder: Path, base: dict[str, Tensor], fingerprint: str) -> 
 
 
 def is_target(module: str, targets: list[str]) -> bool:
-    """Whether a module's name, or its end, is among the targets: PEFT's rule."""
+    """Whether a module's name, or its last parts, are among the targets: PEFT's rule."""
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def a_name(module: str) -> str:
-    """The name of a module's A in the file of weights."""
+    """Return the name of a module's A in the weights file."""
     return f"{PREFIX}{module}.lora_A.weight"
 
 
 def b_name(module: str) -> str:
-    """The name of a module's B in the file of weights."""
+    """Return the name of a module's B in the weights file."""
     return f"{PREFIX}{module}.lora_B.weight"
 
 
 def contradiction_of_kind(manifest: Manifest) -> str | None:
-    """What in a manifest is at odds with its kind; None: nothing."""
+    """Return how a manifest contradicts its kind; None: it does not."""
     probe = manifest.probe
     if manifest.kind != "lora":
         lone = manifest.base_version is not None or probe.base

@@ -1,7 +1,7 @@
-"""Is a version the same model as version 0? What config.json says of it, where tensors may look alike.
+"""Checks that a version is the same model as version 0, by config.json: tensors of different models may look alike.
 
-A trainer writes version 0's config.json beside all weights. Another one may differ in what changes nothing, such as the
-release of the library that wrote it.
+The trainer copies version 0's config.json next to full weights. The config of another writer may differ in harmless
+keys, such as the release of the library that wrote it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIZES = (
 
 
 def read_architecture(folder: Path) -> dict[str, Any]:
-    """The names and sizes in config.json; None for those that it does not say. Raises VersionError, OSError."""
+    """Return the names and sizes in config.json; None for those that it lacks. Raises VersionError, OSError."""
     file = folder / CONFIG
     if file.stat().st_size > _MAX_BYTES:
         raise VersionError(f"{folder}: {CONFIG} has more than {_MAX_BYTES} bytes")
@@ -36,7 +36,7 @@ def read_architecture(folder: Path) -> dict[str, Any]:
 
 
 def require_same_architecture(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raise VersionError, which names the first difference. A size that one of both does not say is not compared."""
+    """Raise VersionError with the first difference. A size that only one of the two has is not compared."""
     for key, value in found.items():
         wanted = expected[key]
         if value != wanted and (key in _NAMES or (value is not None and wanted is not None)):

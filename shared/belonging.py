@@ -1,7 +1,7 @@
-"""Do a root folder and a ledger belong together? A wrong database_url or root_dir is refused before anything changes.
+"""Checks that a root folder and a ledger belong together, so that a wrong database_url or root_dir changes nothing.
 
-A trainer reserves a version's number in the ledger before it writes its folder. Only the base model's is not reserved:
-a crash leaves at most that one folder of which the ledger does not know.
+A trainer reserves a version's number in the ledger before it writes the folder. Only the base model's is not reserved:
+a crash leaves at most that one folder without a row in the ledger.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ REMEDY = (
 
 
 def require_belonging(root: Path, ledger: Ledger) -> None:
-    """Raise StartupError when the folder holds versions of another ledger, or none of those that this ledger names.
+    """Raise StartupError if the folder contains versions of another ledger, or none of this ledger's versions.
 
-    Of the same number, too: where the base has another manifest than the ledger names, or each version that an engine
-    has proven, the folder is the wrong one. A single version may be damaged: an explorer serves without it.
+    It compares equal numbers, too: the folder is the wrong one if the base has another manifest than in the ledger, or
+    if every version that an engine has proven has one. A single damaged version is tolerated: the explorer serves
+    without it.
     """
     require_known_versions(root, ledger)
     rows = [row for row in ledger.fetch(list_versions) if row.may_serve]
@@ -49,16 +50,16 @@ def require_belonging(root: Path, ledger: Ledger) -> None:
 
 
 def _is_exchanged(root: Path, row: VersionRow) -> bool:
-    """Whether the folder has a manifest, and the ledger names another one."""
+    """Whether the folder has a manifest other than the one in the ledger."""
     try:
         return row.manifest_sha256 not in (None, manifest_sha256(root / row.path))
-    except OSError:  # not there, or not yet: whoever needs it says so
+    except OSError:  # missing, or not there yet: its reader reports that
         return False
 
 
 def require_known_versions(root: Path, ledger: Ledger) -> None:
-    """Raise StartupError when there are more versions that the ledger does not know than one crash leaves."""
-    folders = version_folders(root)  # first: a trainer has reserved a number before it writes anything under it
+    """Raise StartupError if there are more versions without a row in the ledger than one crash leaves."""
+    folders = version_folders(root)  # before the ledger: a trainer reserves a number before it writes the folder
     rows = ledger.fetch(list_versions)
     highest = rows[-1].version if rows else -1
     unknown = [folder.name for folder in folders if version_number(folder) > max(highest, 0)]
@@ -70,7 +71,7 @@ def require_known_versions(root: Path, ledger: Ledger) -> None:
 
 
 def require_kind(kind: str, ledger: Ledger) -> None:
-    """Raise ConfigError when the ledger has versions of another kind than model.kind. (Version 0 is of both.)"""
+    """Raise ConfigError if the ledger has versions of a kind other than model.kind. Version 0 fits both kinds."""
     rows = [row for row in ledger.fetch(list_versions) if row.version != 0 and row.has_files and row.kind != kind]
     if rows:
         raise ConfigError(
@@ -80,7 +81,7 @@ def require_kind(kind: str, ledger: Ledger) -> None:
 
 
 def require_same_shape(config: Config, ledger: Ledger) -> None:
-    """Raise ConfigError when the adapters so far are of another rank or alpha than is configured."""
+    """Raise ConfigError if the newest adapter's rank or alpha is not the configured one."""
     model = config.model
     rows = [row for row in ledger.fetch(list_versions) if row.may_serve and row.version > 0 and row.has_files]
     if model.kind == "full" or not rows:
@@ -99,7 +100,7 @@ def require_same_shape(config: Config, ledger: Ledger) -> None:
 
 
 def version_folders(root: Path) -> list[Path]:
-    """The folders of versions, whole ones and those without a row."""
+    """Return the folders of versions, including those without a row."""
     return [folder for folder in (root / "versions").glob("v*") if folder.name[1:].isdigit()]
 
 
@@ -108,6 +109,6 @@ def version_number(folder: Path) -> int:
 
 
 def in_short(names: list[str]) -> str:
-    """The names in order, the middle of many left out."""
+    """Return the sorted names, with the middle of a long list left out."""
     names = sorted(names)
     return ", ".join(names if len(names) <= 4 else [*names[:2], "…", names[-1]])

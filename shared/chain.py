@@ -1,7 +1,7 @@
-"""The chain from a whole version through deltas to the version that is wanted, and a whole copy made of it.
+"""The chain from a whole version through deltas to another version, and whole copies that are built from it.
 
-A delta is made against the files of its parent, and names the parent's manifest by its sha256. The last whole version
-before it, and every delta since, must be there for it to be of use.
+A delta applies to the files of its parent, and names the parent's manifest by its sha256. It can be used only if the
+last whole version before it and every delta since are present.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shared.delta import rebuild
 from shared.errors import VersionError, VersionMissing
 from shared.versions import MANIFEST, FileEntry, Manifest, delta_name, manifest_sha256, read_manifest, version_path
 
-MOST_DELTAS = 256  # in a chain
+MOST_DELTAS = 256  # longest chain
 _COPY_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A version of a chain."""
+    """One version in a chain."""
 
     folder: Path
     manifest: Manifest
@@ -31,10 +31,10 @@ class Link:
 
 
 def read_chain(root: Path, version: int, sha256: str | None = None) -> list[Link]:
-    """The versions of which a version is made, the whole one first, itself last: for a whole version itself alone.
+    """Return the versions that a version is built from, from the whole one to the version itself.
 
-    sha256: of the version's manifest; None: whichever. Raises VersionError when one of them is not the one that the
-    delta was made of, VersionMissing when it is not there.
+    sha256: of the version's manifest; None: any. Raises VersionError if one of them is not the version that its delta
+    was made from, VersionMissing if one is not there.
     """
     links = [_read_link(root, version, sha256)]
     while (of := links[0].manifest.of) is not None:
@@ -49,11 +49,11 @@ def read_chain(root: Path, version: int, sha256: str | None = None) -> list[Link
 
 
 def copy_version(chain: list[Link], target: Path, bases: Mapping[str, Path] | None = None) -> Manifest:
-    """Write the last version of a chain into an empty folder, whole, and check the sha256 of each file.
+    """Write the last version of a chain as a whole version into an empty folder, and check the sha256 of each file.
 
-    bases: folders of whole copies, by the sha256 of the manifest that was published; of those in the chain the newest
-    is built upon. Returns the manifest of the copy. Raises VersionError when what is there does not make that version,
-    VersionMissing when a part is not there, OSError when a disk refuses.
+    bases: folders of whole copies, by the sha256 of the published manifest; the newest one in the chain is the starting
+    point. Returns the manifest of the copy. Raises VersionError if the files do not produce that version,
+    VersionMissing if a part is not there, OSError if a disk cannot be read or written.
     """
     bases = bases or {}
     folder, manifest = chain[-1].folder, chain[-1].manifest

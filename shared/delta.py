@@ -1,14 +1,14 @@
-"""What changed between two files of weights, small; and the newer file rebuilt from the older one, bit for bit.
+"""The difference between two weights files as a small delta, and the newer file rebuilt from the older one bit for bit.
 
-A policy update at a small learning rate leaves nearly all bfloat16 weights as they are (arXiv 2602.03839). A delta
-holds the new bits of those that changed, so that applying it overwrites and never adds: nothing is rounded and nothing
-drifts. It knows no tensors. Both files have the same header, and what follows is compared as words of 16 bits, in
-blocks, each on its own: so neither side needs memory for more than a block, whatever a delta says.
+A policy update at a small learning rate leaves nearly all bfloat16 weights unchanged (arXiv 2602.03839). A delta stores
+the new bits of those that changed. Applying it overwrites values and never adds: nothing is rounded, and errors do not
+accumulate. It ignores tensor boundaries. Both files have the same header; the data after it are compared as words of
+16 bits in independent blocks, so that neither side needs memory for more than a block, whatever a delta contains.
 
 A delta is a safetensors file with two rows of bytes for each block that changed, both compressed by zlib:
-`NUMBER.gaps`, the distances between changed words, and `NUMBER.values`, their new bits. What a distance is made of:
-255 stands for 255 words that stay, any smaller byte for so many and one word that changes. Of the values all low bytes
-come first, then all high bytes, because sign and exponent repeat themselves.
+`NUMBER.gaps`, the distances between changed words, and `NUMBER.values`, their new bits. In a distance, the byte 255
+stands for 255 unchanged words; a smaller byte n stands for n unchanged words and one changed word. In the values, all
+low bytes precede all high bytes, because sign and exponent repeat.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from shared.errors import VersionError
 from shared.tensors import data_start, read_bytes_of
 
 BLOCK_BYTES = 2 * 1024 * 1024
-_LEVEL = 1  # of zlib: higher ones cost much more time and save little
-_STAYS = 255  # in gaps: so many words stay as they are
+_LEVEL = 1  # of zlib: higher levels are much slower and save little
+_STAYS = 255  # in gaps: this number of unchanged words
 _PART = re.compile(r"(0|[1-9][0-9]{0,8})\.(gaps|values)", re.ASCII)
 
 Bytes = NDArray[np.uint8]
@@ -43,10 +43,10 @@ Words = NDArray[np.uint16]
 
 
 def write_delta(older: Path, newer: Path, delta: Path, max_bytes: int) -> bool:
-    """Write what changed from one safetensors file to another.
+    """Write the changes from one safetensors file to another.
 
-    Returns False, with no file written, when the delta would have more than `max_bytes` of data or cannot be: the
-    headers or the sizes differ. Raises VersionError when a file is no safetensors file, OSError when the disk refuses.
+    Returns False, and writes no file, if the delta would have more than `max_bytes` of data, or if headers or sizes
+    differ. Raises VersionError if a file is no safetensors file, OSError if the disk cannot be written.
     """
     start = data_start(newer)
     if data_start(older) != start or older.stat().st_size != newer.stat().st_size:
@@ -73,10 +73,10 @@ def write_delta(older: Path, newer: Path, delta: Path, max_bytes: int) -> bool:
 
 
 def rebuild(older: Path, deltas: Sequence[Path], newer: Path) -> str:
-    """Write the file that deltas make of an older one, the oldest delta first.
+    """Apply deltas to an older file, the oldest delta first, and write the result.
 
-    Returns its sha256, which the caller compares: a delta does not know what it was made against. Raises VersionError
-    when a delta is damaged or does not fit the file, OSError when a file cannot be read or written.
+    Returns its sha256 for the caller to compare: a delta does not know which file it was made from. Raises VersionError
+    if a delta is damaged or does not fit the file, OSError if a file cannot be read or written.
     """
     digest = hashlib.sha256()
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ def rebuild(older: Path, deltas: Sequence[Path], newer: Path) -> str:
         header = source.read(data_start(older))
         target.write(header)
         digest.update(header)
-        hasher = stack.enter_context(ThreadPoolExecutor(1))  # beside patching and writing, which take as long
+        hasher = stack.enter_context(ThreadPoolExecutor(1))  # in parallel with patching and writing, which take as long
         hashed = hasher.submit(digest.update, b"")
         for number, (words, block) in enumerate(_blocks(source)):
             for patch in patches:
@@ -100,7 +100,7 @@ def rebuild(older: Path, deltas: Sequence[Path], newer: Path) -> str:
 
 
 def require_delta(delta: Path, data_bytes: int) -> None:
-    """Raise VersionError unless a file is a delta of one with so many bytes of data, as far as its header tells."""
+    """Raise VersionError unless a file is a delta for this number of data bytes, according to its header."""
     with delta.open("rb") as stream:
         patches = _Patches(delta, stream)
     for number in range(-(-data_bytes // BLOCK_BYTES)):
@@ -109,7 +109,7 @@ def require_delta(delta: Path, data_bytes: int) -> None:
 
 
 class _Patches:
-    """The changed blocks of a delta that is open."""
+    """The changed blocks of an open delta."""
 
     def __init__(self, file: Path, stream: BufferedReader) -> None:
         self._file, self._stream = file, stream
@@ -125,7 +125,7 @@ class _Patches:
                 raise self._error(f"block {number} has no values, or no gaps")
 
     def apply(self, number: int, words: Words) -> None:
-        """Overwrite what changed in a block."""
+        """Overwrite the changed words of a block."""
         place = self.pop(number)
         if place is None:
             return
@@ -141,18 +141,18 @@ class _Patches:
         words[changed] = _join(values)
 
     def pop(self, number: int) -> dict[str, tuple[int, int]] | None:
-        """Offset and length of a block's parts, once; None: nothing in it changed."""
+        """Return offset and length of a block's parts, once; None: the block did not change."""
         return self._blocks.pop(number, None)
 
     def require_done(self) -> None:
-        """Raise VersionError when there are blocks that the file does not have."""
+        """Raise VersionError if blocks are left that the file does not have."""
         if self._blocks:
             raise self._error(f"it changes block {min(self._blocks)}, which the file does not have")
 
     def _unpack(self, place: tuple[int, int], most: int) -> Bytes:
-        """The bytes of a part, at most so many: what does not fit is neither read nor decompressed."""
+        """Return the bytes of a part, up to a limit: larger parts are neither read nor decompressed."""
         offset, length = place
-        if length > most + most // 1000 + 64:  # zlib adds no more to what it cannot compress
+        if length > most + most // 1000 + 64:  # the most that zlib adds to incompressible data
             raise self._error(f"a part of {length} bytes is longer than what it may hold")
         self._stream.seek(offset)
         decompressor = zlib.decompressobj()
@@ -169,17 +169,17 @@ class _Patches:
 
 
 def _blocks(stream: BufferedReader) -> Iterator[tuple[Words, memoryview]]:
-    """What follows in a file, block by block: as words, and as the bytes beneath them. Valid until the next but one."""
+    """Yield a file's rest block by block: as words, and as their bytes. A block is valid until the next but one."""
     for buffer in cycle((bytearray(BLOCK_BYTES), bytearray(BLOCK_BYTES))):
-        length = stream.readinto(buffer)  # a buffered file fills it, but at its end
+        length = stream.readinto(buffer)  # a buffered file fills the buffer, except at its end
         if not length:
             return
-        buffer[length : length + length % 2] = bytes(length % 2)  # half a word at the end
+        buffer[length : length + length % 2] = bytes(length % 2)  # pads half a word at the end
         yield np.frombuffer(buffer, "<u2", count=-(-length // 2)), memoryview(buffer)[:length]
 
 
 def _gaps(changed: NDArray[np.int64]) -> bytes:
-    """Positions of changed words, ascending, as the words that stay before each of them."""
+    """Encode ascending positions of changed words as the numbers of unchanged words before each."""
     stay = np.diff(changed, prepend=-1) - 1
     full = stay // _STAYS
     gaps = np.full(changed.size + int(full.sum()), _STAYS, np.uint8)
@@ -188,7 +188,7 @@ def _gaps(changed: NDArray[np.int64]) -> bytes:
 
 
 def _split(words: Words) -> bytes:
-    """All low bytes, then all high bytes."""
+    """Return all low bytes, then all high bytes."""
     return words.astype("<u2").view(np.uint8).reshape(-1, 2).T.tobytes()
 
 

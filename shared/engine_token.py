@@ -1,6 +1,6 @@
-"""The token that an engine asks for before it obeys: known to `flywheel engine`, the explorers and nobody else.
+"""The token that engines require for administrative calls. Only `flywheel engine` and the explorers know it.
 
-It is engine.admin_token, or else stands in a file of the root folder, made by whichever process comes first.
+It is engine.admin_token, or else the contents of a file in the root folder, which the first process creates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE = "engine.token"
 
 
 def engine_token(config: Config) -> str:
-    """The token. Raises StartupError when there is none and the root folder cannot be written."""
+    """Return the token. Raises StartupError if there is none and the root folder cannot be written."""
     if config.engine.admin_token is not None:
         return config.engine.admin_token
     file = config.root / FILE
@@ -37,7 +37,7 @@ def engine_token(config: Config) -> str:
 
 
 def _make(file: Path) -> None:
-    """Write a new token, whole or not at all; of two processes at once the first one's counts."""
+    """Write a new token atomically; of two processes, the first one wins."""
     file.parent.mkdir(parents=True, exist_ok=True)
     own = file.with_name(f".{FILE}-{secrets.token_hex(8)}")
     descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

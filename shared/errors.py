@@ -1,18 +1,18 @@
-"""The exceptions of Flywheel, one tree. Every message names the value, the reason and the remedy.
+"""The exceptions of Flywheel, in one tree. Every message names the value, the reason and the remedy.
 
 FlywheelError
-├── ConfigError      the configuration is wrong; the process ends with exit status 2
-├── StartupError     the process cannot start or go on; exit status 1
-├── LedgerError      the database is unavailable or refuses
-├── LeaseLost        another trainer holds the rows now
-├── VersionError     a version folder is damaged, or holds what it must not
-│   ├── VersionMissing   the folder or a part of it is not there, or not yet
-│   └── VersionExchanged   the folder holds another version of this number than the ledger names
+├── ConfigError      the configuration is wrong; the process exits with status 2
+├── StartupError     the process cannot start or continue; exit status 1
+├── LedgerError      the database is unavailable or refuses a statement
+├── LeaseLost        another trainer has leased the rows
+├── VersionError     a version folder is damaged, or contains forbidden files
+│   ├── VersionMissing   the folder or a part of it is missing, or not there yet
+│   └── VersionExchanged   the folder contains another version of this number than the ledger
 ├── DiskFull         a version or a state does not fit on the disk
 ├── CorruptTokens    a row's token arrays do not agree (experience.py)
-├── TooManySignals   so much was said about a row that it takes no more
-├── TooManyTargets   feedback is about more rows than it may reach at once
-└── EngineError      an engine is unavailable or answers wrongly
+├── TooManySignals   a row's log of signals is full
+├── TooManyTargets   feedback targets more rows than allowed
+└── EngineError      an engine is unavailable or returns a wrong answer
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import errno
 
 
 class FlywheelError(Exception):
-    """Base of every error that Flywheel raises on purpose."""
+    """Base of all errors that Flywheel raises intentionally."""
 
     exit_status = 1
 
 
 class ConfigError(FlywheelError):
-    """The configuration is wrong: names the key, the value and the remedy."""
+    """The configuration is wrong. The message names the key, the value and the remedy."""
 
     exit_status = 2
 
@@ -37,41 +37,41 @@ class StartupError(FlywheelError):
 
 
 class LedgerError(FlywheelError):
-    """The database is unavailable, full, locked too long or not ours."""
+    """The database is unavailable, full, locked for too long, or has foreign tables."""
 
 
 class LeaseLost(FlywheelError):
-    """A batch is no longer held by this trainer: its update must not become official."""
+    """This trainer no longer has the lease of a batch; its update must not be committed."""
 
 
 class VersionError(FlywheelError):
-    """A version folder does not verify; `reason` says which file and why."""
+    """A version folder does not verify; the message names the file and the reason."""
 
 
 class VersionMissing(VersionError):
-    """A version's folder, or a file of it, is not there: for good, or not yet."""
+    """A version's folder, or a file in it, is missing: permanently, or not there yet."""
 
 
 class VersionExchanged(VersionError):
-    """A version's manifest is not the one that the ledger names: of another ledger, or changed since."""
+    """A version's manifest is not the one in the ledger: it belongs to another ledger, or was changed."""
 
 
 class DiskFull(FlywheelError):
-    """The disk was full in the middle of a write; nothing half-written is left."""
+    """The disk filled up during a write. No partial files remain."""
 
 
 def is_full(failure: Exception) -> bool:
-    """Whether the operating system refused a write because the disk, or what one may use of it, is full."""
+    """Whether the operating system refused a write because the disk, or a quota, is full."""
     return isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class TooManySignals(FlywheelError):
-    """A row's log is full: nothing more can be said about it."""
+    """A row's log of signals is full: it accepts no more."""
 
 
 class TooManyTargets(FlywheelError):
-    """More rows than feedback may reach at once."""
+    """Feedback targets more rows than allowed."""
 
 
 class EngineError(FlywheelError):
-    """An engine is unavailable, or did not do what was asked."""
+    """An engine is unavailable, or did not execute a request."""

@@ -1,7 +1,7 @@
 """An experience: one sampled choice, its states, and the compact encoding of its tokens.
 
-Owns the row that stages record, claim and batch pass along, and the byte layout of its token arrays. A field of Sample,
-Sampling or Experience that is a column has the column's name (ledger/tables.py). Knows nothing of SQL or HTTP.
+Owns the row that the stages record, claim and batch exchange, and the byte layout of its token arrays. A field of
+Sample, Sampling or Experience that is a column has the column's name (ledger/tables.py). Uses neither SQL nor HTTP.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _last_stamp = 0  # microseconds
 
 
 def new_message_id(prefix: str) -> str:
-    """A unique id: its microsecond, so that the ledger's indexes grow at one end, and 72 random bits nobody guesses.
+    """Return a unique id: microseconds, so that the ledger's indexes grow at one end, and 72 unpredictable random bits.
 
     Each id of a process is greater than the one before.
     """
-    global _last_stamp  # noqa: PLW0603 — threads that race for it get equal stamps and different random bits
+    global _last_stamp  # noqa: PLW0603 — threads in a race get equal stamps, but different random bits
     _last_stamp = max(time.time_ns() // 1000, _last_stamp + 1)
     return f"{prefix}{_last_stamp:014x}{os.urandom(9).hex()}"
 
 
 class Attributed(Protocol):
-    """What a row says about where it belongs."""
+    """The columns of a row that determine its trajectory."""
 
     @property
     def id(self) -> int: ...
@@ -55,9 +55,9 @@ TrajectoryKey = tuple[str | int | None, ...]
 
 
 def trajectory_key(row: Attributed, task_id: str | None = None, run_id: str | None = None) -> TrajectoryKey:
-    """Rows of equal keys belong to one trajectory: a run as one group of keys names it, or else a conversation.
+    """Return the key of a row's trajectory: its run within a group of keys, or else its conversation.
 
-    task_id and run_id: of a row that names none.
+    task_id and run_id: used if the row has none.
     """
     task_id = task_id if row.task_id is None else row.task_id
     run_id = run_id if row.run_id is None else row.run_id
@@ -67,7 +67,7 @@ def trajectory_key(row: Attributed, task_id: str | None = None, run_id: str | No
 
 
 def choice_name(msg_id: str, choice: int) -> str:
-    """The name of one choice: ID for the first, ID#CHOICE for another."""
+    """Return the name of one choice: ID for the first, ID#CHOICE for another."""
     return f"{msg_id}#{choice}" if choice else msg_id
 
 
@@ -75,30 +75,30 @@ class State(StrEnum):
     """The state of a row between chat and training."""
 
     RECORDED = "RECORDED"  # sampled; may have a reward; waits for a commit
-    READY = "READY"  # committed: of a trajectory of which something was said, and to be trained on
-    LEASED = "LEASED"  # held by a trainer
-    CONSUMED = "CONSUMED"  # trained on: the version in consumed_version contains it
-    DISCARDED = "DISCARDED"  # never trained on, with a reason
+    READY = "READY"  # committed: its trajectory has a signal that is learned from; to be trained on
+    LEASED = "LEASED"  # claimed by a trainer
+    CONSUMED = "CONSUMED"  # trained on: consumed_version contains it
+    DISCARDED = "DISCARDED"  # never trained on, for a reason
 
 
 class BatchState(StrEnum):
     """The state of a batch."""
 
-    LEASED = "LEASED"  # a trainer holds it
-    CONSUMED = "CONSUMED"  # the version in consumed_version contains it
+    LEASED = "LEASED"  # claimed by a trainer
+    CONSUMED = "CONSUMED"  # consumed_version contains it
     RETURNED = "RETURNED"  # its rows are READY again, or were all quarantined
 
 
 class VersionState(StrEnum):
-    """The state of a version. The arrows between them are in ledger/transitions/versions.py."""
+    """The state of a version. ledger/transitions/versions.py defines the transitions."""
 
-    RESERVED = "RESERVED"  # a trainer has the number, and writes its folder
+    RESERVED = "RESERVED"  # a trainer has reserved the number and writes the folder
     PUBLISHED = "PUBLISHED"  # written; no engine has proven it yet
     SERVING = "SERVING"  # an engine has proven that it serves it
-    RETIRED = "RETIRED"  # has served; no engine serves it any more
-    SKIPPED = "SKIPPED"  # a newer one served before it did
-    REJECTED = "REJECTED"  # judged: damaged or not reproducible, never serves again
-    FAILED = "FAILED"  # engines died or hung on it, and none has proven it; can be tried again
+    RETIRED = "RETIRED"  # has served; no engine serves it now
+    SKIPPED = "SKIPPED"  # a newer version served first
+    REJECTED = "REJECTED"  # final: damaged or not reproducible, never served again
+    FAILED = "FAILED"  # engines crashed or hung on it, and none has proven it; can be retried
 
 
 class Purpose(StrEnum):
@@ -107,11 +107,11 @@ class Purpose(StrEnum):
     STAGING = "staging"  # an engine's host copies them
     LOADING = "loading"  # an engine is about to load them
     SERVING = "serving"  # an engine reads them while it serves
-    UNLOADING = "unloading"  # an engine has them, or may have them, and gets no requests for them
-    PINNED = "pinned"  # callers name the version
-    ENGINE = "engine"  # an engine's process has started on them
-    PARENT = "parent"  # a trainer begins with them
-    DELTA_BASE = "delta-base"  # a later version's delta is of them
+    UNLOADING = "unloading"  # an engine has or may have them, and gets no requests for them
+    PINNED = "pinned"  # callers pin the version
+    ENGINE = "engine"  # an engine's process was started on them
+    PARENT = "parent"  # a trainer starts from them
+    DELTA_BASE = "delta-base"  # a later version's delta applies to them
     EXPORT = "export"  # an operator copies them
 
 
@@ -119,22 +119,22 @@ MAY_SERVE = (VersionState.PUBLISHED, VersionState.SERVING, VersionState.RETIRED)
 
 
 class CorruptTokens(FlywheelError):
-    """A row's token arrays cannot be read or do not agree; the row is quarantined with this reason."""
+    """A row's token arrays cannot be read or do not agree. The row is quarantined with this reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of one sample, exactly as the engine saw and sampled them.
+    """The tokens of one sample, exactly as the engine received and sampled them.
 
-    prompt_ids: [P] int32; reply_ids: [R] int32; logprobs: [R] float32, the sampler's own, natural logarithm.
+    prompt_ids: [P] int32; reply_ids: [R] int32; logprobs: [R] float32, the sampler's, natural logarithm.
     """
 
     prompt_ids: TokenArray
     reply_ids: TokenArray
     logprobs: LogprobArray
 
-    # magic, layout, bytes of an id (layout 1 left it 0 and meant 4), 2 bytes reserved, prompt length, reply length;
-    # then the arrays, little-endian. Three bytes hold an id of any vocabulary up to 16 million.
+    # magic, layout, bytes of an id (0 in layout 1, which means 4), 2 reserved bytes, prompt length, reply length;
+    # then the arrays, little-endian. Three bytes can store an id of any vocabulary up to 16 million.
     _HEADER = struct.Struct("<4sBB2xII")
     _MAGIC = b"FWTK"
     _LAYOUT = 2
@@ -142,7 +142,7 @@ class Tokens:
     def check(self, vocabulary: int | None = None, max_tokens: int | None = None) -> None:
         """Raise CorruptTokens unless the arrays agree in length and every logprob is finite and ≤ 0 (+ rounding).
 
-        vocabulary: how many token ids the model knows; max_tokens: of prompt and reply; None: not checked.
+        vocabulary: number of token ids of the model; max_tokens: of prompt and reply; None: not checked.
         """
         if len(self.reply_ids) != len(self.logprobs):
             raise CorruptTokens(f"{len(self.reply_ids)} reply tokens but {len(self.logprobs)} logprobs")
@@ -159,12 +159,12 @@ class Tokens:
             raise CorruptTokens(f"it has {length} tokens; {most}")
 
     def encode(self) -> bytes:
-        """The arrays as bytes: 16 bytes of header, 2 to 4 for each id, 4 for each logprob."""
+        """Encode the arrays as bytes: 16 bytes of header, 2 to 4 for each id, 4 for each logprob."""
         ids = np.concatenate((self.prompt_ids, self.reply_ids)).astype("<u4", copy=False)
         largest = int(ids.max(initial=0))
         width = 2 if largest < 1 << 16 else 3 if largest < 1 << 24 else 4
         header = self._HEADER.pack(self._MAGIC, self._LAYOUT, width, len(self.prompt_ids), len(self.reply_ids))
-        packed = ids.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()  # the low bytes come first
+        packed = ids.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()  # the low bytes are first
         return header + packed + self.logprobs.astype("<f4", copy=False).tobytes()
 
     @classmethod
@@ -189,7 +189,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling parameters that the trainer needs to compute the same logprobs."""
+    """The sampling parameters that the trainer needs to reproduce the logprobs."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -198,10 +198,10 @@ class Sampling:
     repetition_penalty: float = 1.0  # divides the positive logits of tokens in prompt or reply, multiplies the others
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the reply
     frequency_penalty: float = 0.0  # the same, for each time that a token is in the reply
-    masked: bool = False  # tokens were forced or forbidden in a way that the trainer cannot compute again
+    masked: bool = False  # tokens were forced or forbidden in a way that the trainer cannot reproduce
 
     def check(self) -> None:
-        """Raises CorruptTokens for values that no sampler takes: logits would be no numbers."""
+        """Raise CorruptTokens for values that no sampler accepts: logits would not be numbers."""
         if not all(math.isfinite(value) for value in astuple(self)) or self.temperature < 0:
             raise CorruptTokens(f"it was sampled with values that no sampler takes: {self}")
         if self.repetition_penalty <= 0:
@@ -214,8 +214,8 @@ class Sample:
 
     msg_id: str
     choice: int
-    version: int  # the version that sampled the first token
-    version_end: int  # the version that sampled the last one
+    version: int  # sampled the first token
+    version_end: int  # sampled the last token
     tokens: Tokens
     sampling: Sampling
     finish_reason: str | None
@@ -225,26 +225,26 @@ class Sample:
     run_id: str | None = None
     key_name: str | None = None
     key_group: str | None = None
-    request: bytes | None = None  # the request's JSON; of a message's choices only the first has it
+    request: bytes | None = None  # the request's JSON; only the first choice of a message has it
     reply: bytes | None = None  # JSON of the reply's message
     quarantine: str | None = None  # why this sample must not be trained on
-    exchange: bytes | None = None  # digest of all messages up to and with the reply
+    exchange: bytes | None = None  # digest of all messages up to and including the reply
     extends: tuple[bytes, ...] = ()  # digests of the exchanges that it may continue, longest first
 
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A reply that a leased row is preferred over. It is read, not leased."""
+    """A reply that a leased row is preferred over. It is only read, not leased."""
 
     name: str  # choice_name()
     tokens: Tokens
     sampling: Sampling
-    key: str | None = None  # that said so
+    key: str | None = None  # that sent the preference
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """A leased row as the trainer sees it."""
+    """A leased row, as the trainer uses it."""
 
     id: int
     msg_id: str
@@ -254,26 +254,26 @@ class Experience:
     run_id: str | None
     conversation_id: str
     version: int
-    reward: float | None  # what was said last: its own reward, or the outcome; also where it has acted before
+    reward: float | None  # the latest of its own reward and the outcome; also if rewards have acted on it before
     created_at: float
     tokens: Tokens
     sampling: Sampling
-    turn_reward: float | None = None  # its own reward, where it has an outcome, too
-    outcome: float | None = None  # the reward of the whole that it belongs to, which is counted once
+    turn_reward: float | None = None  # its own reward, if it also has an outcome
+    outcome: float | None = None  # the reward of the whole that it belongs to; it counts once
     key_group: str | None = None
-    key_name: str | None = None  # the key that chatted
-    version_end: int | None = None  # the version that sampled the last token
+    key_name: str | None = None  # the key that sent the chat
+    version_end: int | None = None  # sampled the last token
     finish_reason: str | None = None
     signals: tuple[Signal, ...] = ()  # of the kinds that are learned from and act in this batch, oldest first
     preferred_over: tuple[Other, ...] = ()  # replies to the same prompt
-    correction: TokenArray | None = None  # the tokens of the answer that would have been right, with the end of turn
+    correction: TokenArray | None = None  # tokens of the right answer, with the end of turn
     correction_key: str | None = None  # the key that wrote it
     teacher: LogprobArray | None = None  # log p of the reply's tokens by a teacher behind an endpoint
-    hint: TokenArray | None = None  # what was said of it, as tokens to stand before its own
-    hint_key: str | None = None  # the key that said the last of it
-    unused: tuple[str, ...] = ()  # why something that was said of it teaches nothing, a reason each
+    hint: TokenArray | None = None  # words about it, as tokens to place before its own
+    hint_key: str | None = None  # the key that wrote the last of them
+    unused: tuple[str, ...] = ()  # why signals about it cannot be learned from, one reason each
     acts: int = EVERY_LESSON  # Lesson: what it is trained on in this batch
-    is_rehearsal: bool = False  # trained on before: its written answer is trained on again, and nothing else counts
+    is_rehearsal: bool = False  # trained on before: only its written answer and words are trained on again
 
     @property
     def is_rewarded(self) -> bool:
@@ -282,7 +282,7 @@ class Experience:
 
     @property
     def own_reward(self) -> float | None:
-        """The row's own reward, without the outcome; None where rewards have acted before."""
+        """The row's own reward, without the outcome; None if rewards have acted on it before."""
         if not self.is_rewarded:
             return None
         return self.reward if self.outcome is None else self.turn_reward
@@ -290,7 +290,7 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Rows that one trainer holds: one batch."""
+    """Rows that one trainer has claimed: one batch."""
 
     batch_id: int
     rows: list[Experience]

@@ -1,8 +1,8 @@
-"""Logging: one event with fields, one line each, the same shape in every process.
+"""Logging: one line for each event, with fields, in the same format in every process.
 
     12:01:07 explorer reload    version in service  version=3 took_ms=84
 
-Owns the format. Never holds prompt text above DEBUG; a trainer logs on rank 0 only.
+Owns the format. Prompt text appears only at DEBUG; a trainer logs on rank 0 only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StageLogger:
         self._emit(logging.ERROR, event, False, fields)
 
     def exception(self, event: str, **fields: object) -> None:
-        """For the boundary of a process or task: the event and the traceback of the current exception."""
+        """Log the event with the traceback of the current exception, at the boundary of a process or task."""
         self._emit(logging.ERROR, event, True, fields)
 
 
@@ -49,7 +49,7 @@ def _show(value: object) -> str:
 
 
 def configure_logging(process: str, level: str = "INFO") -> None:
-    """Send this process's events to stderr; `FLYWHEEL_LOG_PLAIN=1` leaves time and process to the supervisor."""
+    """Log to stderr; with `FLYWHEEL_LOG_PLAIN=1`, the supervisor adds time and process instead."""
     prefix = "" if os.environ.get("FLYWHEEL_LOG_PLAIN") else f"%(asctime)s {process:<8} "
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(prefix + "%(levelmark)s%(message)s", datefmt="%H:%M:%S"))

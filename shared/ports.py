@@ -1,4 +1,4 @@
-"""Ports that a process is about to listen on."""
+"""Checks and finds ports to listen on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.errors import StartupError
 
 
 def require_free_port(host: str, port: int, setting: str) -> None:
-    """Raise StartupError when nothing can listen there, naming the setting to change."""
+    """Raise StartupError if the port is not free; the message names the setting to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -21,7 +21,7 @@ def require_free_port(host: str, port: int, setting: str) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine's loopback that nothing listens on at this moment."""
+    """Return a port of the loopback interface that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

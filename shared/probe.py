@@ -1,4 +1,4 @@
-"""What a version computes on given tokens: how an engine shows that it has loaded its weights."""
+"""A probe: known logprobs of a version, by which an engine proves that it has loaded its weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ProbeSequence(msgspec.Struct, frozen=True):
 
 
 class Contrast(msgspec.Struct, frozen=True):
-    """A token on which a version and its parent differ.
+    """A token that a version and its parent score differently.
 
     token_ids: [T]; both logprobs are log p(token_ids[-1] | token_ids[:-1]) at temperature 1, natural logarithm.
     """
@@ -27,20 +27,20 @@ class Contrast(msgspec.Struct, frozen=True):
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """The logprobs that an engine must reproduce after loading, before it serves under this version's name."""
+    """The logprobs that an engine must reproduce after loading, before it serves this version."""
 
-    dtype: str  # the type of the version's weights
+    dtype: str  # of the version's weights
     sequences: list[ProbeSequence]
-    contrasts: list[Contrast] = []  # of all weights: where they differ most from the parent's, by more than rounding
-    base: list[ProbeSequence] = []  # of an adapter: the same sequences by the base model alone
-    distinct: bool = True  # of an adapter: whether these logprobs differ from the base's by more than an engine rounds
-    arithmetic: str = "float32"  # the type that these logprobs were computed in
+    contrasts: list[Contrast] = []  # for full weights: the largest differences from the parent, above rounding
+    base: list[ProbeSequence] = []  # for an adapter: the same sequences scored by the base model alone
+    distinct: bool = True  # for an adapter: whether these logprobs differ from the base's by more than rounding
+    arithmetic: str = "float32"  # the type in which these logprobs were computed
 
     @property
     def asked(self) -> list[list[int]]:
-        """Token ids of all that an engine scores: the sequences, then the contrasts."""
+        """Token ids of everything that an engine scores: the sequences, then the contrasts."""
         return [one.token_ids for one in self.sequences] + [one.token_ids for one in self.contrasts]
 
     def rounding_of(self, engine: str) -> str:
-        """The type whose rounding decides how far an engine that computes in the type `engine` may be from these."""
+        """Return the type whose rounding limits the accuracy of an engine that computes in the type `engine`."""
         return engine if self.arithmetic == "float32" else self.arithmetic

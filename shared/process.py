@@ -1,4 +1,4 @@
-"""Which process this is, whether another one is still alive, and children that end with their parent."""
+"""The identity of this process, checks whether another one is alive, and children that end with their parent."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pathlib import Path
 
 
 def process_name() -> str:
-    """A unique name of this process: machine, process id, start time, random digits."""
+    """Return a unique name of this process: machine, process id, start time, random digits."""
     pid = os.getpid()
     return f"{_machine()}-{pid}-{_start_of(pid) or 0}-{uuid.uuid4().hex[:8]}"
 
 
 def is_gone(name: str) -> bool:
-    """Whether the process of that name ran on this machine and has ended; False where that cannot be known."""
+    """Whether the process of that name ran on this machine and has ended; False if unknown."""
     began = _began(name)
     return began is not None and began[1] not in (began[0], None)
 
 
 def is_running(name: str) -> bool:
-    """Whether the process of that name runs on this machine, be it stopped; False where that cannot be known."""
+    """Whether the process of that name runs on this machine, even if stopped; False if unknown."""
     began = _began(name)
     return began is not None and began[0] == began[1] != 0
 
 
 def _began(name: str) -> tuple[int, int | None] | None:
-    """When the process of that name began, as its name says and as the kernel says now; None: on another machine."""
+    """Return when the process of that name started, by its name and by the kernel; None: it is on another machine."""
     machine, _, rest = name.partition("-")
     if not machine or machine != _machine():
         return None
@@ -43,7 +43,7 @@ def _began(name: str) -> tuple[int, int | None] | None:
 
 @functools.cache
 def _machine() -> str:
-    """This boot of this machine, and the container's process ids if it is one; empty where the kernel is not Linux."""
+    """Identify this boot of this machine, and the container's process namespace; empty if the kernel is not Linux."""
     try:
         about = Path("/proc/sys/kernel/random/boot_id").read_text() + str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -53,9 +53,9 @@ def _machine() -> str:
 
 @functools.cache
 def machine_name() -> str:
-    """This machine among those that share a ledger, the same after a restart: its host name and installation.
+    """Return a name of this machine that stays the same after a restart: its host name and installation.
 
-    A container has a host name of its own.
+    A container has its own host name.
     """
     about = ""
     for file in (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id")):
@@ -65,26 +65,35 @@ def machine_name() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process began, in the kernel's ticks; 0 when it has ended; None when that cannot be known.
+    """Return when a process started, in kernel ticks; 0 if it has ended; None if unknown.
 
-    A process without free descriptors, for one, cannot read it, not even for itself.
+    A process without free file descriptors, for example, cannot read it, even for itself.
     """
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return None if _exists(pid) else 0
     except OSError:
         return None
     return 0 if state == "Z" else int(rest[18])  # proc(5): starttime
 
 
+def _exists(pid: int) -> bool:
+    """Whether there is such a process, also where /proc hides those of other users (mount option `hidepid`)."""
+    try:
+        os.kill(pid, 0)
+    except OSError as exc:
+        return not isinstance(exc, ProcessLookupError)
+    return True
+
+
 def visible_devices(devices: Sequence[int] | None) -> dict[str, str]:
-    """The environment of a process that is to see these GPUs alone; None: those that it sees anyway."""
+    """Return the environment of a process that may use only these GPUs; None: all that are visible."""
     return {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
 
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> Callable[[], None]:
-    """A `preexec_fn` for subprocess: the kernel signals the child when its parent dies, however it dies (Linux)."""
+    """A `preexec_fn` for subprocess: the kernel signals the child when its parent dies for any reason (Linux)."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     set_parent_death_signal = 1
 
@@ -95,6 +104,6 @@ def die_with_parent(signal_number: int = signal.SIGTERM) -> Callable[[], None]:
 
 
 def adopt_orphans() -> None:
-    """From now on whatever this process's descendants leave behind when they die becomes its own child (Linux)."""
+    """Make this process the new parent of orphans among its descendants (Linux)."""
     set_child_subreaper = 36
     ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1)

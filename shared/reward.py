@@ -1,8 +1,8 @@
-"""From signals to a reward: the rule of the `reward` section. Signals are stored raw, so the rule may change.
+"""Computes a reward from signals by the section `reward`. Signals are stored raw, so the rule may change.
 
 r = clip( e + Σ_m w_m · metric_m )      e: the last explicit reward; without one, the value of the last rating
-Of each signal the last one counts. The signals about a message alone and those about a whole that it belongs to make a
-reward each: its own, and the outcome. A row without any of these signals has no reward.
+Of each kind of signal, only the last one counts. Signals about a message make its own reward; signals about a whole
+that it belongs to make the outcome. A row without any of these signals has no reward.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from shared.config import RewardConfig, TrainerConfig
 
 _LARGEST = sys.float_info.max
 
-# `demonstration` says that the reply was written, not sampled: only `flywheel import` says it.
+# `demonstration`: the reply was written, not sampled. Only `flywheel import` writes this kind.
 Kind = Literal["reward", "rating", "metric", "comment", "correction", "preferred_over", "demonstration"]
-# What a signal is about: this message, or a whole: a run, a conversation, several messages of one trajectory.
+# What a signal is about: this message, or a whole: a run, a conversation, or several messages of one trajectory.
 Scope = Literal["message", "run", "conversation", "messages"]
-SCORES: frozenset[Kind] = frozenset(("reward", "rating", "metric"))  # what the rule makes a reward of
+SCORES: frozenset[Kind] = frozenset(("reward", "rating", "metric"))  # the kinds that the rule turns into a reward
 
 
 class Lesson(IntFlag):
-    """What a row is trained on, each once. Whatever the rule makes a reward of is one lesson."""
+    """What a row is trained on, each once. All signals that the rule turns into a reward are one lesson."""
 
     REWARD = 1
     COMMENT = 2
     CORRECTION = 4
     PREFERENCE = 8
     DEMONSTRATION = 16
-    NEXT_MESSAGE = 32  # of the user, in the row that continues this one
+    NEXT_MESSAGE = 32  # the user's, in the row that continues this one
 
 
 _LESSONS: dict[Kind, Lesson] = {
@@ -43,11 +43,11 @@ _LESSONS: dict[Kind, Lesson] = {
     "demonstration": Lesson.DEMONSTRATION,
 }
 EVERY_LESSON = int(~Lesson(0))
-WORDS: frozenset[Kind] = frozenset(("comment", "correction", "preferred_over"))  # each of them acts, not the last alone
+WORDS: frozenset[Kind] = frozenset(("comment", "correction", "preferred_over"))  # all of them act, not only the last
 
 
 def lessons_of(kinds: Iterable[Kind]) -> Lesson:
-    """What signals of these kinds teach."""
+    """Return the lessons of signals of these kinds."""
     lessons = Lesson(0)
     for kind in kinds:
         lessons |= _LESSONS[kind]
@@ -55,12 +55,12 @@ def lessons_of(kinds: Iterable[Kind]) -> Lesson:
 
 
 def learned_kinds(config: TrainerConfig) -> frozenset[Kind]:
-    """The kinds of signals that the configured algorithms learn from."""
+    """Return the kinds of signals that the configured algorithms learn from."""
     return frozenset(kind for kind in get_args(Kind) if kind in config.learns_from)
 
 
 def kinds_learned_again(config: TrainerConfig) -> frozenset[Kind]:
-    """The kinds of signals whose rows the configured algorithms learn from again: rehearsal."""
+    """Return the kinds of signals whose rows the configured algorithms learn from again (rehearsal)."""
     return frozenset(kind for kind in get_args(Kind) if kind in config.learns_again)
 
 
@@ -69,7 +69,7 @@ class Signal:
     """One piece of feedback about a message.
 
     value: of a reward or metric. name: of a metric. text: of a rating ("up", "down"), comment, correction, or the
-    message id that this one is preferred over. key_name: the key that said it.
+    message id that this message is preferred over. key_name: the key that sent it.
     """
 
     kind: Kind
@@ -83,30 +83,47 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What the signals about a row make of it."""
+    """The rewards and lessons that a row gets from its signals."""
 
-    reward: float | None  # what was said last: its own reward, or the outcome
+    reward: float | None  # the latest of its own reward and the outcome
     turn_reward: float | None  # its own
     outcome: float | None  # of the whole that it belongs to
-    teaches: int  # Lesson: what was said of it that is learned from, and that it was not trained on
+    teaches: int  # Lesson: lessons in its signals that are learned from, and that it was not trained on yet
 
 
-def is_new(signal: Signal, before: Sequence[Signal], taught: int, last_signal: int) -> bool:
-    """Whether words did not act on a row yet, and do not repeat what was said `before` by the same key.
+class NewWords:
+    """Tells which words of a row's log are new: they have not acted on the row, and repeat none of their key.
 
-    taught: what the row was trained on, as Lesson. last_signal: the last one that was in the log then.
+    `has` takes all signals of the row, oldest first.
     """
-    acted = signal.id is not None and signal.id <= last_signal and lessons_of([signal.kind]) & taught
-    repeats = any((one.kind, one.text, one.key_name) == (signal.kind, signal.text, signal.key_name) for one in before)
-    return signal.kind in WORDS and not acted and not repeats
+
+    def __init__(self, taught: int, last_signal: int, log: Iterable[Signal] = ()) -> None:
+        """taught: lessons that the row was trained on. last_signal: the last signal in the log at that time.
+
+        log: earlier signals.
+        """
+        self._taught, self._last_signal = taught, last_signal
+        self._seen: set[tuple[Kind, str | None, str | None]] = set()
+        for signal in log:
+            self.has(signal)
+
+    def has(self, signal: Signal) -> bool:
+        """Whether the signal is new words."""
+        if signal.kind not in WORDS:
+            return False
+        words = (signal.kind, signal.text, signal.key_name)
+        repeats = words in self._seen
+        self._seen.add(words)
+        acted = signal.id is not None and signal.id <= self._last_signal and lessons_of([signal.kind]) & self._taught
+        return not (acted or repeats)
 
 
 def credit_of(
     signals: Sequence[Signal], rule: RewardConfig, learned: frozenset[Kind], taught: int = 0, last_signal: int = 0
 ) -> Credit:
-    """The credit of a row by its signals, oldest first. learned: the kinds that are learned from.
+    """Return the credit of a row from its signals, oldest first. learned: the kinds that are learned from.
 
-    taught, last_signal: as for `is_new`.
+    taught, last_signal: see NewWords.
     """
     own = reward_of((signal for signal in signals if signal.scope == "message"), rule)
     outcome = reward_of((signal for signal in signals if signal.scope != "message"), rule)
@@ -114,13 +131,14 @@ def credit_of(
     last = own if scores and scores[-1].scope == "message" else outcome
     once = (*scores, *(one for one in signals if one.kind not in SCORES | WORDS))
     teaches = lessons_of(one.kind for one in once if one.kind in learned) & ~taught
-    words = (one for place, one in enumerate(signals) if is_new(one, signals[:place], taught, last_signal))
-    return Credit(last, own, outcome, teaches | lessons_of(one.kind for one in words if one.kind in learned))
+    new = NewWords(taught, last_signal)
+    words = {one.kind for one in signals if new.has(one)}
+    return Credit(last, own, outcome, teaches | lessons_of(words & learned))
 
 
 def reward_key(signals: Sequence[Signal]) -> str | None:
-    """The key that set the reward that signals make, oldest first: of several the one that said last what counts first,
-    an explicit reward before a rating and a rating before a metric. None: nobody, or without a key."""
+    """Return the key that set the reward of these signals, oldest first: the one that sent the last signal of the
+    highest rank (explicit reward, rating, metric). None: there is no such signal, or it has no key."""
     for kind in ("reward", "rating", "metric"):
         keys = [signal.key_name for signal in signals if signal.kind == kind]
         if keys:
@@ -129,7 +147,7 @@ def reward_key(signals: Sequence[Signal]) -> str | None:
 
 
 def reward_of(signals: Iterable[Signal], rule: RewardConfig) -> float | None:
-    """The reward that the signals make, oldest first; None when none of them counts."""
+    """Return the reward of the signals, oldest first; None if no signal counts."""
     explicit: float | None = None
     rated: float | None = None
     metrics: dict[str, float] = {}
@@ -146,4 +164,4 @@ def reward_of(signals: Iterable[Signal], rule: RewardConfig) -> float | None:
     total = sum(parts)
     if rule.clip is not None:
         total = min(max(total, rule.clip[0]), rule.clip[1])
-    return min(max(float(total), -_LARGEST), _LARGEST)  # a sum of finite numbers may be infinite
+    return min(max(float(total), -_LARGEST), _LARGEST)  # a sum of finite numbers may overflow

@@ -1,7 +1,7 @@
-"""Is a version sound? What an engine must never be given is found here, before any engine sees it.
+"""Checks a version before any engine loads it, so that no engine gets a damaged or forbidden file.
 
-A version that is damaged, or holds what it should not, raises VersionError. One that is only not there yet raises
-VersionMissing: a network folder shows a finished version later than the ledger shows its row.
+A version that is damaged, or contains forbidden files, raises VersionError. One that is not there yet raises
+VersionMissing: a network folder may show a finished version later than the ledger shows its row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.tensors import Tensor, data_start, read_tensors, require_same_tensor
 from shared.versions import MANIFEST, FileEntry, Manifest, delta_name, read_manifest, verify_version
 
 _FOREIGN_SUFFIXES = (
-    *(".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"),  # pickles, or what may hold one
+    *(".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz"),  # pickles, or may contain one
     *(".h5", ".hdf5", ".msgpack", ".gguf", ".ggml", ".onnx"),
 )
 _ZIP, _PICKLE = b"PK\x03\x04", tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
@@ -31,16 +31,16 @@ _ZIP, _PICKLE = b"PK\x03\x04", tuple(bytes([0x80, protocol]) for protocol in ran
 
 @dataclass(frozen=True)
 class Base:
-    """What every version has in common with version 0."""
+    """Properties of version 0 that every version must share."""
 
     fingerprint: str
     tensors: dict[str, Tensor]
-    config: FileEntry | None  # of config.json, by which most versions are known to have the same
+    config: FileEntry | None  # of config.json; most versions have the same file
     architecture: dict[str, Any]
 
 
 def read_base(root: Path, first: VersionRow) -> Base:
-    """Version 0, as later versions are compared with it. Raises VersionError."""
+    """Read the properties of version 0 that later versions are compared with. Raises VersionError."""
     with _named(folder := _inside(root, first.path)):
         manifest = _read_listed(root, folder, first)
         config = manifest.files.get(CONFIG)
@@ -49,17 +49,17 @@ def read_base(root: Path, first: VersionRow) -> Base:
 
 
 def require_sound(root: Path, row: VersionRow, base: Base | None) -> Manifest:
-    """Check what `require_well_formed` does, and every file's sha256. Returns the manifest. Raises as that does."""
+    """Check what `require_well_formed` does, and every file's sha256. Returns the manifest. Raises the same errors."""
     require_well_formed(root, row, base)
     with _named(folder := _inside(root, row.path)):
         return verify_version(folder, row.manifest_sha256)
 
 
 def require_well_formed(root: Path, row: VersionRow, base: Base | None) -> Manifest:
-    """Check a version's place, manifest, files and tensors, for which little is read. Returns its manifest.
+    """Check a version's location, manifest, files and tensors, which reads little. Returns its manifest.
 
-    base: version 0; None: the ledger names none. Raises VersionError with the reason, and VersionMissing when the
-    version, or a part of it, is not there.
+    base: version 0; None: the ledger has none. Raises VersionError with the reason, VersionMissing if the version or
+    a part of it is not there.
     """
     with _named(folder := _inside(root, row.path)):
         manifest = _read_listed(root, folder, row)
@@ -85,9 +85,9 @@ def _require_same_model(folder: Path, manifest: Manifest, base: Base) -> None:
 
 
 def _whole_folder(root: Path, folder: Path, manifest: Manifest) -> Path:
-    """The folder whose tensors a version has: its own, or for a delta that of the whole version which it goes back to.
+    """Return the folder with a version's tensors: its own or, for a delta, that of the whole version in its chain.
 
-    A delta changes no header, so that names, shapes and types are those. Raises VersionError unless every delta fits.
+    A delta changes no header, so names, shapes and types are the same. Raises VersionError unless every delta fits.
     """
     if manifest.form == "whole":
         return folder
@@ -102,7 +102,7 @@ def _whole_folder(root: Path, folder: Path, manifest: Manifest) -> Path:
 
 
 def is_foreign(file: Path) -> bool:
-    """Whether a file holds weights in another form than safetensors, or a pickle, or an archive that may hold one."""
+    """Whether a file contains weights in a format other than safetensors, a pickle, or an archive that may have one."""
     name = file.name.lower()
     if name.endswith(_FOREIGN_SUFFIXES):
         return True
@@ -114,7 +114,7 @@ def is_foreign(file: Path) -> bool:
 
 @contextlib.contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """What the file system says of a folder, as an error that names it."""
+    """Convert errors of the file system to errors that name the folder."""
     try:
         yield
     except OSError as exc:
@@ -124,7 +124,7 @@ def _named(folder: Path) -> Iterator[None]:
 
 
 def _read_listed(root: Path, folder: Path, row: VersionRow) -> Manifest:
-    """The manifest of a folder that holds what it lists, and nothing else."""
+    """Return the manifest of a folder that contains exactly the files that it lists."""
     _require_links_inside(root, folder)
     manifest = read_manifest(folder, row.manifest_sha256)
     _require_that_row(folder, manifest, row)
@@ -133,7 +133,7 @@ def _read_listed(root: Path, folder: Path, row: VersionRow) -> Manifest:
 
 
 def _inside(root: Path, path: str) -> Path:
-    """The folder of a version, as the ledger names it. Raises VersionError when that leads out of `versions/`."""
+    """Return a version's folder, by its path in the ledger. Raises VersionError if that is outside `versions/`."""
     parts = PurePosixPath(path).parts
     if len(parts) != 2 or parts[0] != "versions" or ".." in parts or "\0" in path:
         raise VersionError(f"the ledger names the folder {path!a}, which is none in {root / 'versions'}")
@@ -141,7 +141,7 @@ def _inside(root: Path, path: str) -> Path:
 
 
 def _require_links_inside(root: Path, folder: Path) -> None:
-    """Raise VersionError when the folder, or anything in it, is a link that leads out of `versions/`."""
+    """Raise VersionError if the folder, or anything in it, is a link to a place outside `versions/`."""
     home = os.path.realpath(root / "versions")
     entries = [str(folder)]
     if folder.is_dir():
@@ -163,7 +163,7 @@ def _require_that_row(folder: Path, manifest: Manifest, row: VersionRow) -> None
 
 
 def _require_listed_files(folder: Path, manifest: Manifest) -> None:
-    """Raise VersionError unless the folder holds the files that the manifest lists, regular ones, and no other."""
+    """Raise VersionError unless the folder contains the regular files that the manifest lists, and no others."""
     present = {os.path.relpath(entry.path, folder): entry for entry in _walk(folder)}
     present.pop(MANIFEST, None)
     for name, entry in sorted(present.items()):
@@ -183,7 +183,7 @@ def _require_listed_files(folder: Path, manifest: Manifest) -> None:
 
 
 def _walk(folder: Path) -> list[os.DirEntry[str]]:
-    """Everything below a folder; links to folders are not followed."""
+    """Return everything below a folder; links to folders are not followed."""
     found, folders = [], [str(folder)]
     while folders:
         with os.scandir(folders.pop()) as entries:

@@ -10,8 +10,8 @@ import signal
 class StopRequest:
     """Set by SIGTERM or SIGINT. Wait on it instead of sleeping.
 
-    A pipe, not a threading.Event: the handler may run while the main thread holds the event's lock, and would wait for
-    itself.
+    It uses a pipe, not a threading.Event: the handler may run while the main thread holds the event's lock, and would
+    wait for itself.
     """
 
     def __init__(self) -> None:
@@ -28,13 +28,13 @@ class StopRequest:
     def set(self) -> None:
         if not self._stopped:
             self._stopped = True
-            os.write(self._writable, b"!")  # never read, so that it wakes every later wait too
+            os.write(self._writable, b"!")  # never read, so that later waits wake up, too
 
     def __bool__(self) -> bool:
         return self._stopped
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`; True when the process should stop."""
+        """Wait up to `timeout_s`. Returns True if the process should stop."""
         waiting = select.poll()
         waiting.register(self._readable, select.POLLIN)
         waiting.poll(max(0.0, timeout_s) * 1000)

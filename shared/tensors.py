@@ -1,7 +1,7 @@
-"""The tensors of a folder: names, shapes and types as its safetensors files announce them.
+"""The tensors of a folder: names, shapes and types according to its safetensors files.
 
-Reads the headers alone, so that a version of any size is compared in milliseconds and without torch. What the headers
-say is not believed before it is checked: engines read the same files without a second look.
+Reads only the headers, so that versions of any size are compared in milliseconds and without torch. Headers are checked
+before they are used: engines read the same files without checks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from shared.errors import VersionError
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 32 * 1024 * 1024
 _MOST_DIMENSIONS = 32
+_NOT_READ = (".", "consolidated")  # vLLM passes over hidden files, and reads those of Mistral's own format alone
 _BITS = {
     "BOOL": 8,
     **{f"{kind}{bits}": bits for kind in "UI" for bits in (8, 16, 32, 64)},
@@ -30,9 +31,9 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Tensor(NamedTuple):
-    """What a tensor is, apart from its values."""
+    """The type and shape of a tensor."""
 
-    dtype: str  # as safetensors names it, e.g. BF16
+    dtype: str  # in safetensors' notation, e.g. BF16
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -50,13 +51,15 @@ class _Index(msgspec.Struct):
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors that an engine finds in a folder, by name. Raises VersionError with the file.
+    """Return the tensors that an engine finds in a folder, by name. Raises VersionError with the file.
 
-    Only files at the top of the folder count, as for the engines. Where an index is, it must name each tensor's file.
+    As in the engines, only files at the top of the folder count. If there is an index, it must name each tensor's file.
     """
     found: dict[str, Tensor] = {}
     file_of: dict[str, str] = {}
     for file in sorted(folder.glob("*.safetensors")):
+        if file.name.startswith(_NOT_READ):
+            raise VersionError(f"{folder}: engines do not read {file.name!a} together with the other files")
         for name, tensor in read_header(file).items():
             if name in found:
                 raise VersionError(f"{folder}: tensor {name!a} is in {file_of[name]} and in {file.name}")
@@ -75,14 +78,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file. Raises VersionError when its header is damaged or does not fit its size."""
+    """Return a safetensors file's tensors. Raises VersionError if the header is damaged or does not fit the size."""
     return {name: Tensor(entry.dtype, tuple(entry.shape)) for name, entry in _read_entries(file)[1].items()}
 
 
 def read_bytes_of(file: Path) -> tuple[int, dict[str, tuple[int, int]]]:
-    """Where the data of a safetensors file begin, and offset and length in the file of those of each tensor of bytes.
+    """Return the start of a safetensors file's data, and offset and length of each tensor of bytes in the file.
 
-    Raises VersionError when its header is damaged or does not fit its size, or a tensor is no row of bytes.
+    Raises VersionError if its header is damaged or does not fit its size, or a tensor is no row of bytes.
     """
     start, entries = _read_entries(file)
     for name, entry in entries.items():
@@ -92,7 +95,7 @@ def read_bytes_of(file: Path) -> tuple[int, dict[str, tuple[int, int]]]:
 
 
 def data_start(file: Path) -> int:
-    """Where the data of a safetensors file begin, after its header. Raises VersionError when that does not fit."""
+    """Return the offset of a safetensors file's data, after the header. Raises VersionError if that does not fit."""
     return 8 + _header_length(file)
 
 
@@ -106,7 +109,7 @@ def _header_length(file: Path) -> int:
 
 
 def _read_entries(file: Path) -> tuple[int, dict[str, _Entry]]:
-    """Where the data begin, and the header's entries, which fill them without a gap."""
+    """Return the offset of the data, and the header's entries, which must cover the data without a gap."""
     size, length = file.stat().st_size, _header_length(file)
     entries = _decode(_read(file, 8, length), dict[str, msgspec.Raw], file)
     entries.pop("__metadata__", None)
@@ -123,7 +126,7 @@ def _read_entries(file: Path) -> tuple[int, dict[str, _Entry]]:
 
 
 def require_same_tensors(folder: Path, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raise VersionError, which names the first tensor that is missing, too many, or of another shape or type."""
+    """Raise VersionError with the first tensor that is missing, superfluous, or of another shape or type."""
     for name in sorted(found.keys() | expected.keys()):
         if name not in found:
             raise VersionError(f"{folder}: tensor {name!a} is missing, which version 0 has")
@@ -134,7 +137,7 @@ def require_same_tensors(folder: Path, found: dict[str, Tensor], expected: dict[
 
 
 def _bytes(entry: _Entry, unknown: int) -> int:
-    """How many bytes the tensor needs; of a type that is not known here: as many as it has."""
+    """Return how many bytes the tensor needs; for an unknown type, as many as it has."""
     bits = _BITS.get(entry.dtype)
     if bits is None:
         return unknown

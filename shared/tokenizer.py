@@ -1,4 +1,4 @@
-"""What a model's token ids mean, as a digest: tokens of one tokenizer are nothing to a model with another."""
+"""A digest of a model's vocabulary: tokens of one tokenizer mean nothing to a model with another."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hashlib
 import json
 from pathlib import Path
 
-_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json")  # where there is no JSON
+_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json")  # without tokenizer.json
 
 
 def tokenizer_digest(folder: Path) -> str | None:
-    """Of the vocabulary in a Hugging Face folder, whatever was changed around it; None for a folder without one."""
+    """Return the digest of the vocabulary in a Hugging Face folder, ignoring other settings; None: it has none."""
     file = folder / "tokenizer.json"
     if file.exists():
         tokenizer = json.loads(file.read_bytes())

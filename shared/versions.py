@@ -1,10 +1,10 @@
-"""A version on disk: written whole or not at all, verified before it is used.
+"""A version on disk: written atomically, and verified before use.
 
-`ROOT/versions/v000012/` holds what Hugging Face writes (config, tokenizer, safetensors) and MANIFEST.json. A folder
-counts only together with its row in the ledger; one without a row is garbage from a crash. Owns the layout, the
-manifest and the checks. Knows nothing of torch: whoever has the weights writes the files. A version of the form
-`delta` holds, in the place of its weights, what changed in those of its parent: see shared/chain.py. A version of the
-kind `lora` holds an adapter alone: see shared/adapters.py.
+`ROOT/versions/v000012/` contains what Hugging Face writes (config, tokenizer, safetensors) and MANIFEST.json. A folder
+is a version only together with its row in the ledger; one without a row is garbage from a crash. Owns the layout, the
+manifest and the checks. Does not use torch: the caller writes the weights. A version of the form `delta` contains the
+changes to its parent's weights instead of weights: see shared/chain.py. A version of the kind `lora` contains only an
+adapter: see shared/adapters.py.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ class Manifest(msgspec.Struct, frozen=True):
     kind: str  # full: all weights; lora: an adapter
     base: str  # the base model's path, as configured
     base_fingerprint: str  # of the base model's configuration and weights: see `fingerprint`
-    step: int  # optimizer steps contained in these weights
+    step: int  # number of optimizer steps in these weights
     created_at: float  # Unix seconds
     files: dict[str, FileEntry]
     probe: Probe
     form: Literal["whole", "delta"] = "whole"
-    of: DeltaOf | None = None  # of a delta: always the parent
-    whole: dict[str, FileEntry] = {}  # of a delta: the files of weights that are rebuilt from it
-    base_version: int | None = None  # of an adapter: the version whose weights it adds to
+    of: DeltaOf | None = None  # for a delta: always the parent
+    whole: dict[str, FileEntry] = {}  # for a delta: the weights files that are rebuilt from it
+    base_version: int | None = None  # for an adapter: the version whose weights it adapts
 
     @property
     def weights(self) -> dict[str, FileEntry]:
-        """The files of weights, as an engine loads them."""
+        """The weights files, as an engine loads them."""
         if self.form == "delta":
             return self.whole
         return {name: entry for name, entry in self.files.items() if name.endswith(WEIGHTS_SUFFIX)}
 
 
 def delta_name(name: str) -> str:
-    """The file that holds what changed in a file of weights."""
+    """Return the name of the file with the changes to a weights file."""
     return name.removesuffix(WEIGHTS_SUFFIX) + ".delta" + WEIGHTS_SUFFIX
 
 
@@ -79,7 +79,7 @@ def version_name(version: int) -> str:
 
 
 def version_path(version: int) -> str:
-    """The folder of a version, relative to the root folder: the same on every machine that mounts it."""
+    """Return the folder of a version relative to the root folder, which is the same on every machine."""
     return f"versions/{version_name(version)}"
 
 
@@ -89,21 +89,21 @@ def write_version(
     write_files: Callable[[Path], None],
     shrink: Callable[[Path, Manifest], Manifest] | None = None,
 ) -> Manifest:
-    """Write a version so that it appears whole or not at all: temporary folder, fsync, rename, fsync.
+    """Write a version atomically: temporary folder, fsync, rename, fsync.
 
     Args:
         root: the shared folder.
         manifest: everything but `files`, which this fills in.
-        write_files: writes the model's files into the folder it is given.
-        shrink: may put a delta in the place of the weights there, and then say so in the manifest.
+        write_files: writes the model's files into a given folder.
+        shrink: may replace the weights there by a delta, and returns the manifest for the result.
 
-    Returns: the manifest as written. The caller adds the version's row; until then the folder counts for nothing.
-    Raises DiskFull, or VersionError when the disk or `write_files` refuses; then nothing is left.
+    Returns: the manifest as written. The caller adds the version's row; until then the folder is no version.
+    Raises DiskFull, or VersionError if the disk or `write_files` fails; then no files remain.
     """
     final = root / version_path(manifest.version)
     temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
     try:
-        if final.exists():  # a crash left it behind without its row
+        if final.exists():  # left by a crash, without its row
             shutil.rmtree(final)
         temporary.mkdir(parents=True)
         write_files(temporary)
@@ -133,10 +133,10 @@ _SAMPLES, _SAMPLE_BYTES = 17, 64 * 1024
 
 
 def read_manifest(folder: Path, sha256: str | None = None) -> Manifest:
-    """Parse a version's manifest, and check what its types do not say. Raises VersionError, or VersionMissing.
+    """Parse a version's manifest, and check what its types do not. Raises VersionError, or VersionMissing.
 
-    sha256: of the manifest as the ledger knows it, else VersionExchanged; None: it was published before the ledger kept
-    it.
+    sha256: of the manifest in the ledger; another one raises VersionExchanged. None: the version was published before
+    the ledger stored it.
     """
     file = folder / MANIFEST
     try:
@@ -158,7 +158,7 @@ def read_manifest(folder: Path, sha256: str | None = None) -> Manifest:
 
 
 def _contradiction(manifest: Manifest) -> str | None:
-    """What in a manifest cannot be right; None: nothing."""
+    """Return a contradiction in a manifest; None: there is none."""
     if not manifest.probe.sequences:
         return "its probe is empty, so that no engine can prove to serve it"
     probe = manifest.probe
@@ -180,7 +180,7 @@ def _contradiction(manifest: Manifest) -> str | None:
 
 
 def _contradiction_of_form(manifest: Manifest) -> str | None:
-    """What in its form cannot be right. A delta is of an earlier version, so that following them comes to an end."""
+    """Return a contradiction in its form. A delta applies to an earlier version, so that every chain ends."""
     if manifest.form == "whole":
         return "it is whole, and says what it is a delta of" if manifest.of or manifest.whole else None
     if manifest.of is None or manifest.of.version != manifest.parent or manifest.of.version >= manifest.version:
@@ -192,16 +192,16 @@ def _contradiction_of_form(manifest: Manifest) -> str | None:
 
 
 def _is_plain_name(name: str) -> bool:
-    """Whether a manifest's name is that of a file in the folder, in its only spelling."""
+    """Whether a manifest's name is that of a file in the folder, in normal form."""
     path = PurePosixPath(name)
     spelled = str(path) == name and bool(path.parts) and not path.is_absolute() and ".." not in path.parts
     return spelled and name != MANIFEST and "\0" not in name
 
 
 def verify_version(folder: Path, sha256: str | None = None) -> Manifest:
-    """Check every file's size and sha256 against the manifest. Raises VersionError naming the first that differs.
+    """Check every file's size and sha256 against the manifest. Raises VersionError with the first that differs.
 
-    sha256: as for `read_manifest`.
+    sha256: see `read_manifest`.
     """
     manifest = read_manifest(folder, sha256)
     for name, entry in manifest.files.items():
@@ -218,12 +218,12 @@ def verify_version(folder: Path, sha256: str | None = None) -> Manifest:
 
 
 def manifest_sha256(folder: Path) -> str:
-    """The digest by which the ledger knows a version that was written."""
+    """Return the digest of a version's manifest, which the ledger stores."""
     return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
 
 
 def version_label(version: int, folder: Path) -> str:
-    """What an engine that holds a version says of its weights, such as `13:9f86d081884c7d65`: number and manifest.
+    """Return the label that an engine reports of its weights, such as `13:9f86d081884c7d65`: number and manifest.
 
     Raises VersionMissing.
     """
@@ -234,9 +234,9 @@ def version_label(version: int, folder: Path) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """Identifies a base model: sha256 over config.json and, of each weight file, name, size and samples.
+    """Identify a base model: sha256 over config.json and, of each weights file, name, size and samples.
 
-    Samples, because a start must not read a hundred gigabytes only to find the model it knows.
+    Samples suffice: a start must not read a hundred gigabytes only to recognize its model.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
@@ -250,12 +250,12 @@ def fingerprint(folder: Path) -> str:
 
 
 def temporary_versions(root: Path) -> list[Path]:
-    """The temporary folders of writers, of those that died and those that are at work."""
+    """Return the temporary folders of writers, dead or active."""
     return list((root / "versions").glob(".tmp-*"))
 
 
 def remove_temporary_versions(folders: Iterable[Path], keep: Collection[int] = ()) -> None:
-    """Delete those of writers that died. keep: the numbers that writers may be at work on."""
+    """Delete the folders of dead writers. keep: numbers that writers may be writing."""
     kept = tuple(f".tmp-{version_name(version)}-" for version in keep)
     for folder in folders:
         if not folder.name.startswith(kept):
@@ -269,14 +269,14 @@ def _relative_files(folder: Path) -> Iterator[str]:
 
 
 def file_entry(file: Path) -> FileEntry:
-    """A file as a manifest lists it."""
+    """Return a file's entry in a manifest."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return FileEntry(size=file.stat().st_size, sha256=digest)
 
 
 def fsync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power cut."""
+    """Make a file, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

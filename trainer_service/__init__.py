@@ -1,1 +1,1 @@
-"""The service that learns: claim → batch → update → publish."""
+"""The trainer: claim → batch → update → publish."""

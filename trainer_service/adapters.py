@@ -1,7 +1,7 @@
-"""LoRA adapters in a causal LM: the policy's, and where an algorithm needs values the critic's, over one frozen base.
+"""LoRA adapters in a causal LM: one for the policy and, if an algorithm needs values, one for the critic.
 
-The only file that imports PEFT, which puts its layers into the model in place: the model stays what it was, with our
-attention and our head. One adapter is in use at a time, for a whole forward pass; none: the base model speaks.
+Both share one frozen base. Only this file imports PEFT, which inserts its layers into the model in place: the model
+keeps our attention and our head. One adapter is active during a forward pass; with none, the base model computes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ ALL_LINEAR = "all-linear"
 
 
 def add_adapters(model: Any, config: LoraConfig, names: list[str], seed: int) -> Adapters:
-    """Put adapters of these names into a model, which then adds nothing: each B is zero. The base is frozen.
+    """Insert adapters with these names into a model. They change nothing yet: each B is zero. Freezes the base.
 
     Raises StartupError for a target that is no linear layer of the model, or that engines do not adapt.
     """
     targets = config.targets if isinstance(config.targets, str) else list(config.targets)
-    with torch.random.fork_rng(), warnings.catch_warnings():  # a model that is made anew gets the same A
+    with torch.random.fork_rng(), warnings.catch_warnings():  # a rebuilt model gets the same A
         torch.manual_seed(seed)
-        warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)  # a second adapter is meant
+        warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)  # a second adapter is intended
         for name in names:
-            alpha: Any = config.alpha  # PEFT says int, and multiplies by it
+            alpha: Any = config.alpha  # PEFT declares an int, but only multiplies by it
             settings = PeftConfig(r=config.rank, lora_alpha=alpha, target_modules=targets)
             try:
                 inject_adapter_in_model(settings, model, name)
@@ -58,7 +58,7 @@ def add_adapters(model: Any, config: LoraConfig, names: list[str], seed: int) ->
 
 
 def open_adapter(base: Path, folder: Path) -> Any:
-    """A model folder with an adapter over it, in float32, as PEFT loads them. Raises StartupError."""
+    """Load a model folder with an adapter, in float32, by PEFT. Raises StartupError."""
     model = load_causal_lm(base)
     try:
         return PeftModel.from_pretrained(model, folder)
@@ -68,7 +68,7 @@ def open_adapter(base: Path, folder: Path) -> Any:
 
 
 class Adapters:
-    """The adapters of a model. What is in use is kept in PEFT's layers."""
+    """The adapters of a model. PEFT's layers store which one is active."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -81,12 +81,12 @@ class Adapters:
 
     @property
     def current(self) -> str | None:
-        """The adapter that is in use."""
+        """The active adapter."""
         layer = next(iter(self._layers.values()))
         return None if layer.disable_adapters else str(layer.active_adapters[0])
 
     def switch(self, name: str | None) -> None:
-        """Use another adapter; None: the base alone. All stay with the optimizer: PEFT would freeze what rests."""
+        """Activate another adapter; None: only the base. All stay trainable: PEFT would freeze inactive ones."""
         for layer in self._layers.values():
             layer.enable_adapters(name is not None)
             if name is not None:
@@ -95,7 +95,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def use(self, name: str | None) -> Iterator[None]:
-        """Use another adapter in this block."""
+        """Activate another adapter inside this block."""
         before = self.current
         if before == name:
             yield
@@ -107,11 +107,11 @@ class Adapters:
             self.switch(before)
 
     def checkpoint_contexts(self) -> tuple[Any, Any]:
-        """For torch.utils.checkpoint: a layer is computed again with the adapter that it was computed with."""
+        """For torch.utils.checkpoint: a layer is recomputed with the adapter of its forward pass."""
         return contextlib.nullcontext(), self.use(self.current)
 
     def parameters(self, name: str) -> list[nn.Parameter]:
-        """All of an adapter's."""
+        """All parameters of an adapter."""
         return [half[name].weight for layer in self._layers.values() for half in (layer.lora_A, layer.lora_B)]
 
     def weights(self) -> dict[str, nn.Parameter]:
@@ -123,17 +123,17 @@ class Adapters:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the policy's adapter, whole."""
+        """Shapes of the policy's adapter, not sharded."""
         return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.weights().items()}
 
     def describe(self, base: str) -> AdapterConfig:
-        """What adapter_config.json says of the policy's adapter. base: what names the base model."""
+        """Return adapter_config.json of the policy's adapter. base: identifies the base model."""
         layer = next(iter(self._layers.values()))
         rank, alpha = layer.r[POLICY], layer.lora_alpha[POLICY]
         return AdapterConfig(base_model_name_or_path=base, r=rank, lora_alpha=alpha, target_modules=self._targets())
 
     def _targets(self) -> list[str]:
-        """The ends of the adapted modules' names, where no other linear layer's name ends so; else the whole names."""
+        """Return the last parts of the adapted modules' names if they match no other module; else the whole names."""
         ends = sorted({name.rpartition(".")[2] for name in self._layers})
         others = (name for name, module in self._model.named_modules() if name not in self._layers)
         inside = tuple(f"{name}." for name in self._layers)
@@ -159,7 +159,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def rounded(self, dtype: torch.dtype) -> Iterator[None]:
-        """In this block the policy's adapter computes with its weights as a version's file of that type holds them."""
+        """In this block, the policy's adapter computes with weights rounded to this type, as a version stores them."""
         layers = [half[POLICY] for layer in self._layers.values() for half in (layer.lora_A, layer.lora_B)]
         for layer in layers:
             layer.forward = partial(_forward_rounded, layer, dtype)
@@ -170,7 +170,7 @@ class Adapters:
                 del layer.forward
 
     def require_served(self, targets: str | list[str]) -> None:
-        """Raise StartupError unless every target is in the model, and every adapted layer is one that engines adapt."""
+        """Raise StartupError unless every target is in the model, and engines can adapt every adapted layer."""
         for target in targets if isinstance(targets, list) else ():
             if not any(is_target(name, [target]) for name in self._layers):
                 raise StartupError(
@@ -192,7 +192,7 @@ def _forward_rounded(layer: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 class AdaptedActorCritic(Actor):
-    """Policy and critic on one frozen base, each with its adapter; the critic has a head."""
+    """Policy and critic on one frozen base, each with its own adapter; the critic has a head."""
 
     def __init__(self, policy: Any, adapters: Adapters) -> None:
         super().__init__(policy)
@@ -200,7 +200,7 @@ class AdaptedActorCritic(Actor):
         self.value_head = ValueHead(policy.config.get_text_config().hidden_size)
 
     def forward(self, micro: MicroBatch, *, values: bool = True, **wanted: Any) -> Scores:
-        """As the actor's; with `values` those of the critic as well."""
+        """Like the actor's; with `values` also those of the critic."""
         scores = super().forward(micro, **wanted)
         if values:
             with self._adapters.use(CRITIC):
@@ -213,6 +213,6 @@ class AdaptedActorCritic(Actor):
 
 
 def base_scores(adapters: Adapters, score: Callable[[MicroBatch], Scores], micro: MicroBatch) -> Scores:
-    """Scores by the base model alone."""
+    """Return scores by the base model alone."""
     with adapters.use(None):
         return score(micro)

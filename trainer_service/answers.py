@@ -1,8 +1,8 @@
-"""Stage 6, batch: the tokens of corrections, as the model would have sampled them.
+"""Stage 6, batch: tokenize corrections as the model would have sampled them.
 
-Text becomes tokens once, here, by the tokenizer of the model's folder. The chat template says what stands between a
-prompt and an answer and what ends it; what somebody wrote is never part of a template. The prompt's tokens are the
-row's own.
+The tokenizer of the model's folder converts the text once, here. The chat template determines the tokens between a
+prompt and an answer, and the end of the answer; text of callers never becomes part of a template. The prompt's tokens
+are the row's own.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from shared.config import TrainerConfig
 from shared.errors import StartupError
 from shared.experience import Experience, TokenArray, Tokens, TrajectoryKey, trajectory_key
 
-_STAND_IN = "STANDIN"  # for an answer, while the template is read
+_STAND_IN = "STANDIN"  # placeholder for an answer in the rendered template
 _QUESTION = [{"role": "user", "content": _STAND_IN}]
 
 
 class _Unusable(ValueError):
-    """A correction teaches nothing; the message is the reason."""
+    """A correction cannot be learned from; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """What stands around an answer."""
+    """The text around an answer."""
 
-    prompt: str = ""  # a prompt that it may follow
-    before: str = ""  # an empty thought, for one
-    after: str = ""  # the first token of it ends the answer; "": the tokenizer's own end
+    prompt: str = ""  # a prompt that the answer may follow
+    before: str = ""  # an empty thought before the answer, if the template writes one
+    after: str = ""  # its first token ends the answer; "": the tokenizer's end-of-sequence token does
 
 
 class AnswerTokenizer:
-    """Gives rows the tokens of their corrections."""
+    """Adds the tokens of corrections to rows."""
 
     def __init__(self, tokenizer: Any, *, vocabulary: int, longest: int | None) -> None:
-        """vocabulary: how many token ids the model knows; longest: tokens of prompt and answer; None: of any length.
+        """vocabulary: number of token ids of the model; longest: tokens of prompt and answer; None: unlimited.
 
-        Raises StartupError when the chat template fails, or does not write an answer after its prompt.
+        Raises StartupError if the chat template fails, or does not write an answer after its prompt.
         """
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -54,7 +54,7 @@ class AnswerTokenizer:
         self._n_after = len(self._encode(template.after))
 
     def with_corrections(self, rows: Sequence[Experience]) -> list[Experience]:
-        """The rows with the tokens of what was said last; of a whole, the correction is about its last reply."""
+        """Add the tokens of the last correction to each row; a correction of a whole is about its last reply."""
         last: dict[TrajectoryKey, int] = {trajectory_key(row): row.id for row in sorted(rows, key=lambda row: row.id)}
         return [self._correct(row, is_last=last[trajectory_key(row)] == row.id) for row in rows]
 
@@ -72,21 +72,21 @@ class AnswerTokenizer:
             return replace(row, unused=(*row.unused, str(reason)))
 
     def _answer(self, text: str, tokens: Tokens) -> TokenArray:
-        """The tokens of an answer to a row's prompt. Raises _Unusable."""
+        """Return the tokens of an answer to a row's prompt. Raises _Unusable."""
         if not text:
             raise _Unusable("correction_empty")
         if self._tokenizer.decode(tokens.reply_ids, skip_special_tokens=True).strip() == text:
             raise _Unusable("correction_equals_reply")
         if any(token in text for token in self._special):
-            raise _Unusable("correction_with_special_tokens")  # text would end turns and begin others
+            raise _Unusable("correction_with_special_tokens")  # such text would end turns and start others
         template = self._template
         whole = self._encode(f"{template.prompt}{template.before}{text}{template.after}")
         begin = len(self._prompt_ids)
         if whole[:begin] != self._prompt_ids:
-            raise _Unusable("correction_joins_prompt")  # its first letters would change the prompt's last token
+            raise _Unusable("correction_joins_prompt")  # its first characters would change the prompt's last token
         thought = len(self._before_ids)
         if thought and tokens.prompt_ids[-thought:].tolist() == self._before_ids:
-            begin += thought  # the prompt has it already
+            begin += thought  # the prompt contains it already
         reply = [*whole[begin : len(whole) - self._n_after], *self._end_ids]
         if len(reply) <= 1 or max(reply) >= self._vocabulary:
             raise _Unusable("correction_outside_vocabulary")
@@ -102,9 +102,9 @@ class AnswerTokenizer:
 def answer_tokenizer(
     config: TrainerConfig, folder: Path, *, vocabulary: int, context: int | None
 ) -> AnswerTokenizer | None:
-    """By the tokenizer of a model's folder; None: no algorithm learns from corrections. Raises StartupError.
+    """Load the tokenizer of a model's folder; None: no algorithm learns from corrections. Raises StartupError.
 
-    vocabulary: how many token ids the model knows; context: how many tokens it takes; None: it says nothing.
+    vocabulary: number of token ids of the model; context: its maximum number of tokens; None: no known limit.
     """
     if "correction" not in config.learns_from:
         return None
@@ -119,7 +119,7 @@ def answer_tokenizer(
 
 
 def _read_template(tokenizer: Any) -> _Template:
-    """What the chat template writes around an answer; nothing where there is none. Raises StartupError."""
+    """Return the text that the chat template writes around an answer; empty without a template. Raises StartupError."""
     if tokenizer.chat_template is None:
         return _Template()
     answer = {"role": "assistant", "content": _STAND_IN}

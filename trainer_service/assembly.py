@@ -1,7 +1,7 @@
-"""The models that the configured algorithms need, by `model.kind`: what is trained, and what the reference is.
+"""Builds the models that the configured algorithms need, by `model.kind`.
 
-`full`: policy, critic and reference are whole models. `lora`: one base, frozen, with an adapter for policy and critic
-each; the reference is the base without them.
+`full`: policy, critic and reference are separate models. `lora`: one frozen base model, with one adapter for the policy
+and one for the critic; the reference is the base without adapters.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from trainer_service.self_test import check_rows
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Models that are ready for the optimizer."""
+    """Models ready for the optimizer."""
 
     policy: Any  # the causal LM that is published
-    module: nn.Module  # what is trained: an Actor
-    own: list[nn.Parameter]  # the policy's
-    critic: list[nn.Parameter]  # empty: no algorithm needs values
-    reference: Callable[[torch.device], Reference] | None  # on a device; None: no algorithm needs it
-    others: list[Any] = field(default_factory=list)  # models of the policy's architecture beside it
+    module: nn.Module  # the module that is trained: an Actor
+    own: list[nn.Parameter]  # parameters of the policy
+    critic: list[nn.Parameter]  # parameters of the critic; empty: no algorithm needs values
+    reference: Callable[[torch.device], Reference] | None  # by device; None: no algorithm needs it
+    others: list[Any] = field(default_factory=list)  # further models of the policy's architecture
 
 
 def assemble(config: Config, start: Path, needs: Needs, *, bf16: bool) -> Models:
-    """Load what is needed. start: the folder of the version that the policy begins with. Raises StartupError."""
+    """Load the models. start: folder of the version that the policy starts from. Raises StartupError."""
     make = adapted_models if config.model.kind == "lora" else full_models
     return make(config, start, needs, bf16)
 
 
 def full_models(config: Config, start: Path, needs: Needs, bf16: bool) -> Models:
-    """Models of their own for policy, critic and reference."""
+    """Build separate models for policy, critic and reference."""
     policy = load_causal_lm(start)
     tie_equal_embeddings(policy)
     if config.trainer.gradient_checkpointing:
@@ -72,11 +72,11 @@ def full_models(config: Config, start: Path, needs: Needs, bf16: bool) -> Models
 
 
 def adapted_models(config: Config, start: Path, needs: Needs, bf16: bool) -> Models:
-    """One frozen base with adapters."""
+    """Build one frozen base model with adapters."""
     policy = load_causal_lm(config.root / version_path(0))
     tie_equal_embeddings(policy)
     if bf16:
-        round_weights(policy, torch.bfloat16)  # DeepSpeed would do so later, beside the whole in float32
+        round_weights(policy, torch.bfloat16)  # DeepSpeed would round later, next to the complete float32 copy
     names = [POLICY, *([CRITIC] if Needs.VALUES in needs else [])]
     adapters = add_adapters(policy, config.model.lora, names, config.trainer.seed)
     if read_manifest(start).kind == "lora":
@@ -93,8 +93,8 @@ def adapted_models(config: Config, start: Path, needs: Needs, bf16: bool) -> Mod
 
 
 def frozen_teachers(config: Config, device: torch.device, *, bf16: bool) -> tuple[dict[str, Reference], Rows]:
-    """By algorithm: scores by the model in a folder that it learns from; and the fullest rows that all of these models
-    compute right. Raises StartupError."""
+    """Return scores by the frozen teacher model of each algorithm that has one, and the densest row layout that all
+    of these models compute correctly. Raises StartupError."""
     folder = config.trainer.distill.path
     if "distill" not in config.trainer.parts or folder is None:
         return {}, Rows.FOLDED

@@ -1,8 +1,8 @@
-"""Attention for packed rows: a token sees its own sequence alone, and no mask of a whole row is ever made.
+"""Attention for packed rows: a token attends only to its own sequence, without a mask of the whole row.
 
-Registered with Transformers under a name; `use` sets it for a model. The row's layout travels with the forward pass
-as the keyword `layout`, so that gradient checkpointing computes again with the same one. Shapes: T tokens of a row,
-H heads of queries, G of keys, D of a head's size, Q and S tokens that ask and that are seen.
+Registered with Transformers under a name; `use` selects it for a model. The row's layout is passed to the forward pass
+as the keyword `layout`, so that gradient checkpointing recomputes with the same one. Shapes: T tokens of a row,
+H heads of queries, G of keys, D size of a head, Q queries and S keys of a mask.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ BLOCK = 1024  # queries that share a mask
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which tokens of a row belong together."""
+    """Which tokens of a row belong to the same sequences."""
 
     nodes: tuple[Node, ...]
-    _kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what all layers use
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # cache for all layers
 
     @property
     def folded(self) -> bool:
@@ -35,11 +35,11 @@ class Layout:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the nodes: without folding, of the sequences."""
+        """Lengths of the nodes; without folding, of the sequences."""
         return [node.end - node.start for node in self.nodes]
 
     def kwargs(self, device: torch.device) -> dict[str, Any]:
-        """What a model is to be called with: for our attention, and for layers that carry a state along the row."""
+        """Return keywords for a model's call: for our attention, and for layers that carry a state along the row."""
         if self.folded:
             return {"layout": self}
         starts, sequence_T = self._boundaries(device)
@@ -55,15 +55,15 @@ class Layout:
         return found
 
     def paths(self) -> list[list[int]]:
-        """For each node the nodes that its tokens see, from the root to itself."""
+        """Return for each node the nodes that its tokens attend to, from the root to itself."""
         if "paths" not in self._kept:
             self._kept["paths"] = [path(self.nodes, number) for number in range(len(self.nodes))]
         found: list[list[int]] = self._kept["paths"]
         return found
 
     def variable(self, device: torch.device) -> tuple[Tensor | None, Tensor, Tensor, int, int]:
-        """For kernels of variable lengths: the keys' places in the row (None: the row as it is), where the queries and
-        the keys of each node begin, and the most of both."""
+        """Return arguments of variable-length kernels: indices of the keys in the row (None: the row itself), starts of
+        the queries and of the keys of each node, and the maximum number of each."""
         if ("variable", device) not in self._kept:
             pieces = [[self.nodes[n] for n in found] for found in self.paths()]
             places = [torch.arange(piece.start, piece.end) for found in pieces for piece in found]
@@ -76,7 +76,8 @@ class Layout:
         return found
 
     def mask(self, first: int, queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-        """[queries, keys], True: seen. first: the position of the first query; the keys end with the last query."""
+        """Return a mask [queries, keys], True: attended. first: position of the first query; the keys end with the last
+        query."""
         name = (first, queries, keys, window, device)
         if name not in self._kept:
             query_Q1 = torch.arange(first, first + queries, device=device).unsqueeze(1)
@@ -88,7 +89,7 @@ class Layout:
 
 
 def use(model: Any) -> bool:
-    """Let a model compute attention with ours. Returns whether its code can."""
+    """Make a model use this attention. Returns whether its code supports that."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, _no_mask)
     model.set_attn_implementation(NAME)
@@ -96,9 +97,9 @@ def use(model: Any) -> bool:
 
 
 def _no_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
-    """The mask that Transformers asks for. Raises ValueError for padding: our rows have none."""
+    """Replace the mask of Transformers. Raises ValueError for padding: packed rows have none."""
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError("the trainer's attention takes packed rows, and this one is padded")
+        raise ValueError("the trainer's attention takes packed rows, but this one is padded")
 
 
 def attend(
@@ -115,10 +116,9 @@ def attend(
     softcap: float | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as Transformers calls it: [1, T, H, D]. Without a layout each row, of as many as there are, is one
-    sequence.
+    """Attention as Transformers calls it: [1, T, H, D]. Without a layout, each of the rows is one sequence.
 
-    Raises NotImplementedError for what it does not know, attention sinks for one.
+    Raises NotImplementedError for options that it does not support, such as attention sinks.
     """
     if attention_mask is not None or unknown.get("s_aux") is not None or unknown.get("position_bias") is not None:
         raise NotImplementedError(
@@ -151,7 +151,7 @@ def _join(pieces: Sequence[Tensor], found: list[int]) -> Tensor:
 
 
 def _node(node: Node, query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
-    """What the tokens of one node see: the keys and values of the path that ends with them."""
+    """Return the attention of one node's tokens to the keys and values of the path that ends with them."""
     total, window = key.shape[2], options.window
     if node.depth == 0 and options.softcap is None and (window is None or window >= total):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=options.scaling, enable_gqa=True)
@@ -180,7 +180,7 @@ def _block(query: Tensor, key: Tensor, value: Tensor, mask_QS: Tensor, options: 
 
 
 def _has_kernel(query: Tensor, value: Tensor, softcap: float | None) -> bool:
-    """Whether PyTorch's kernel for sequences of variable lengths takes these."""
+    """Whether PyTorch's kernel for variable-length sequences supports these tensors."""
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -212,5 +212,5 @@ def _by_kernel(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> 
         window_size=(window, 0),
         enable_gqa=True,
     )
-    assert isinstance(output, Tensor)  # a pair where more is asked for
+    assert isinstance(output, Tensor)  # a pair only if more is requested
     return output.unsqueeze(0)

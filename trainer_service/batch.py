@@ -1,7 +1,8 @@
-"""Stage 6, batch: what was said of rows, beside rewards, reaches their sequences.
+"""Stage 6, batch: attach signals other than rewards to sequences.
 
-What is said of a message is said of its reply alone. Where turns are merged, that turn becomes a sequence of its own;
-it begins as the merged one does, and folding computes the beginning once.
+A signal about a message concerns only its reply. If the turn was merged into a longer sequence, it also becomes a
+sequence of its own. The two share a prefix, which folding computes once.
+A place is an index into `Batch.sequences`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainer_service.trajectories import TokenSequence, sequence_of, trajectorie
 
 
 def make_batch(rows: Sequence[Experience]) -> Batch:
-    """The trajectories of rows, with what was said of them."""
+    """Build the trajectories of rows, with the signals about them."""
     again = [row for row in rows if row.is_rehearsal]
     rows = sorted((row for row in rows if not row.is_rehearsal), key=lambda row: row.id)
     batch = Batch.of(trajectories_of(rows))
@@ -53,20 +54,20 @@ def make_batch(rows: Sequence[Experience]) -> Batch:
 
 
 class _Replies:
-    """Single replies as sequences of a batch: those of its rows, and those that they are preferred over."""
+    """The sequences that hold a single reply: of the batch's rows, and of replies that these are preferred over."""
 
     def __init__(self, batch: Batch, rows: Sequence[Experience]) -> None:
         self._batch = batch
         self._rows = {choice_name(row.msg_id, row.choice): row for row in rows}
         alone = [(one.row_ids[0], place) for place, one in enumerate(batch.sequences) if len(one.row_ids) == 1]
-        self._places: dict[int | str, int] = dict(alone)  # by row id; of what is no row of the batch by name
+        self._places: dict[int | str, int] = dict(alone)  # by row id; replies outside the batch by choice name
 
     def place(self, row: Experience) -> int:
-        """The place of a row's reply."""
+        """Return the place of a row's reply."""
         return self._place(row.id, row)
 
     def place_of(self, other: Other, row: Experience) -> int:
-        """The place of a reply that a row is preferred over."""
+        """Return the place of a reply that a row is preferred over."""
         if other.name in self._rows:
             return self.place(self._rows[other.name])
         return self._place(other.name, replace(row, tokens=other.tokens, sampling=other.sampling))
@@ -78,15 +79,15 @@ class _Replies:
 
 
 def _answer(row: Experience, reply_ids: TokenArray) -> TokenSequence:
-    """A written answer to a row's prompt. Nobody sampled it: it has no importance weight."""
+    """Return a written answer to a row's prompt. It was not sampled, so its importance weights are 1."""
     tokens = Tokens(row.tokens.prompt_ids, reply_ids, np.zeros(len(reply_ids), np.float32))
     return sequence_of(replace(row, tokens=tokens, sampling=replace(row.sampling, masked=True)))
 
 
 def _add_rehearsed(batch: Batch, again: Sequence[Experience]) -> tuple[list[int], dict[int, str | None]]:
-    """Add rows that were trained on before, for what was written and said of them.
+    """Add rows that were trained on before, to repeat their written answers and hints.
 
-    Returns the places of their sequences; and which of them were written, with the keys that did.
+    Returns the places of all their sequences, and the places of written answers with the keys that wrote them.
     """
     rehearsed: list[int] = []
     written: dict[int, str | None] = {}
@@ -101,7 +102,7 @@ def _add_rehearsed(batch: Batch, again: Sequence[Experience]) -> tuple[list[int]
 
 
 def _answers(row: Experience) -> Iterator[tuple[TokenSequence, str | None]]:
-    """The answers that were written for a row, each with the key that wrote it."""
+    """Yield the written answers of a row, each with the key that wrote it."""
     if _is_demonstration(row):
         yield _answer(row, row.tokens.reply_ids), _last_key(row, "demonstration")
     if row.correction is not None:
@@ -113,12 +114,12 @@ def _is_demonstration(row: Experience) -> bool:
 
 
 def _last_key(row: Experience, kind: Kind) -> str | None:
-    """The key that was the last to say something of this kind."""
+    """Return the key that sent the last signal of this kind."""
     return [one.key_name for one in row.signals if one.kind == kind][-1]
 
 
 def _ratings(batch: Batch, rows: Sequence[Experience], replies: _Replies) -> dict[int, Signal]:
-    """By place: the last rating of a message; or of a whole, which is about each of its sequences."""
+    """Return ratings by place: the last rating of a message; a rating of a whole applies to each of its sequences."""
     of_message: dict[int, Signal] = {}
     of_whole: dict[TrajectoryKey, Signal] = {}
     for row in rows:

@@ -1,7 +1,8 @@
-"""The breaker: bounds on what an update measures, between stages update and publish.
+"""The breaker: bounds on the figures of an update, checked between update and publish.
 
-Beyond one of them nothing is published and nothing consumed, and the last good version serves on, until somebody has
-looked (`flywheel trainer --resume`). That stands in the trainer's row of the ledger, so that a restart changes nothing.
+If a figure crosses its bound, nothing is published or consumed, and the last good version stays in service until an
+operator resumes the trainer (`flywheel trainer --resume`). The trainer's row in the ledger stores this, so that a
+restart does not resume it.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Trip:
 
     figure: str
     value: float
-    setting: str  # of the bound
+    setting: str  # name of the bound
     bound: float
     fix: str
-    step: int  # the update in which it was crossed
-    version: int  # the last one that was published
+    step: int  # the update that crossed it
+    version: int  # the last published version
 
     @property
     def found(self) -> str:
@@ -70,12 +71,12 @@ class Trip:
 
     @property
     def reason(self) -> str:
-        """One line: what was found, and how a trainer that is held goes on."""
+        """One line: what was found, and how to resume the trainer."""
         return f"{self.found}, restart the trainer if its settings changed, and go on with `flywheel trainer --resume`"
 
 
 class Breaker:
-    """One trainer's."""
+    """The breaker of one trainer."""
 
     def __init__(
         self,
@@ -85,16 +86,16 @@ class Breaker:
         stop: StopRequest,
         show: Callable[[Mapping[str, Any] | None], None],
     ) -> None:
-        """show: is told what has tripped it, and None when somebody has looked."""
+        """show: called with the bound that was crossed, and with None after an operator resumed the trainer."""
         self._name, self._poll_interval_s, self._bounds = config.name, config.poll_interval_s, config.breaker
         self._ledger, self._patient, self._stop = ledger, patient, stop
         self._show = show
-        self._since: int | None = None  # the newest version when somebody last looked
+        self._since: int | None = None  # newest version when an operator last resumed the trainer
 
     def check(self, record: Record, without: Collection[str] = ()) -> Trip | None:
-        """The first bound that an update's figures cross; None: what came out may be published.
+        """Return the first bound that an update's figures cross; None: the result may be published.
 
-        without: settings whose bounds do not count. Adds the figure reward_drop to the record.
+        without: settings whose bounds are ignored. Adds the figure reward_drop to the record.
         """
         figures, since = record.figures, self._since
         drop = reward_drop([r for r in record.rewards if since is None or r.version > since], self._bounds)
@@ -109,13 +110,13 @@ class Breaker:
         return None
 
     def hold(self, trip: Trip) -> None:
-        """Say in the ledger and in the log what was crossed, and wait until somebody has looked. Raises Stopped."""
+        """Record the crossed bound in the ledger and the log, and wait until an operator resumes. Raises Stopped."""
         tripped = asdict(trip) | {"reason": trip.reason}
         self._patient.write(lambda c: transitions.trip_breaker(c, name=self._name, tripped=tripped))
         self.wait()
 
     def require_free(self) -> None:
-        """Raise StartupError where the ledger says that the breaker has tripped."""
+        """Raise StartupError if the ledger says that the breaker has tripped."""
         row = self._patient.write(lambda connection: queries.find_trainer(connection, self._name))
         if row is not None and row.tripped is not None:
             raise StartupError(
@@ -146,9 +147,10 @@ class Breaker:
 
 
 def reward_drop(rewards: Sequence[Rewards], bounds: BreakerConfig) -> float | None:
-    """How far the mean reward of the last versions is below that of those before, in standard deviations over both.
+    """Return how far the mean reward of the last versions is below that of the versions before, in standard deviations.
 
-    A fall from one constant reward to another gives 2 where both means are over as many. None: there are too few.
+    The deviation is over both. A drop from one constant reward to another gives 2 if both means have equal counts.
+    Returns None if there are too few versions or rows.
     """
     last = rewards[-bounds.reward_versions :]
     before = rewards[-2 * bounds.reward_versions : -bounds.reward_versions]

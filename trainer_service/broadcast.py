@@ -1,4 +1,4 @@
-"""Rows and arrays as bytes, for the way from one rank to another. No pickles: what is decoded is data alone."""
+"""Rows and arrays as bytes, to send them to other ranks. Without pickle: decoding only produces data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ AnyArray = npt.NDArray[Any]
 
 
 def pack_rows(rows: Sequence[Experience]) -> bytes:
-    """Rows with their tokens."""
+    """Encode rows with their tokens."""
     return msgspec.msgpack.encode(rows, enc_hook=_encode)
 
 
 def unpack_rows(data: bytes) -> list[Experience]:
-    """The inverse of `pack_rows`. Raises msgspec.ValidationError for what is no row."""
+    """The inverse of `pack_rows`. Raises msgspec.ValidationError for other data."""
     return msgspec.msgpack.decode(data, type=list[Experience], dec_hook=_decode)
 
 
 def pack_arrays(arrays: Sequence[AnyArray]) -> bytes:
-    """Arrays of any shape."""
+    """Encode arrays of any shape."""
     return msgspec.msgpack.encode(list(arrays), enc_hook=_encode)
 
 
@@ -42,4 +42,4 @@ def _encode(array: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 def _decode(_kind: type, packed: Any) -> AnyArray:
     kind, shape, data = packed
-    return np.frombuffer(data, np.dtype(kind)).reshape(shape).copy()  # writable, as the ledger's are
+    return np.frombuffer(data, np.dtype(kind)).reshape(shape).copy()  # writable, like those of the ledger

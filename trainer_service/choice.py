@@ -1,8 +1,8 @@
-"""`algorithm: auto`: which algorithms learn from what is said.
+"""`algorithm: auto`: choose algorithms by the signals that callers send.
 
-A trainer chooses before its first update, by the signals that the ledger holds, and begins anew with one more algorithm
-when a batch brings a kind of signal that none in use learns from. None is ever dropped. The choice stands in the
-trainer's row of the ledger, so that a restart goes on with it.
+A trainer chooses before its first update, by the signals in the ledger. If a batch contains a kind of signal that no
+algorithm in use learns from, the trainer adds one and is built again. No algorithm is ever removed. The choice is
+stored in the trainer's row in the ledger, so that a restart keeps it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_KIND = {"comment": "hint", "correction": "sft", "demonstration": "sft", "pre
 
 
 def choose(kinds: Collection[str], *, repeats: bool, before: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Algorithms for these kinds of signals, with the weights of their losses; `before` and what it lacks.
+    """Return algorithms for these kinds of signals, with the weights of their losses: `before` and what it lacks.
 
     repeats: whether tasks are attempted several times.
     """
@@ -46,15 +46,15 @@ def is_open(config: TrainerConfig) -> bool:
 
 
 def with_choice(config: Config, algorithms: Mapping[str, float]) -> Config:
-    """The configuration with these algorithms."""
+    """Return the configuration with these algorithms."""
     trainer = config.trainer.model_copy(update={"algorithms": dict(algorithms)})
     return config.model_copy(update={"trainer": trainer})
 
 
 def chosen(config: Config, ledger: Ledger, row: TrainerRow | None, stop: StopRequest) -> Config:
-    """The configuration with the trainer's choice: that of its row, or else one by what was said. Raises Stopped.
+    """Return the configuration with the trainer's choice: from its row, or else by recent signals. Raises Stopped.
 
-    Without a choice it waits until something is said that an algorithm learns from.
+    Without a choice it waits for a signal that an algorithm learns from.
     """
     if not is_open(config.trainer):
         return config
@@ -76,7 +76,7 @@ def chosen(config: Config, ledger: Ledger, row: TrainerRow | None, stop: StopReq
 
 
 def chosen_for(config: Config, rows: Iterable[Experience]) -> Config:
-    """The configuration with a choice by what was said of these rows."""
+    """Return the configuration with a choice by the signals of these rows."""
     rows = list(rows)
     kinds = _learnable(Counter(signal.kind for row in rows for signal in row.signals), config)
     if not is_open(config.trainer):
@@ -88,12 +88,12 @@ def chosen_for(config: Config, rows: Iterable[Experience]) -> Config:
 
 
 def as_row(config: TrainerConfig) -> JSON | None:
-    """What the trainer's row keeps of the choice; None: nothing was chosen."""
+    """Return the choice as the trainer's row stores it; None: nothing was chosen."""
     return {"algorithms": dict(config.algorithms)} if config.algorithm == AUTO else None
 
 
-def takes_up(ledger: PatientLedger, config: Config, lease: Lease) -> bool:
-    """Whether a batch brings signals that no algorithm in use learns from, for which the choice was now extended."""
+def extend_choice(ledger: PatientLedger, config: Config, lease: Lease) -> bool:
+    """Extend the choice if a batch has signals that no algorithm in use learns from. Returns whether it did."""
     settings = config.trainer
     if settings.algorithm != AUTO:
         return False
@@ -113,7 +113,7 @@ def takes_up(ledger: PatientLedger, config: Config, lease: Lease) -> bool:
 
 
 def _learnable(kinds: Mapping[Kind, int], config: Config) -> dict[Kind, int]:
-    """Of these kinds those that some algorithm may learn from. Metrics without a weight make no reward."""
+    """Return the kinds that some algorithm can learn from. Metrics without a weight make no reward."""
     silent = set() if config.reward.metrics else {"metric"}
     learned = config.trainer.model_copy(update={"algorithms": {}}).learns_from
     return {kind: count for kind, count in kinds.items() if kind in learned and kind not in silent}

@@ -1,6 +1,6 @@
-"""Stage 5, claim: ready rows are leased to this trainer, and the lease is extended while it works.
+"""Stage 5, claim: lease READY rows to this trainer, and extend the leases while it works.
 
-The claimer waits without end when there is nothing to do, and while the ledger is unavailable; it logs either once.
+While no batch is ready, or the ledger is unavailable, the claimer waits without limit and logs the reason once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shared.stop_request import StopRequest
 from trainer_service.answers import AnswerTokenizer
 
 log = StageLogger("claim")
-RESCAN_EVERY_S = 5.0  # how often to search for rows older than the last claimed ones
-RESCAN_SHARE = 200  # a search is followed by at least this many times its duration without one
-EXPIRED_EVERY_S = 1.0  # how often to search for expired leases of other trainers
+RESCAN_EVERY_S = 5.0  # between two searches for rows older than the last claimed ones
+RESCAN_SHARE = 200  # pause after a search, as a multiple of its duration
+EXPIRED_EVERY_S = 1.0  # between two searches for expired leases of other trainers
 
 
 class Claimer:
-    """Takes batches from the ledger."""
+    """Claims batches from the ledger."""
 
     def __init__(
         self,
@@ -40,9 +40,10 @@ class Claimer:
         whole: transitions.Whole = "run",
         answers: AnswerTokenizer | None = None,
     ) -> None:
-        """vocabulary: how many token ids the model knows; rows with others are quarantined.
+        """vocabulary: number of token ids of the model; rows with other ids are quarantined.
 
-        whole: what is claimed together: trajectories, or all runs of a task. answers: None: corrections teach nothing.
+        whole: unit of a claim: one trajectory, or all runs of a task. answers: tokenizer of corrections; None: no
+        algorithm learns from corrections.
         """
         self._ledger = ledger
         self._config = config
@@ -51,14 +52,14 @@ class Claimer:
         self._whole = whole
         self._group = group_wait(config)
         self._answers = answers
-        self._last_event: str | None = None  # that was logged
-        self._idle: set[str] = set()  # algorithms for which nothing is said, as was logged
+        self._last_event: str | None = None  # the last event that was logged
+        self._idle: set[str] = set()  # algorithms already logged as receiving no signals
         self._first_ready_at: float | None = None  # time.monotonic()
         self._after_id = 0
         self._rescan_at = self._expired_at = 0.0  # time.monotonic() of the next search
 
     def next(self) -> Lease | None:
-        """The next batch, or None when asked to stop."""
+        """Return the next batch, or None after a stop request."""
         while not self._stop:
             try:
                 lease = self._try()
@@ -75,7 +76,7 @@ class Claimer:
         return lease if self._answers is None else replace(lease, rows=self._answers.with_corrections(lease.rows))
 
     def search_anew(self) -> None:
-        """Rows went back: the next claim begins with the oldest that is ready."""
+        """Start the next claim at the oldest READY row, because rows were released."""
         self._rescan_at = 0.0
 
     def _try(self) -> Lease | None:
@@ -101,13 +102,13 @@ class Claimer:
             )
             if batch_id is not None:
                 return self._load(connection, batch_id)
-        self._say_who_waits(at_least)
+        self._log_missing_rows(at_least)
         return None
 
     def _rows_required(self) -> tuple[int, int, transitions.Whole] | None:
-        """How many rows the next batch has at least and at most, and what of them is claimed together.
+        """Return the minimum and maximum number of rows of the next batch, and the unit of its claim.
 
-        None when it is not time for one.
+        Returns None if no batch is due.
         """
         with self._ledger.read() as connection:
             after_id = self._scan_from(connection)
@@ -115,26 +116,26 @@ class Claimer:
             size = self._batch_size(failures)
             ready = queries.count_ready(connection, at_most=size, after_id=after_id)
             expired = self._any_expired(connection)
-        whole: transitions.Whole = self._whole if failures < 2 else "run"  # or a run in it could never stand alone
+        whole: transitions.Whole = self._whole if failures < 2 else "run"  # single runs isolate one that fails
         if expired:
             with self._ledger.write() as connection:
                 returned = transitions.give_back(connection)
-            log.warning("leases of a trainer without heartbeats expired", rows_taken_back=returned)
+            log.warning("leases expired without heartbeats from their trainer", rows_taken_back=returned)
         elif not ready:
             self._first_ready_at = None
             if self._log_once("no ready rows; waiting for commits"):
-                self._name_idle()
+                self._warn_idle_algorithms()
         elif self._is_overdue():
             return 1, size, whole
         elif ready < size:
             if self._log_once("waiting for a whole batch", ready=ready, batch_size=size):
-                self._name_idle()
+                self._warn_idle_algorithms()
         else:
             return size, size, whole
         return None
 
-    def _say_who_waits(self, at_least: int) -> None:
-        """Of a claim that found too few rows: others are stale, another trainer's, or wait for others."""
+    def _log_missing_rows(self, at_least: int) -> None:
+        """Log why a claim found too few rows: the others are stale, leased, or incomplete groups."""
         share, timeout_s = self._config.max_share_per_key, self._config.batch_timeout_s
         if share < 1 or self._group:
             self._log_once(
@@ -146,7 +147,7 @@ class Claimer:
             )
 
     def _batch_size(self, failures: int) -> int:
-        """Rows in a batch, with the oldest of which so many updates failed: half of them after the second failure."""
+        """Return the batch size, halved for each failed update of the oldest row after the first failure."""
         return max(1, self._config.batch_size >> max(0, failures - 1))
 
     def _discard_stale(self, connection: Connection) -> None:
@@ -155,10 +156,10 @@ class Claimer:
             return
         stale = transitions.discard_stale(connection, at_most_behind=at_most, after_id=self._after_id)
         if stale:
-            log.warning("rows discarded: the trainer is slower than they come", stale=stale)
+            log.warning("stale rows discarded: rows arrive faster than the trainer learns", stale=stale)
 
     def _load(self, connection: Connection, batch_id: int) -> Lease | None:
-        """The claimed rows; None when all of them are corrupt."""
+        """Load the claimed rows and quarantine the corrupt ones. Returns None if all are corrupt."""
         config, kinds = self._config, learned_kinds(self._config)
         lease = queries.load_lease(connection, batch_id, self._vocabulary, kinds, config.max_trajectory_tokens)
         if lease.corrupt:
@@ -180,10 +181,10 @@ class Claimer:
         return replace(lease, rows=[*lease.rows, *again])
 
     def _scan_from(self, connection: Connection) -> int:
-        """The id after which rows may be ready. Older rows become ready only by a late reward or a returned lease.
+        """Return the id after which rows may be READY. Late rewards and released leases make older rows READY again.
 
-        While a report holds an old snapshot open, PostgreSQL keeps the index entries of rows that are no longer ready,
-        and a scan from the beginning reads all of them. So the oldest ready row is searched for only now and then.
+        While a report holds an old snapshot, PostgreSQL keeps index entries of rows that are no longer READY, and a
+        scan from the beginning reads all of them. So the claimer searches for the oldest READY row only occasionally.
         """
         began = time.monotonic()
         if began >= self._rescan_at:
@@ -209,8 +210,8 @@ class Claimer:
         timeout_s = self._config.batch_timeout_s
         return timeout_s is not None and now - self._first_ready_at >= timeout_s
 
-    def _name_idle(self) -> None:
-        """Say once of each algorithm whether nobody says what it learns from, and what is said instead."""
+    def _warn_idle_algorithms(self) -> None:
+        """Warn once about each algorithm that receives no signal it learns from, and list the signals received."""
         kinds = self._ledger.fetch(queries.recent_kinds)
         for name in self._config.parts:
             learned = self._config.settings_of(name).learned
@@ -220,7 +221,7 @@ class Claimer:
                 log.warning("nothing is said that it learns from", algorithm=name, learns=sorted(learned), kinds=counts)
 
     def _log_once(self, event: str, **fields: object) -> bool:
-        """Returns whether it was logged."""
+        """Log an event unless it was the last one logged. Returns whether it was logged."""
         is_new = self._last_event != event
         if is_new:
             log.info(event, **fields)
@@ -229,7 +230,7 @@ class Claimer:
 
 
 def group_wait(config: TrainerConfig) -> dict[str, Any]:
-    """How many runs of a task are waited for, and how long: as the most patient of the algorithms in use."""
+    """Return how many runs of a task to wait for, and how long: the maxima over the algorithms in use."""
     sections = [one for one in map(config.settings_of, config.parts) if isinstance(one, GroupConfig)]
     if not sections:
         return {}
@@ -239,7 +240,7 @@ def group_wait(config: TrainerConfig) -> dict[str, Any]:
 
 
 class Heartbeat:
-    """A side task that extends this trainer's leases while an update runs. The trainer stops when it dies."""
+    """A thread that extends this trainer's leases during updates. If it fails, the trainer stops."""
 
     def __init__(self, ledger: Ledger, config: TrainerConfig, stop: StopRequest) -> None:
         self._ledger = ledger
@@ -264,7 +265,7 @@ class Heartbeat:
                     transitions.extend_lease(connection, owner=self._config.name, lease_s=self._config.lease_s)
             except LedgerError as error:
                 log.debug("no heartbeat: the ledger is unavailable", reason=str(error))
-            except Exception:  # the boundary of this thread: without heartbeats the leases would expire unnoticed
-                log.exception("the heartbeat died; the trainer stops")
+            except Exception:  # boundary of the thread: without heartbeats the leases would expire unnoticed
+                log.exception("the heartbeat failed; the trainer stops")
                 self._stop.set()
                 return

@@ -1,8 +1,8 @@
-"""Publishing what changed: a delta in the place of a version's weights, where that is much smaller.
+"""Publishes a delta, the changes since the parent, in place of a version's weights if it is much smaller.
 
-A delta is made against the parent's files, read from disk and checked: never against what is in memory, so that it is
-right for everybody who has those files. When the parent is a delta itself, its whole files are those that this trainer
-kept when it published it.
+A delta is computed from the parent's files, which are read from disk and verified, and not from weights in memory, so
+that it is correct for every reader of those files. If the parent is a delta itself, its whole files are those that this
+trainer kept when it published it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from shared.log import StageLogger
 from shared.versions import WEIGHTS_SUFFIX, DeltaOf, Manifest, delta_name, file_entry
 
 log = StageLogger("publish")
-MOST_OF_WHOLE = 0.25  # a delta with more of the bytes is not worth reading both
+MOST_OF_WHOLE = 0.25  # share of the weights; a larger delta does not justify reading both files
 
 
 class DeltaMaker:
-    """Makes deltas of one trainer's versions, and keeps the whole weights of the last of them."""
+    """Makes deltas of one trainer's versions, and keeps the whole weights of the last version."""
 
     def __init__(self, root: Path, last_weights: Path, anchor_every: int) -> None:
-        """last_weights: a private folder. anchor_every: of so many versions in a row at least one stays whole."""
+        """last_weights: a private folder. anchor_every: of so many consecutive versions at least one stays whole."""
         self._root = root
         self._last_weights = last_weights
         self._anchor_every = anchor_every
 
     def shrink(self, folder: Path, manifest: Manifest) -> Manifest:
-        """Put deltas in the place of a new version's weights, where they are small. Returns the manifest that says so.
+        """Replace the weights of a new version by deltas if these are small. Returns the resulting manifest.
 
-        The version stays whole when its parent is not there with the files that it was published with: after a crash
-        between two versions, for example. Raises OSError.
+        The version stays whole if its parent's files are not there as published: after a crash between two versions,
+        for example. Raises OSError.
         """
         weights = sorted(file.name for file in folder.glob(f"*{WEIGHTS_SUFFIX}"))
         of = self._write_deltas(folder, weights, manifest.parent)
@@ -51,7 +51,7 @@ class DeltaMaker:
         return msgspec.structs.replace(manifest, form="delta", of=of, whole=whole)
 
     def _write_deltas(self, folder: Path, weights: list[str], parent: int | None) -> DeltaOf | None:
-        """Write a delta beside each file of weights. Returns what they are deltas of; None: there is to be none."""
+        """Write a delta next to each weights file. Returns what they are deltas of; None: the version stays whole."""
         if parent is None:
             return None
         try:

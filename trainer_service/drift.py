@@ -1,11 +1,11 @@
-"""Where an update brings the policy: measured on a sample of its batch, before the first step and after the last.
+"""How far an update moves the policy: measured on a sample of its batch, before the first step and after the last.
 
-What is precomputed before a batch says nothing of the weights that come out, and those are what is published. So a
-sample of at most SAMPLE_TOKENS tokens is scored once more. With d the difference of two policies' logprobs of a
-token, ½ d² averaged over tokens estimates their KL divergence (k2 of Schulman's note "Approximating KL Divergence"). It
-is never negative, and it grows when a policy falls apart, whichever of the two the tokens are from. A single token
-that a sure policy did not expect may rule it. The change 1 − e^(−2|d|), one less the square of the smaller of a token's
-two probabilities over the larger, lies between 0 and 1: no token outweighs the others.
+Numbers precomputed before a batch do not describe the weights after it, which are published. So a sample of at most
+SAMPLE_TOKENS tokens is scored once more. With d the difference of two policies' logprobs of a token, ½ d² averaged over
+tokens estimates their KL divergence (k2 of Schulman's note "Approximating KL Divergence"). It is never negative, and it
+grows when a policy degenerates, whichever of the two sampled the tokens. But a single token that a confident policy did
+not expect may dominate it. The change 1 − e^(−2|d|), which is one minus the square of the ratio of a token's smaller
+probability to its larger one, lies between 0 and 1: no token outweighs the others.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from trainer_service.precompute import Precompute
 from trainer_service.ranks import Ranks
 
 Doubles = npt.NDArray[np.float64]
-SAMPLE_TOKENS = 4096  # of all ranks together; a longer sequence goes alone
+SAMPLE_TOKENS = 4096  # of all ranks together; the first sequence may be longer
 
 
 class Drift:
-    """One update's sample. Every rank takes the same sequences, and computes its share of them."""
+    """The sample of one update. Every rank chooses the same sequences, and computes its share of them."""
 
     def __init__(
         self, precompute: Precompute, ranks: Ranks, batch: Batch, precomputed: dict[str, list[Floats]]
     ) -> None:
-        """precomputed: of the whole batch, before the first step. What no algorithm needed of it is computed here."""
+        """precomputed: arrays of the whole batch, before the first step. Missing logprobs are computed here."""
         self._precompute, self._ranks, self._sequences = precompute, ranks, batch.sequences
         self._places = choose(batch)
         self._before, self._reference = precomputed["proximal"], precomputed["reference"]
@@ -37,9 +37,10 @@ class Drift:
             self._before, _ = precompute.score(self._sequences, self._places)
 
     def measure(self) -> Figures:
-        """change_of_update; kl_of_update, entropy_after, and kl_to_base where the base was scored: nats for each token.
+        """Return change_of_update, and in nats per token kl_of_update, entropy_after and, if the base was scored,
+        kl_to_base.
 
-        The same on every rank; empty for an empty batch.
+        Equal on every rank; empty for an empty batch.
         """
         now, entropies = self._precompute.score(self._sequences, self._places)
         own = [place for place in self._places if len(now[place])]
@@ -55,7 +56,7 @@ class Drift:
 
 
 def choose(batch: Batch) -> list[int]:
-    """Places of the first sampled sequences, of the written ones where there is none, up to SAMPLE_TOKENS tokens."""
+    """Return places of the first sampled sequences, or else of written ones, up to SAMPLE_TOKENS tokens."""
     sampled = [place for places in batch.members for place in places]
     chosen: list[int] = []
     tokens = 0
@@ -79,7 +80,7 @@ def _change(d: Doubles) -> Doubles:
 def _mean(
     of: Callable[[Doubles], Doubles], now: Sequence[Floats], then: Sequence[Floats], places: Sequence[int]
 ) -> tuple[float, int]:
-    """Σ of what is made of d over the actions of these sequences, and their number; without logprobs then, not."""
+    """Return Σ of(d) over the actions of these sequences, and their number; sequences without `then` are skipped."""
     known = [place for place in places if len(then[place])]
     total = sum(float(of(np.subtract(now[place], then[place], dtype=np.float64)).sum()) for place in known)
     return total, sum(len(now[place]) for place in known)

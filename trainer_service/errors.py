@@ -3,9 +3,9 @@
 FlywheelError
 └── TrainerError
     ├── UpdateError    an update failed: not finite, out of memory
-    ├── RankLost       another rank is gone, or this one failed where the others did not
+    ├── RankLost       another rank is gone, or only this one failed
     ├── SaveError      a version or a state cannot be written
-    └── Stopped        the process was asked to stop while the trainer waited for the ledger, or for space on the disk
+    └── Stopped        a stop was requested while the trainer waited for the ledger or for disk space
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class TrainerError(FlywheelError):
 
 
 class UpdateError(TrainerError):
-    """An update failed; nothing of it may be published, and the weights in memory are no longer those before it."""
+    """An update failed. Its result must not be published; the weights in memory are no longer those before it."""
 
 
 class RankLost(TrainerError):
-    """The ranks no longer do the same. Each of them ends; a supervisor starts all of them again."""
+    """The ranks no longer work in step. Each of them exits; a supervisor restarts all of them."""
 
 
 class SaveError(TrainerError):
-    """A version or a state cannot be written; nothing half-written is left. The process ends."""
+    """A version or a state cannot be written. No partial files remain. The process exits."""
 
 
 class Stopped(TrainerError):
-    """Asked to stop while waiting for the ledger or for space. The next start gives back rows that stay leased."""
+    """A stop was requested during a wait for the ledger or for disk space. The next start releases leased rows."""

@@ -1,6 +1,6 @@
-"""An export's rows as a trainer's batches: what is said of them becomes credit by the same rule as in the ledger.
+"""An export's rows as a trainer's batches: signals become credit by the same rules as in the ledger.
 
-All rows are held in memory. Knows no models and no ledger.
+All rows are in memory. Does not use models or a ledger.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = StageLogger("train")
 
 
 def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
-    """The rows of an export that can be learned from. model: the folder whose tokenizer they must be of.
+    """Return the rows of an export that can be trained on. model: folder of the model whose tokenizer they must use.
 
-    Raises StartupError, naming what is wrong: no row has tokens, or some are of another tokenizer.
+    Raises StartupError if no row has tokens, or some are of another tokenizer.
     """
     ours = tokenizer_digest(model)
     rows, left_out, said = [], Counter[str](), Counter[str]()
@@ -66,7 +66,7 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
 
 
 def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Experience, int]:
-    """An export's row, and what it teaches (shared.reward.Lesson). Raises CorruptTokens and what bad data raises."""
+    """Return a row of an export, and its lessons (shared.reward.Lesson). Raises CorruptTokens and data errors."""
     tokens, sampling = tokens_of(row)
     tokens.check(max_tokens=config.trainer.max_trajectory_tokens)
     sampling.check()
@@ -99,7 +99,7 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
 
 
 def _acting(rows: list[tuple[Experience, int]]) -> list[Experience]:
-    """The rows, each with what acts on it, as when a trainer claims them: everything but rewards that teach nothing."""
+    """Set what acts on each row, as at a claim: all lessons, except rewards that teach nothing."""
     rewarded, unrewarded = rewarded_up_to(rows), EVERY_LESSON & ~int(Lesson.REWARD)
     return [
         row
@@ -110,7 +110,7 @@ def _acting(rows: list[tuple[Experience, int]]) -> list[Experience]:
 
 
 def _with_preferences(rows: list[Experience]) -> list[Experience]:
-    """The rows with the replies in the file that they are preferred over."""
+    """Add to the rows the replies in the file that they are preferred over."""
     found: dict[str, list[Experience]] = {}
     for row in rows:
         found.setdefault(row.msg_id, []).append(row)
@@ -123,21 +123,21 @@ def _shown(counts: Counter[str]) -> str:
 
 
 def counted(counts: Mapping[str, int]) -> str:
-    """Rows by what was said of them, in words."""
+    """Format the number of rows for each kind of signal."""
     return ", ".join(f"{name}: {count}" for name, count in counts.items()) or "no signals"
 
 
 def learns_from(config: TrainerConfig) -> str:
-    """What each algorithm in use learns from, in words."""
+    """Format what each algorithm in use learns from."""
     return "; ".join(
         f"{name} learns from {', '.join(sorted(config.settings_of(name).learned))}" for name in config.parts
     )
 
 
 def batches_of(rows: Iterable[Experience], config: Config, epoch: int) -> list[list[Experience]]:
-    """The batches of one epoch: whole trajectories, or tasks, in an order that the seed decides.
+    """Return the batches of one epoch: whole trajectories, or whole tasks, in an order that depends on the seed.
 
-    Where whole tasks are kept together, so are the choices of a message without a task.
+    Where whole tasks are kept together, choices of one message without a task are, too.
     """
     settings = config.trainer
     by_task = any(settings.settings_of(name).together == "task" for name in settings.parts)

@@ -1,4 +1,4 @@
-"""The row of an update that no row can spoil: when it fails as well, the settings or the machine are at fault."""
+"""A row that no update can fail on: if one does, the settings or the machine are the cause."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from shared.experience import Experience, Sampling, Tokens
 
 
 def harmless_row() -> Experience:
-    """Three tokens that every model knows, with the reward 1."""
+    """Return a row of three tokens that every model has, with the reward 1."""
     tokens = Tokens(np.zeros(1, np.int32), np.array([1, 0], np.int32), np.full(2, -1.0, np.float32))
     return Experience(0, "harmless", 0, None, None, None, "harmless", 0, 1.0, 0.0, tokens, Sampling())

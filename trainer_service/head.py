@@ -1,7 +1,7 @@
-"""A model's output layer that scores sampled tokens in chunks, so that many tokens' logits never exist at once.
+"""An output layer that scores sampled tokens in chunks, so that the logits of many tokens never exist at once.
 
-The backward pass computes a chunk's logits again, unless all of a row's together are few enough to be kept. Sums over
-chunks are in float32 (float64 for float64 models), so that a gradient does not depend on how many chunks there are.
+The backward pass recomputes a chunk's logits, unless all logits of a row are small enough to keep. Sums over chunks are
+in float32 (float64 for float64 models), so that a gradient does not depend on the number of chunks.
 Derivatives of a token a with p = softmax(z): ∂ log p_a / ∂z = 1_a − p and ∂H / ∂z = −p (log p + H). Shapes: K sampled
 tokens, C of them in a chunk, V vocabulary, D hidden size.
 """
@@ -19,21 +19,21 @@ from torch.autograd.function import once_differentiable
 
 from trainer_service.logprobs import GREEDY_BELOW, SamplingTensors, Scores, processed_logprobs
 
-CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}  # of a chunk's logits in float32
-KEPT_BYTES = 768 * 2**20  # of all logits, up to which they are kept from the forward pass to the backward pass
-MIN_CHUNK = 32  # tokens; with fewer the weights are read too often
+CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}  # size of a chunk's logits in float32
+KEPT_BYTES = 768 * 2**20  # up to this size, all logits are kept from the forward pass for the backward pass
+MIN_CHUNK = 32  # tokens; smaller chunks read the weights too often
 
 
 @dataclass(frozen=True, slots=True)
 class LogitShape:
-    """What a model does with its output layer's result: z · scale, then cap · tanh(z / cap)."""
+    """What a model applies to the result of its output layer: z · scale, then cap · tanh(z / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
 
     @classmethod
     def of(cls, config: Any) -> LogitShape:
-        """By the names that Transformers' configurations have for it: Cohere's, Granite's, Falcon's and Gemma's."""
+        """Read the names that Transformers' configurations use: Cohere's, Granite's, Falcon's and Gemma's."""
 
         def factor(name: str) -> float:
             return float(getattr(config, name, None) or 1.0)
@@ -44,22 +44,21 @@ class LogitShape:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked about sampled tokens."""
+    """The scores that are requested of sampled tokens."""
 
     actions_K: Tensor
     sampling: SamplingTensors
     processed: bool = False
     entropies: bool = False
     entropy_gradient: bool = False
-    others: Tensor | None = None  # [K, N] tokens that are to be scored besides
-    top: int = 0  # so many of the likeliest tokens are asked for
+    others: Tensor | None = None  # [K, N] further tokens to score
+    top: int = 0  # number of most likely tokens to return
 
 
 class ScoringHead(nn.Linear):
-    """A linear output layer which, asked a question, gives scores instead of logits.
+    """A linear output layer that returns scores instead of logits if it is called with a question.
 
-    It holds the parameters of the layer whose place it takes, so that state dict, tying and ZeRO's gathering are that
-    layer's.
+    It has the parameters of the layer that it replaces, so that state dict, tying and ZeRO's gathering do not change.
     """
 
     shape: LogitShape
@@ -71,9 +70,9 @@ class ScoringHead(nn.Linear):
         return head
 
     def forward(self, hidden: Tensor, question: Question | None = None) -> Any:
-        """Without a question the logits of `hidden`; with one (logprobs, entropies, processed logprobs, those of other
-        tokens, the likeliest tokens, theirs) of hidden_KD: [K] and [K, N], empty where not asked for. Processed
-        logprobs and those of the likeliest have no gradient."""
+        """Return the logits of `hidden`, or for a question (logprobs, entropies, processed logprobs, those of further
+        tokens, most likely tokens, their logprobs) of hidden_KD: [K] and [K, N], empty if not requested. Processed
+        logprobs and those of the most likely tokens have no gradient."""
         if question is None:
             return super().forward(hidden)
         wide = torch.promote_types(hidden.dtype, torch.float32).itemsize
@@ -82,7 +81,7 @@ class ScoringHead(nn.Linear):
         return _Scores.apply(hidden, self.weight, self.bias, question, self.shape, keeps)  # type: ignore[no-untyped-call]
 
     def score(self, hidden_KD: Tensor, question: Question) -> Scores:
-        """Scores of the sampled tokens that hidden_KD predicts."""
+        """Return scores of the sampled tokens that hidden_KD predicts."""
         logprobs, entropy, processed, others, top, top_logprobs = self(hidden_KD, question)
         scores: Scores = {"logprobs": logprobs}
         if question.processed:
@@ -97,7 +96,7 @@ class ScoringHead(nn.Linear):
 
 
 def install(model: Any) -> bool:
-    """Give a causal LM a scoring head. Returns whether its output layer is one that can be replaced."""
+    """Install a scoring head in a causal LM. Returns whether its output layer can be replaced."""
     layer = model.get_output_embeddings()
     if type(layer) is nn.Linear:
         model.set_output_embeddings(ScoringHead.replacing(layer, LogitShape.of(model.config.get_text_config())))
@@ -105,7 +104,7 @@ def install(model: Any) -> bool:
 
 
 def remove(model: Any) -> None:
-    """Give the model a plain linear output layer again; a trunk without one stays as it is."""
+    """Restore the model's plain linear output layer; a trunk without one does not change."""
     layer = model.get_output_embeddings()
     if isinstance(layer, ScoringHead):
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
@@ -145,7 +144,7 @@ class _Scores(torch.autograd.Function):
             if question.top:
                 top_logprobs_KN[chunk], top_KN[chunk] = logprobs_CV.topk(top_KN.shape[1], dim=-1)
             if question.processed:
-                # of the logits themselves: a repetition penalty asks for their sign
+                # from the logits: a repetition penalty depends on their sign
                 processed_K[chunk] = processed_logprobs(logits_CV, actions_C, sampling)
             if question.entropies:
                 entropy_K[chunk] = -torch.exp(logprobs_CV, out=logits_CV).mul_(logprobs_CV).sum(-1)
@@ -172,7 +171,7 @@ class _Scores(torch.autograd.Function):
                 _logits(hidden_KD[chunk], weight_VD, bias_V, shape, logits_CV)
                 scaled_CV = logits_CV.div_(temperature_C1) if shape.cap is None else logits_CV / temperature_C1
                 logprobs_CV = torch.log_softmax(scaled_CV, -1, out=work_CV)
-            # the gradient is that of z over a factor of each row, which is multiplied where rows are short
+            # gradient by z, up to a factor of each row that is multiplied in where rows are short
             factor_C1 = -shape.scale / temperature_C1
             if question.entropy_gradient or question.others is not None:
                 whole_C = logprob_grad_K[chunk] + others_grad_KN[chunk].sum(-1)
@@ -201,13 +200,13 @@ class _Scores(torch.autograd.Function):
 
 
 def _with_entropy(logprobs_CV: Tensor, entropy_C: Tensor, entropy_grad_C: Tensor, logprob_grad_C: Tensor) -> Tensor:
-    """p (g + h (log p + H)): g and h are the loss's derivatives by the logprob and the entropy H."""
+    """Return p (g + h (log p + H)): g and h are the loss's derivatives by the logprob and the entropy H."""
     slope_CV = (logprobs_CV + entropy_C.unsqueeze(-1)).mul_(entropy_grad_C.unsqueeze(-1))
     return logprobs_CV.exp_().mul_(slope_CV.add_(logprob_grad_C.unsqueeze(-1)))
 
 
 def _chunks(hidden_KD: Tensor, weight_VD: Tensor, kind: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """The chunks, each with two arrays [C, V] of its own until the next one."""
+    """Yield the chunks, each with two work arrays [C, V], which the next chunk reuses."""
     count, vocabulary = len(hidden_KD), len(weight_VD)
     size = min(count, max(MIN_CHUNK, CHUNK_BYTES["cuda" if hidden_KD.is_cuda else "cpu"] // (4 * vocabulary)))
     logits_CV, work_CV = (hidden_KD.new_empty(size, vocabulary, dtype=kind) for _ in range(2))
@@ -234,7 +233,7 @@ def _temperature(sampling: SamplingTensors, kind: torch.dtype) -> Tensor:
 
 
 def _add_product(sum_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, kind: torch.dtype) -> None:
-    """sum += gradᵀ · hidden. kind: the model's; a chunk's product is never rounded to it where it is narrower."""
+    """sum += gradᵀ · hidden. kind: dtype of the model; if it is narrower, products of chunks are not rounded to it."""
     if kind != sum_VD.dtype and hidden_CD.is_cuda:
         sum_VD += torch.mm(grad_CV.mT.to(kind), hidden_CD.to(kind), out_dtype=sum_VD.dtype)
     else:

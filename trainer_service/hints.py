@@ -1,10 +1,10 @@
-"""Stage 6, batch: what was said of a turn becomes a block of tokens that stands before the row's own tokens.
+"""Stage 6, batch: comments and other words about a turn become a block of tokens before the row's own tokens.
 
-A comment or a correction is tokenised here, once, with the model's own tokenizer; of the user's next message the tokens
-are in the prompt of the row that continues this one, and are taken from there. The rows' own tokens stay as they are.
+Comments and corrections are tokenized here, once, with the model's own tokenizer. The tokens of the user's next message
+are taken from the prompt of the row that continues this one. The rows' own tokens do not change.
 
-Words are data. No special token comes of a text, nor any added token that the chat template itself writes: with them a
-comment could end its message and begin another one.
+Words are data. A text never produces a special token, or an added token that the chat template itself writes: with them
+a comment could end its message and start another one.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from shared.experience import Experience, choice_name
 from shared.reward import Lesson
 from trainer_service.algorithms.seam import Batch, Ints, Words
 
-_TEXT, _REPLY = "<flywheel-text>", "<flywheel-reply>"  # stand in a rendered template for what is cut out of it
-_LARGEST_TOKEN = 32  # characters; a text is cut to so many for each token that it may have, before it is tokenised
+_TEXT, _REPLY = "<flywheel-text>", "<flywheel-reply>"  # placeholders in a rendered template, where it is cut
+_LARGEST_TOKEN = 32  # characters; a text is cut to so many for each token that it may have, before it is tokenized
 _NOTHING = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What a chat template writes around a message."""
+    """The text that a chat template writes around a message."""
 
     before: Ints
     after: Ints
     control: frozenset[int]  # tokens that only the template writes
-    user: Ints  # what begins a user's message after a reply; empty: it cannot be told
-    tool: Ints  # what begins a tool's result there, where that begins as a user's message does
+    user: Ints  # start of a user's message after a reply; empty: unknown
+    tool: Ints  # start of a tool's result, if it begins like a user's message
 
 
 def add_words(batch: Batch, rows: Iterable[Experience]) -> None:
-    """Add to a batch of these rows what was said of their turns in words, and what a teacher said of them."""
+    """Add to a batch the hints of its rows, and the logprobs of their replies by a remote teacher."""
     by_id = {row.id: row for row in rows}
     for place in (place for places in batch.members for place in places):
         sequence, begin = batch.sequences[place], 0
@@ -53,23 +53,23 @@ def add_words(batch: Batch, rows: Iterable[Experience]) -> None:
 
 
 def add_words_of(batch: Batch, place: int, row: Experience, actions: Ints) -> None:
-    """Add to one of a batch's sequences what was said of a row in words. actions: which of the sequence's are its."""
+    """Add a row's hint to one of a batch's sequences. actions: which of the sequence's actions are the row's."""
     if row.hint is not None:
         words = Words(row.hint.astype(np.int64), actions, row.reward, row.hint_key)
         batch.words.setdefault(place, []).append(words)
 
 
 class HintWriter:
-    """Makes blocks of tokens of what was said of rows."""
+    """Builds blocks of tokens from the words about rows."""
 
     def __init__(self, tokenizer: Any, config: HintConfig, window: int | None) -> None:
-        """window: tokens that the model takes; None: any number."""
+        """window: maximum number of tokens of the model; None: unlimited."""
         self._tokenizer, self._config, self._window = tokenizer, config, window
         self._frame = _frame(tokenizer)
 
     @classmethod
     def load(cls, folder: Path, config: HintConfig) -> HintWriter:
-        """With the tokenizer and the window of the model in a folder. Raises StartupError."""
+        """Use the tokenizer and the window of the model in a folder. Raises StartupError."""
         from transformers import AutoConfig, AutoTokenizer
 
         try:
@@ -83,7 +83,7 @@ class HintWriter:
         return cls(tokenizer, config, getattr(about, "max_position_embeddings", None))
 
     def write(self, rows: Sequence[Experience]) -> list[Experience]:
-        """The rows, each with what was said of it as a block of tokens, or with the reason why it has none."""
+        """Add to each row the words about it as a block of tokens, or the reason why it has none."""
         following = {row.parent_id: row for row in sorted(rows, key=lambda row: -row.id) if row.parent_id is not None}
         return [self._with_hint(row, following.get(choice_name(row.msg_id, row.choice))) for row in rows]
 
@@ -100,7 +100,7 @@ class HintWriter:
         return replace(row, hint=block.astype(np.int32), hint_key=self._key(row, following))
 
     def _pieces(self, row: Experience, following: Experience | None) -> Iterator[tuple[str, Ints]]:
-        """What was said of a row: how the teacher is told, and the tokens. Of each kind and key the last one counts."""
+        """Yield the wording and the tokens of each text about a row. Of each kind and key only the last one is used."""
         last = {(signal.kind, signal.key_name): signal.text or "" for signal in row.signals}
         for kind, wording in (("correction", self._config.correction), ("comment", self._config.comment)):
             if wording is not None:
@@ -112,14 +112,14 @@ class HintWriter:
                 yield self._config.next_message, message
 
     def _key(self, row: Experience, following: Experience | None) -> str | None:
-        """Whose words a block is: the key of the last comment or correction; of a next message alone, the one that
-        chatted."""
+        """Return the key that wrote the block: of the last comment or correction, or else of the chat with the next
+        message."""
         wordings = {"correction": self._config.correction, "comment": self._config.comment}
         said = [one for one in row.signals if wordings.get(one.kind) is not None and (one.text or "").strip()]
         return said[-1].key_name if said else following.key_name if following is not None else None
 
     def _block(self, pieces: list[tuple[str, Ints]]) -> Ints:
-        """One message of all that was said, with at most `max_hint_tokens` of it; empty if there is no text at all."""
+        """Return one message with all texts, with at most `max_hint_tokens` tokens of them; empty without a text."""
         left, parts = self._config.max_hint_tokens, [self._frame.before]
         for wording, text in pieces:
             if not len(text) or not left:
@@ -130,7 +130,7 @@ class HintWriter:
         return np.concatenate([*parts, self._frame.after]) if len(parts) > 1 else _NOTHING
 
     def _tokens(self, text: str) -> Ints:
-        """A text that somebody wrote, as plain tokens."""
+        """Tokenize a caller's text without special tokens."""
         limit = self._config.max_hint_tokens
         plain = text[: _LARGEST_TOKEN * limit].strip().encode(errors="replace").decode()
         ids = self._encode(plain, split_special_tokens=True)
@@ -141,7 +141,7 @@ class HintWriter:
         return np.asarray(ids, np.int64)
 
     def _message_in(self, row: Experience, following: Experience) -> Ints:
-        """The tokens of the user's message after a row's reply, in the prompt that continues it; empty if none is."""
+        """Return the tokens of the user's message after a row's reply, from the next prompt; empty if it has none."""
         own = np.concatenate([row.tokens.prompt_ids, row.tokens.reply_ids])
         prompt, header = following.tokens.prompt_ids, self._frame.user
         if not len(header) or not np.array_equal(prompt[: len(own)], own):
@@ -160,7 +160,7 @@ class HintWriter:
 
 
 def _frame(tokenizer: Any) -> _Frame:
-    """What a tokenizer's chat template writes; without a template words are a paragraph of plain text."""
+    """Read what a tokenizer's chat template writes; without a template, words are a paragraph of plain text."""
 
     def encode(text: str) -> Ints:
         return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
@@ -175,7 +175,7 @@ def _frame(tokenizer: Any) -> _Frame:
     def begins(role: str) -> Ints:
         found = _cut(tokenizer, _message("user", "?"), _message("assistant", _REPLY), _message(role))
         ids = encode(found[0].rpartition(_REPLY)[2]) if found and _REPLY in found[0] else _NOTHING
-        ids = ids[1:] if len(ids) and ids[0] in control else ids  # what ends a reply may be part of it
+        ids = ids[1:] if len(ids) and ids[0] in control else ids  # the token that ends a reply may be part of it
         places = np.flatnonzero(np.isin(ids, list(control)))
         return ids[places[0] :] if len(places) else _NOTHING
 
@@ -192,7 +192,7 @@ def _message(role: str, content: str = _TEXT) -> dict[str, str]:
 
 
 def _cut(tokenizer: Any, *messages: dict[str, str]) -> tuple[str, str] | None:
-    """What a chat template writes before and after _TEXT; None where it takes no such messages."""
+    """Return what a chat template writes before and after _TEXT; None if it does not accept these messages."""
     if not tokenizer.chat_template:
         return None
     try:

@@ -1,8 +1,8 @@
-"""Deletes versions and saved states that are not kept: after each version, at a start, and while the disk is full.
+"""Deletes versions and saved states that are not kept: after each version, at start, and while the disk is full.
 
-The trainer does it because it alone writes to the folder of versions. The ledger gives up a version's files first, in a
-statement that no reader's lease survives; then the folder is renamed, and then it is deleted. What a crash leaves
-undone is done the next time. After a jump of the ledger's clock leases look ended whose owners live: then nothing is
+Only the trainer writes to the folder of versions, so only the trainer deletes there. First the ledger marks a version's
+files as given up, unless a reader has a lease on them; then the folder is renamed, and then deleted. The next run
+completes what a crash interrupted. After a jump of the ledger's clock, leases of live owners look expired; nothing is
 deleted until they have renewed them.
 """
 
@@ -24,22 +24,22 @@ from trainer_service.disk import GIB, set_aside, size_of, sweep
 from trainer_service.resume import SavedState, StateStore
 
 log = StageLogger("trainer")
-_RENEWED_S = transitions.VERSION_LEASE_S / 2  # in which who lives renews a lease; a smaller jump ends none
+_RENEWED_S = transitions.VERSION_LEASE_S / 2  # live owners renew leases within this time; a smaller jump ends none
 
 
 class _ClockWatch:
-    """Whether the ledger's clock has jumped: put forward, or its host, or this one, asleep or suspended.
+    """Detects jumps of the ledger's clock: it was set forward, or its host or this one was suspended.
 
-    `clock` has to be one that stands still while this host sleeps, as all processes that renew a lease there do.
+    `clock` must stop while this host is suspended, because processes on it renew no leases then.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._ahead_s: float | None = None  # of `clock`, at the last look
+        self._ahead_s: float | None = None  # ledger's time minus `clock` at the last check
         self._settled_at = -math.inf
 
     def is_settled(self, database_now: float) -> bool:
-        """Whether every lease whose owner lives has been renewed since the last jump."""
+        """Whether every live owner has renewed its leases since the last jump."""
         now = self._clock()
         ahead_s = database_now - now
         if self._ahead_s is not None and ahead_s > self._ahead_s + _RENEWED_S:
@@ -50,7 +50,7 @@ class _ClockWatch:
 
 
 class Janitor:
-    """Keeps the folders of one trainer as section `versions` says."""
+    """Applies the configuration's section `versions` to the folders of one trainer."""
 
     def __init__(
         self, config: Config, ledger: Ledger, states: StateStore, clock: Callable[[], float] = time.monotonic
@@ -64,7 +64,7 @@ class Janitor:
         self._watch = _ClockWatch(clock)
 
     def run(self, current: SavedState | None) -> None:
-        """Delete what is to go; current: the trainer's newest state. What fails is tried again the next time."""
+        """Delete what is not kept. current: the trainer's newest state. The next run retries what fails."""
         try:
             now = self._ledger.fetch(database_time)
             if not self._watch.is_settled(now):
@@ -75,7 +75,7 @@ class Janitor:
         except LedgerError as error:
             log.debug("nothing is deleted: the ledger is unavailable", reason=str(error))
         except OSError as error:
-            log.warning("what is not kept cannot be deleted", file=error.filename, reason=error.strerror)
+            log.warning("old versions or states cannot be deleted", file=error.filename, reason=error.strerror)
 
     def _give_up_versions(self) -> None:
         settings = self._settings
@@ -101,7 +101,7 @@ class Janitor:
         sweep(self._folder)
 
     def _delete_states(self, current: SavedState | None) -> None:
-        """Delete the states of versions without files, and all but the newest ones."""
+        """Delete the states of versions without files, and all but the newest states."""
         with self._ledger.read() as connection:
             states = list_states(connection, self._name)
             there = {row.version for row in list_versions(connection) if row.has_files}

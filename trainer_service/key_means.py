@@ -1,12 +1,13 @@
-"""Strict keys and mild ones: a reward is compared with what its key gives otherwise.
+"""Strict and lenient keys: a reward is compared with the mean reward of its key.
 
-A key that likes nothing says nothing about which reply is better, and one that is strict says less than its numbers do.
-With R the return of a sequence that key k spoke of, m the running mean of all returns and m_k that of the key's,
+A key that rejects everything does not tell which reply is better, and a strict key means less than its numbers suggest.
+With R the return of a sequence that key k scored, m the running mean of all returns and m_k that of the key,
 
     R ← R + m − (n_k m_k + κ m) / (n_k + κ)
 
-n_k: returns behind m_k, at most WINDOW. A new key's mean is shrunk towards that of all by κ of them. The difference is
-added at the sequence's end, so that differences between turns stay as they are. Callers without a key are one key.
+n_k: returns behind m_k, at most WINDOW. The mean of a new key is shrunk towards m, as if it had κ such returns. The
+difference is added at the end of the sequence, so differences between turns do not change. Callers without a key count
+as one key.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from trainer_service.algorithms.advantages import running_moments
 from trainer_service.algorithms.seam import Batch, Floats, Memory
 
 WINDOW = 256  # sequences
-SHRINKAGE = 8.0  # κ, in sequences
-MOST_KEYS = 1000  # that are remembered; the one not seen for the longest time goes first
+SHRINKAGE = 8.0  # κ, as a number of sequences
+MOST_KEYS = 1000  # stored keys; the one that was not seen for the longest time is deleted first
 
 
 def center_keys(batch: Batch, memory: Memory) -> Batch:
-    """The batch with the returns of its rewarded sequences shifted by key. Changes `memory`, not the batch."""
+    """Return the batch with the returns of its rewarded sequences shifted by key. Changes `memory`, not the batch."""
     returns: dict[str, list[Floats]] = defaultdict(list)
     places: dict[str, list[int]] = defaultdict(list)
     keys = batch.scored_by
@@ -40,7 +41,7 @@ def center_keys(batch: Batch, memory: Memory) -> Batch:
     known: dict[str, Memory] = memory.setdefault("keys", {})
     sequences = list(batch.sequences)
     for key, found in returns.items():
-        known[key] = known.pop(key, {})  # at the end: seen last
+        known[key] = known.pop(key, {})  # last in the order: the most recently seen
         own, _ = running_moments(known[key], found, WINDOW)
         count = known[key]["sequences"]
         shift = mean - (count * own + SHRINKAGE * mean) / (count + SHRINKAGE)

@@ -1,6 +1,6 @@
-"""What a version holds of the policy: all its weights, or an adapter. One class for each `model.kind`.
+"""How a version stores the policy: all weights, or an adapter. One class for each `model.kind`.
 
-The ranks agree on what is computed (`ask`), then each computes the same probe and reads the same weights; rank 0 alone
+The ranks agree on what is computed (`ask`); then each computes the same probe and reads the same weights. Only rank 0
 writes.
 """
 
@@ -31,18 +31,18 @@ from trainer_service.publish import (
 )
 from trainer_service.tensor_files import make_header, name_of, write_tensors
 
-_CANDIDATES = 16  # sequences that the adapted model says, beside those that the base said
-_KEPT = 4  # of all these: an engine scores them beside the streams that it writes
-_CONTRASTS = 4  # tokens on which a version and its parent are told apart
-_NOISE = 1e-3  # nats by which an engine's logprobs may differ from the trainer's through rounding alone
-_NARROW_NOISE = 0.05  # the same where one of the two computes in 16 bits
+_CANDIDATES = 16  # sequences sampled from the adapted model, besides those of the base model
+_KEPT = 4  # of all these: an engine scores them while it serves streams
+_CONTRASTS = 4  # tokens that distinguish a version from its parent
+_NOISE = 1e-3  # nats by which rounding alone may change an engine's logprobs against the trainer's
+_NARROW_NOISE = 0.05  # the same if one of the two computes in 16 bits
 
 Read = Callable[[str], Tensor]
 Shrink = Callable[[Path, Manifest], Manifest]
 
 
 class About(TypedDict):
-    """What a version's writer says of it. shrink: as for `write_version`; without it none."""
+    """Fields of a version's manifest. shrink: see `write_version`; optional."""
 
     version: int
     parent: int
@@ -51,33 +51,33 @@ class About(TypedDict):
 
 
 class VersionKind(Protocol):
-    """How a policy becomes a version's folder."""
+    """Converts a policy to a version's folder."""
 
     def ask(self, root: Path) -> JSON:
-        """What all ranks must know to take part: `names` of the weights that are read, and what the probe needs."""
+        """Return what all ranks need to take part: `names` of the weights to read, and the inputs of the probe."""
 
     def remember(self) -> list[ProbeSequence]:
-        """What the next version's probe compares with this one, computed by every rank."""
+        """Return what the next version's probe is compared with, computed by every rank."""
 
     def probe(self, asked: JSON, parent: list[ProbeSequence]) -> Probe:
-        """The probe, computed by every rank. parent: what was remembered of the version before."""
+        """Return the probe, computed by every rank. parent: what `remember` returned for the version before."""
 
     def reader(self, whole: Callable[[Tensor], Tensor]) -> Read:
-        """Reads what a version's files hold, by its name there. whole: gives a parameter whole."""
+        """Return a function that reads a tensor by its name in a version's files. whole: gathers a parameter."""
 
     def write(self, root: Path, read: Read, probe: Probe, **about: Unpack[About]) -> Manifest:
         """Write the folder. Raises DiskFull and VersionError."""
 
 
 def kind_of(policy: Any) -> VersionKind:
-    """An adapter, where the model has one."""
+    """Return the adapter's kind if the model has adapters."""
     if Adapters(policy):
         return AdapterVersions(policy)
     return FullVersions(policy)
 
 
 class FullVersions:
-    """A version holds all weights."""
+    """A version contains all weights."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
@@ -87,7 +87,7 @@ class FullVersions:
         return {"names": weight_names(root), "sequences": probe_sequences(root), "dtype": dtype}
 
     def remember(self) -> list[ProbeSequence]:
-        """What the policy says by itself: where it learns something, these are likely to change."""
+        """Sample from the policy itself: such sequences are likely to change when it learns."""
         return compute_probe(self._policy, sample_sequences(self._policy))
 
     def probe(self, asked: JSON, parent: list[ProbeSequence]) -> Probe:
@@ -108,7 +108,7 @@ class FullVersions:
 
 
 class AdapterVersions:
-    """A version holds the policy's adapter, in the type of version 0's weights."""
+    """A version contains the policy's adapter, in the dtype of version 0's weights."""
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
@@ -119,11 +119,11 @@ class AdapterVersions:
         return {"names": list(self._adapters.weights()), "sequences": probe_sequences(root), "dtype": dtype}
 
     def remember(self) -> list[ProbeSequence]:
-        """Nothing: an adapter is told apart from the base, and has a name of its own in the engine."""
+        """Return nothing: an adapter is compared with the base, and has its own name in the engine."""
         return []
 
     def probe(self, asked: JSON, parent: list[ProbeSequence]) -> Probe:
-        """Of a few sequences, by base and adapter, those on which the two differ most."""
+        """Score some sequences by base and adapter, and keep those where the two differ most."""
         with self._adapters.rounded(getattr(torch, asked["dtype"])):
             sequences = [*asked["sequences"], *sample_sequences(self._policy, _CANDIDATES)]
             blocks = [sequences[at : at + PROBE_SEQUENCES] for at in range(0, len(sequences), PROBE_SEQUENCES)]
@@ -164,12 +164,12 @@ class AdapterVersions:
 
 
 def _arithmetic(policy: Any) -> str:
-    """The type that a policy computes in."""
+    """Return the name of the dtype in which a policy computes."""
     return str(next(policy.parameters()).dtype).removeprefix("torch.")
 
 
 def _noise(dtype: str, arithmetic: str) -> float:
-    """dtype: of the version's weights, and mostly the engine's. arithmetic: the trainer's."""
+    """dtype: of the version's weights, and usually of the engine. arithmetic: dtype of the trainer."""
     return _NOISE if dtype == arithmetic == "float32" else _NARROW_NOISE
 
 
@@ -178,7 +178,7 @@ def _gap(own: ProbeSequence, other: ProbeSequence) -> float:
 
 
 def _contrast(own: ProbeSequence, other: ProbeSequence) -> Contrast:
-    """The token of a sequence on which two versions differ most."""
+    """Return the token of a sequence where two versions differ most."""
     gaps = [abs(a - b) for a, b in zip(own.logprobs, other.logprobs, strict=True)]
     place = gaps.index(max(gaps))
     return Contrast(own.token_ids[: place + 2], own.logprobs[place], other.logprobs[place])

@@ -1,7 +1,7 @@
-"""The models in memory: how they are trained on a batch, saved, published, and returned to the last saved state.
+"""The models in memory: train them on a batch, save them, publish them, and restore the last saved state.
 
-Owns the models and their optimizer, which are made anew after an update that failed. Knows nothing of the ledger. Where
-there are several ranks each has a learner, and what rank 0's is told it has the others do at the same time.
+Owns the models and their optimizer, and rebuilds them after a failed update. Does not access the ledger. With several
+ranks, each rank has a learner; a call on rank 0's learner makes the other ranks do the same at the same time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer_service.resume import SavedState, StateStore
 from trainer_service.state_files import read_state, write_state
 from trainer_service.update import Stats, Updater
 
-# What an update raises: PyTorch's errors are RuntimeErrors, that of too little memory is one of them.
+# Errors that an update raises. PyTorch's are RuntimeErrors, including out of memory.
 _FAILURES = (UpdateError, RuntimeError, MemoryError, IndexError, ValueError)
 _REASON_LENGTH = 400  # characters
 Preparation = Callable[[list[Experience]], list[Experience]]
@@ -50,20 +50,20 @@ class Learner:
         preparations: Sequence[Preparation] = (),
         build_for_state: Build | None = None,
     ) -> None:
-        """build: makes models and optimizer anew; returns the update and the policy inside it. states: rank 0's.
+        """build: builds models and optimizer; returns the updater and the policy inside it. states: on rank 0 only.
 
-        preparations: what is done with claimed rows, one after another, before they are trained on; rank 0's.
-        build_for_state: as build, before a state is loaded that brings all weights: the version that training began
-        with may be deleted by then. None: build.
+        preparations: steps applied to claimed rows, in this order, before they are trained on; on rank 0 only.
+        build_for_state: like build, for a state that contains all weights: the version that training started from may
+        be deleted by then. None: build.
         """
         self._build, self._build_for_state = build, build_for_state or build
         self._preparations = preparations
         self._ranks = ranks
         self._states = states
         self._update, self.policy = build()
-        self._parent: list[ProbeSequence] = []  # what the next version's probe is compared with
-        self._parent_of: int | None = None  # the version that said it; None: nothing is remembered
-        self.saved: SavedState | None = None  # the last one, to which `restore` returns
+        self._parent: list[ProbeSequence] = []  # logprobs of the last version, to compare with the next version's probe
+        self._parent_of: int | None = None  # the version that computed them; None: none are stored
+        self.saved: SavedState | None = None  # the last saved state, which `restore` loads
 
     @property
     def backend(self) -> DeepSpeedBackend:
@@ -76,34 +76,34 @@ class Learner:
 
     @property
     def costs(self) -> Stats:
-        """What the last update took; see Updater.costs."""
+        """Costs of the last update; see Updater.costs."""
         return self._update.costs
 
     @property
     def trained_bytes(self) -> int:
-        """Of all that is trained, in float32."""
+        """Size in bytes of all trained weights in float32."""
         return 4 * sum(math.prod(shape) for shape in self.backend.shapes().values())
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the policy knows."""
+        """Number of token ids of the policy."""
         return int(self.policy.get_input_embeddings().num_embeddings)
 
     def prepare(self, rows: list[Experience]) -> list[Experience]:
-        """On rank 0: the rows with what is asked of others before they are trained on. Raises Stopped."""
+        """On rank 0: add to the rows what must be computed or requested before training. Raises Stopped."""
         for preparation in self._preparations:
             rows = preparation(rows)
         return rows
 
     @property
     def context(self) -> int | None:
-        """The most tokens that the policy takes; None: it says none."""
+        """Maximum number of tokens of the policy; None: its config has no limit."""
         return getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
 
     def train(self, rows: list[Experience], *, step: int, version: int, ahead: int = 0) -> Stats:
-        """One update; see Updater.update. Raises UpdateError however it failed; then `restore` must follow.
+        """Run one update; see Updater.update. Raises UpdateError on any failure; `restore` must follow.
 
-        Raises RankLost when this rank failed alone: the others cannot be brought out of the middle of an update.
+        Raises RankLost if only this rank failed: the others cannot leave the middle of an update.
         """
         self._ranks.order("train", pack_rows(rows), step, version, ahead)
         try:
@@ -116,25 +116,25 @@ class Learner:
             name = "" if agreed else f"{type(exc).__name__}: "
             reason = f"{name}{str(exc).strip()}".split("\n")[0][:_REASON_LENGTH]
         if self._ranks.size > 1 and not agreed:
-            raise RankLost(f"rank {self._ranks.rank} failed in an update ({reason}); all ranks end, to start again")
+            raise RankLost(f"rank {self._ranks.rank} failed in an update ({reason}); all ranks exit, to be restarted")
         raise UpdateError(reason)  # not from exc: its traceback holds the tensors of the failed update
 
     def weights(self) -> Callable[[str], Any]:
-        """Reads what a version holds by its name there: whole and as the optimizer holds it, in float32."""
+        """Return a function that reads a weight by its name in a version: unsharded and in the optimizer's float32."""
         return kind_of(self.policy).reader(self.backend.whole)
 
     def write_version(self, root: Path, **about: Any) -> Manifest:
-        """Write the policy as a version's folder. about: see `write_full_version`. Raises DiskFull and VersionError.
+        """Write the policy to a version's folder; `about`: see `write_full_version`. Raises DiskFull and VersionError.
 
-        Until the version is one that `train` names, it may be written again, after a full disk.
+        After DiskFull it may be called again for the same version, until `train` is called with that version.
         """
         kind = kind_of(self.policy)
         asked = kind.ask(root)
         self._ranks.order("join_version", asked)
         probe = kind.probe(asked, self._parent)
-        with self._alone_if_full():
+        with self._lose_ranks_if_full():
             manifest = kind.write(root, self.weights(), probe, **about)
-        self._tell_past()
+        self._notify_past()
         return manifest
 
     def join_version(self, asked: JSON) -> None:
@@ -143,29 +143,29 @@ class Learner:
         read = self.weights()
         for name in asked["names"]:
             read(name)
-        self._tell_past()
+        self._notify_past()
 
-    def _tell_past(self) -> None:
+    def _notify_past(self) -> None:
         if self._update.past is not None:
             self._update.past.written()
 
     def save(self, version: int) -> SavedState:
-        """Save the state of a version; `restore` returns to it from now on. Raises DiskFull and SaveError."""
+        """Save the state of a version, which `restore` then loads. Raises DiskFull and SaveError."""
         assert self._states is not None
         self._ranks.order("join_save")
-        with self._alone_if_full():
+        with self._lose_ranks_if_full():
             self.saved = self._states.save(self.backend, self._update.memory, version, self._update.past)
         return self.saved
 
     @contextlib.contextmanager
-    def _alone_if_full(self) -> Iterator[None]:
-        """Of several ranks a disk that fills up makes a RankLost: the others wait in the middle of the write."""
+    def _lose_ranks_if_full(self) -> Iterator[None]:
+        """With several ranks, raise RankLost in place of DiskFull: the others wait in the middle of the write."""
         try:
             yield
         except DiskFull as exc:
             if self._ranks.size == 1:
                 raise
-            raise RankLost(f"{exc}; all ranks end, to start again") from exc
+            raise RankLost(f"{exc}; all ranks exit, to be restarted") from exc
 
     def join_save(self) -> None:
         """On the other ranks: take part in `save`."""
@@ -191,9 +191,9 @@ class Learner:
         self._parent, self._parent_of = [], None
 
     def restore(self, loads_state: bool = False) -> None:
-        """Make all anew and load the last saved state: a failed update leaves parts of itself behind.
+        """Rebuild the models and load the last saved state, because a failed update leaves partial results.
 
-        loads_state: on the other ranks: whether there is one.
+        loads_state: on the other ranks: whether a saved state exists.
         """
         loads_state |= self.saved is not None
         self._ranks.order("restore", loads_state)
@@ -204,13 +204,13 @@ class Learner:
             self.load(self.saved)
 
     def close(self) -> None:
-        """Release the models' memory; nothing can be done with this learner afterwards."""
+        """Release the models' memory. The learner cannot be used afterwards."""
         self._update.close()
         del self._update, self.policy
         gc.collect()
 
     def require_harmless_update(self, reason: str) -> None:
-        """Before rows are blamed for `reason`: raise StartupError when an update with a harmless row fails as well."""
+        """Before rows are blamed for `reason`, raise StartupError if an update with a harmless row fails too."""
         try:
             self.try_harmless_update()
         except _FAILURES as exc:
@@ -221,7 +221,7 @@ class Learner:
         self.restore()
 
     def try_harmless_update(self) -> None:
-        """An update with a harmless row, and steps whatever the algorithms make of that."""
+        """Run an update with a harmless row, and SFT steps on it, which do not depend on the configured algorithms."""
         self._ranks.order("try_harmless_update")
         batch = make_batch([harmless_row()])
         with together():
@@ -229,9 +229,9 @@ class Learner:
             self._update.try_steps(replace(batch, written=range(len(batch.sequences))), SFT(SFTConfig()))
 
     def follow(self, stop: StopRequest) -> None:
-        """On the other ranks: do what rank 0 does, until it ends. Raises RankLost."""
+        """On the other ranks: follow rank 0's orders until it ends. Raises RankLost."""
         for name, arguments in self._ranks.orders(stop):
-            with contextlib.suppress(UpdateError):  # rank 0 has it too, and orders what follows
+            with contextlib.suppress(UpdateError):  # rank 0 raises it too, and orders the next call
                 if name == "train":
                     rows, step, version, ahead = arguments
                     self.train(unpack_rows(rows), step=step, version=version, ahead=ahead)

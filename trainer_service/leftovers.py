@@ -1,8 +1,8 @@
-"""What a crash leaves in the root folder, versions and states that the ledger does not know: found and deleted.
+"""Deletes what a crash left in the root folder: versions and states that the ledger does not contain.
 
 One crash leaves at most one version folder and one state, of the number that the trainer had reserved, or the folder of
-the base model, whose number is not. More than that is no trace of a crash: the ledger is another one, or an older copy.
-Then nothing is deleted. What other trainers are writing stays.
+the base model, whose number is not reserved. More unknown folders mean that the ledger is another one, or an older
+copy; then nothing is deleted. Folders that other trainers are writing are kept.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trainer_service.resume import state_path
 
 
 def remove_leftovers(root: Path, ledger: Ledger, trainer: str) -> TrainerRow | None:
-    """Delete the version without a row that a crash left behind, and withdraw those without a saved state.
+    """Delete a version folder that a crash left without a row, and withdraw versions without a saved state.
 
     Returns this trainer's row.
 
-    Raises StartupError, with nothing deleted, when more is unknown than one crash leaves, or the saved state is gone.
+    Raises StartupError, and deletes nothing, if more is unknown than one crash leaves, or the saved state is missing.
     """
     require_known_versions(root, ledger)
-    # before the ledger is read: a trainer that begins to write meanwhile has reserved its number before that
+    # listed before the ledger is read: a trainer reserves a number before it writes that folder
     folders, temporary = version_folders(root), temporary_versions(root)
     with ledger.read() as connection:
         row, rows = find_trainer(connection, trainer), list_versions(connection)
@@ -53,10 +53,10 @@ def _require_known_states(root: Path, ledger: Ledger, trainer: str, row: Trainer
     if named is not None and named not in states:
         found = in_short([Path(state).name for state in states]) if states else "no state"
         raise StartupError(
-            f"the ledger {ledger.shown_url} names the state {Path(named).name} of trainer {trainer!r}, and {folder} "
+            f"the ledger {ledger.shown_url} names the state {Path(named).name} of trainer {trainer!r}, but {folder} "
             f"holds {found}; restore the state, or the ledger that belongs to this root_dir; nothing was deleted"
         )
-    unknown = states - ({named, *known} if row else set())  # a trainer is announced before it saves anything
+    unknown = states - ({named, *known} if row else set())  # a trainer is announced before it saves a state
     if unknown:
         raise StartupError(
             f"{folder} holds {in_short([Path(state).name for state in unknown])}, which no row of the ledger "

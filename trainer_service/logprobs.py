@@ -1,9 +1,8 @@
 """Logprobs of sampled tokens: under the target policy, and as the engine's sampler processes them.
 
-vLLM's `processed_logprobs` are a log-softmax after penalties, temperature, then min-p, then top-k and top-p, in this
-order (vllm/v1/sample/sampler.py of 0.32). Greedy rows (temperature below 1e-5) count there as temperature 1 without any
-cut.
-Shapes: K sampled tokens, V vocabulary, N its likeliest tokens.
+vLLM's `processed_logprobs` are a log-softmax after penalties, temperature, min-p, top-k and top-p, in this order
+(vllm/v1/sample/sampler.py of 0.32). For greedy rows (temperature below 1e-5) they use temperature 1 without any cut.
+Shapes: K sampled tokens, V vocabulary, N its most likely tokens.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from torch import Tensor
 from trainer_service.penalties import Penalties, penalized
 
 GREEDY_BELOW = 1e-5
-LIKELIEST = 1024  # tokens among which top-k and top-p mostly decide
-SORTED_ROWS = 16  # vocabularies sorted at once where they do not
+LIKELIEST = 1024  # most likely tokens, among which top-k and top-p usually decide
+SORTED_ROWS = 16  # full vocabularies sorted at once otherwise
 
 
 class Scores(TypedDict, total=False):
-    """What a model says of the K sampled tokens of a packed row: [K] each, float32; without what was not asked for."""
+    """A model's scores of the K sampled tokens of a packed row: [K] each, float32. Only requested ones are present."""
 
     logprobs: Tensor  # log π at the sampling temperature
     processed: Tensor  # log π as the engine's sampler processes it
     entropy: Tensor  # nats
     values: Tensor  # the critic's V before each token
-    others: Tensor  # [K, N] log π of other tokens in the sampled one's place
-    top: tuple[Tensor, Tensor]  # [K, N] the likeliest tokens and their log π
+    others: Tensor  # [K, N] log π of other tokens at the same positions
+    top: tuple[Tensor, Tensor]  # [K, N] the most likely tokens and their log π
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Each token's sampling parameters: [K] each."""
+    """Sampling parameters of each token: [K] each."""
 
     temperature_K: Tensor
     top_p_K: Tensor
@@ -43,7 +42,7 @@ class SamplingTensors:
     penalties: Penalties | None = None  # None: no token has any
 
     def rows(self, chosen: Tensor | slice) -> SamplingTensors:
-        """Those of some tokens: by a mask, their numbers or a range."""
+        """Select some tokens by a mask, their indices or a range."""
         return SamplingTensors(
             self.temperature_K[chosen],
             self.top_p_K[chosen],
@@ -53,7 +52,7 @@ class SamplingTensors:
         )
 
     def to(self, device: torch.device) -> SamplingTensors:
-        """The same on a device."""
+        """Return the same on a device."""
         return SamplingTensors(
             self.temperature_K.to(device),
             self.top_p_K.to(device),
@@ -74,9 +73,9 @@ def score(
     others: Tensor | None = None,
     top: int = 0,
 ) -> Scores:
-    """Scores of the sampled tokens from their logits. entropy_gradient: entropies are to be trained, not only shown.
+    """Return scores of the sampled tokens from their logits. entropy_gradient: entropies are trained, not only plotted.
 
-    others: [K, N] tokens that are to be scored besides. top: so many of the likeliest ones are asked for.
+    others: [K, N] further tokens to score. top: number of most likely tokens to return.
     """
     scaled_KV = at_temperature(logits_KV, sampling)
     scores: Scores = {"logprobs": token_logprobs(scaled_KV, actions_K)}
@@ -96,31 +95,31 @@ def score(
 
 
 def at_temperature(logits_KV: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Logits over each token's temperature: [K, V]."""
+    """Divide logits by each token's temperature: [K, V]."""
     return logits_KV / _divisor(sampling).unsqueeze(-1)
 
 
 def _divisor(sampling: SamplingTensors) -> Tensor:
-    """What the sampler divides logits by: [K]."""
+    """Return the sampler's divisor of logits: [K]."""
     return torch.where(sampling.temperature_K < GREEDY_BELOW, 1.0, sampling.temperature_K)
 
 
 def token_logprobs(logits_KV: Tensor, actions_K: Tensor) -> Tensor:
-    """log softmax at the sampled tokens: [K]."""
+    """Return log softmax at the sampled tokens: [K]."""
     chosen_K = logits_KV.gather(-1, actions_K.unsqueeze(-1)).squeeze(-1)
     return chosen_K - torch.logsumexp(logits_KV, dim=-1)
 
 
 def entropy(logits_KV: Tensor) -> Tensor:
-    """Entropy of each distribution, nats: [K]."""
+    """Return the entropy of each distribution in nats: [K]."""
     logprobs_KV = torch.log_softmax(logits_KV, dim=-1)
     return -(logprobs_KV.exp() * logprobs_KV).sum(-1)
 
 
 def processed_logprobs(scaled_KV: Tensor, actions_K: Tensor, sampling: SamplingTensors) -> Tensor:
-    """The logprobs that the engine's sampler reports: [K]; -inf where it could not have sampled the token.
+    """Return the logprobs that the engine's sampler reports: [K]; -inf where it could not have sampled the token.
 
-    scaled_KV: logits over temperature, from `at_temperature`.
+    scaled_KV: logits divided by temperature, from `at_temperature`.
     """
     if sampling.penalties is not None:
         scaled_KV = penalized(scaled_KV, sampling.penalties, _divisor(sampling))
@@ -136,7 +135,7 @@ def processed_logprobs(scaled_KV: Tensor, actions_K: Tensor, sampling: SamplingT
 
 
 def _floor(scaled_KV: Tensor, sampling: SamplingTensors) -> Tensor:
-    """The logit below which min-p cuts: [K, 1]."""
+    """Return the logit below which min-p cuts: [K, 1]."""
     return scaled_KV.amax(-1, keepdim=True) + sampling.min_p_K.log().unsqueeze(-1).to(scaled_KV.dtype)
 
 
@@ -145,7 +144,7 @@ def _above_floor(scaled_KV: Tensor, actions_K: Tensor, sampling: SamplingTensors
 
 
 def _among_likeliest(scaled_KV: Tensor, actions_K: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Logprobs after min-p, top-k and top-p: from the likeliest tokens where these decide, else by sorting all."""
+    """Return logprobs after min-p, top-k and top-p: from the most likely tokens if these decide, or else by a sort."""
     vocabulary = scaled_KV.shape[-1]
     top_KN, order_KN = scaled_KV.topk(min(LIKELIEST, vocabulary), dim=-1)
     floor_K1 = _floor(scaled_KV, sampling)
@@ -156,7 +155,7 @@ def _among_likeliest(scaled_KV: Tensor, actions_K: Tensor, sampling: SamplingTen
     total_K = torch.where(in_top_k_K, _logsumexp(top_KN, top_KN >= lowest_K1), total_K)
     probs_KN = (top_KN - total_K.unsqueeze(-1)).exp().masked_fill(top_KN < lowest_K1, 0.0)
     inside_KN = (probs_KN.cumsum(-1) - probs_KN < sampling.top_p_K.unsqueeze(-1)) & (top_KN >= lowest_K1)
-    inside_KN[:, 0] = True  # the likeliest token always stays
+    inside_KN[:, 0] = True  # the most likely token is always kept
     decided_K = (~inside_KN[:, -1] & (in_top_k_K | (sampling.top_k_K == 0))) | (top_KN.shape[-1] == vocabulary)
     chosen_K = scaled_KV.gather(-1, actions_K.unsqueeze(-1)).squeeze(-1)
     sampled_K = (inside_KN & (order_KN == actions_K.unsqueeze(-1))).any(-1)
@@ -172,7 +171,7 @@ def _logsumexp(logits_KN: Tensor, taken_KN: Tensor) -> Tensor:
 
 
 def truncate(scaled_KV: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Logits after min-p, top-k and top-p: [K, V], -inf where a token is cut off. Sorts whole vocabularies."""
+    """Return logits after min-p, top-k and top-p: [K, V], -inf where a token is cut off. Sorts whole vocabularies."""
     logits_KV = scaled_KV.masked_fill(scaled_KV < _floor(scaled_KV, sampling), -torch.inf)
     vocabulary = logits_KV.shape[-1]
     sorted_KV, order_KV = logits_KV.sort(dim=-1)
@@ -181,6 +180,6 @@ def truncate(scaled_KV: Tensor, sampling: SamplingTensors) -> Tensor:
     sorted_KV = sorted_KV.masked_fill(sorted_KV < smallest_K1, -torch.inf)
     cumulative_KV = torch.softmax(sorted_KV, dim=-1).cumsum(dim=-1)
     out_KV = cumulative_KV <= 1 - sampling.top_p_K.unsqueeze(-1)
-    out_KV[:, -1] = False  # the likeliest token always stays
+    out_KV[:, -1] = False  # the most likely token is always kept
     sorted_KV = sorted_KV.masked_fill(out_KV, -torch.inf)
     return logits_KV.scatter_(-1, order_KV, sorted_KV)

@@ -22,7 +22,7 @@ from shared.stop_request import StopRequest
 from shared.versions import Manifest, version_path
 from trainer_service.answers import answer_tokenizer
 from trainer_service.breaker import Breaker
-from trainer_service.choice import as_row, takes_up
+from trainer_service.choice import as_row, extend_choice
 from trainer_service.claim import Claimer, Heartbeat
 from trainer_service.delta import DeltaMaker
 from trainer_service.disk import pauses_s, size_of
@@ -42,17 +42,17 @@ log = StageLogger("trainer")
 
 @dataclass(slots=True)
 class Progress:
-    """How far this trainer is."""
+    """The trainer's position: completed updates, published versions, and the batches that they contain."""
 
-    step: int = 0  # updates that the weights in memory contain
-    version: int = 0  # the last version that was published, or that training began with
-    batch_ids: list[int] = field(default_factory=list)  # trained on since that version; still leased
-    held: dict[int, list[int]] = field(default_factory=dict)  # versions that no state contains, with their batches
+    step: int = 0  # number of updates applied to the weights in memory
+    version: int = 0  # the last published version, or the version that training started from
+    batch_ids: list[int] = field(default_factory=list)  # trained on since that version; their rows are still leased
+    held: dict[int, list[int]] = field(default_factory=dict)  # versions not in a saved state yet, with their batches
     stats: Stats = field(default_factory=dict)
 
 
 class Trainer:
-    """One trainer on one ledger. `run()` returns when asked to stop."""
+    """Runs one trainer on one ledger. `run()` returns after a stop request, or when the algorithms change."""
 
     def __init__(
         self, config: Config, ledger: Ledger, learner: Learner, states: StateStore, stop: StopRequest, watch: Watch
@@ -67,13 +67,13 @@ class Trainer:
         self._write = self._patient.write
         self._breaker = Breaker(config.trainer, ledger, self._patient, stop, watch.show_trip)
         self._janitor = Janitor(config, ledger, states)
-        self._progress = self._saved = Progress()  # _saved: as of the last saved state, or of the start
+        self._progress = self._saved = Progress()  # _saved: the progress at the last saved state, or at the start
         self._base_folder = config.root / version_path(0)
         self._room = Room(config, ledger, stop, states, lambda: self._janitor.run(learner.saved), self._version_bytes)
         self._deltas = DeltaMaker(config.root, states.folder / "last-weights", config.versions.anchor_every)
 
     def resume(self, row: TrainerRow | None, start_version: int) -> None:
-        """Give back old leases of this trainer; load its last saved state, or begin at `start_version`'s weights."""
+        """Load the last saved state or start from `start_version`; release leases that this trainer left behind."""
         name, saved = self._config.trainer.name, saved_state(row)
         self._progress = Progress(version=start_version)
         if row is not None and saved is not None:
@@ -92,9 +92,9 @@ class Trainer:
         log.info("at work", step=self._progress.step, version=self._progress.version, rows_taken_back=returned)
 
     def run(self) -> bool:
-        """Until asked to stop: claim, batch, update, publish.
+        """Claim, batch, update and publish until a stop is requested.
 
-        Returns True where it ended for another choice of algorithms (see choice.py), with which it is to begin anew.
+        Returns True if the trainer must be built again because it chose other algorithms (see choice.py).
         """
         config = self._config.trainer
         wholes = {config.settings_of(name).together for name in config.parts}
@@ -108,7 +108,7 @@ class Trainer:
         with Heartbeat(self._ledger, config, self._stop), contextlib.suppress(Stopped):
             self._breaker.wait()
             while (lease := self._claim(claimer)) is not None and not self._stop:
-                if anew := takes_up(self._patient, self._config, lease):
+                if anew := extend_choice(self._patient, self._config, lease):
                     break
                 if not self._learn(lease):
                     claimer.search_anew()
@@ -121,7 +121,7 @@ class Trainer:
             return claimer.next()
 
     def _learn(self, lease: Lease) -> bool:
-        """Update, and publish when it is time. Returns False when the rows went back."""
+        """Update the weights, and publish a version if one is due. Returns False if the rows were released."""
         try:
             record = self._train(lease)
         except UpdateError as error:
@@ -138,7 +138,7 @@ class Trainer:
         return trip is None
 
     def _train(self, lease: Lease) -> Record:
-        """Update the weights with a batch. Returns what was measured. Raises UpdateError and Stopped."""
+        """Update the weights with one batch and return its measurements. Raises UpdateError and Stopped."""
         progress, rows = self._progress, self._learner.prepare(lease.rows)
         self._mark_updating(lease, True)
         progress.batch_ids.append(lease.batch_id)
@@ -150,7 +150,7 @@ class Trainer:
         return self._measured(lease.rows, corrupt=len(lease.corrupt))
 
     def _measured(self, rows: Sequence[Experience], corrupt: int = 0) -> Record:
-        """What is known of the last update, which these rows were for. corrupt: rows that it left out."""
+        """Return the measurements of the last update. rows: its batch. corrupt: number of rows left out of it."""
         progress, rewards = self._progress, self._write(queries.rewards_by_version)
         about = {"corrupt": corrupt, "step": progress.step, "version": progress.version}
         return Record.of(rows, progress.stats, self._learner.costs, rewards, **about)
@@ -159,7 +159,7 @@ class Trainer:
         self._write(lambda connection: transitions.mark_updating(connection, lease.batch_id, updating=updating))
 
     def _undo(self, lease: Lease, failure: str) -> None:
-        """Return to the last saved state and give back what was trained on since; the failed batch's rows count it."""
+        """Restore the last saved state, release all later batches, and count the failure on this batch's rows."""
         log.error("the update failed; its rows go back", rows=len(lease.rows), reason=failure)
         self._restore()
         if self._write(lambda connection: queries.is_to_blame(queries.held_rows(connection, lease.batch_id))):
@@ -175,30 +175,30 @@ class Trainer:
             log.error("rows quarantined", rows=quarantined, reason=failure)
 
     def _restore(self) -> None:
-        """Return to the last saved state."""
+        """Restore the last saved state."""
         self._learner.restore()
         self._progress = Progress(step=self._saved.step, version=self._saved.version)
 
     def _give_back(self, connection: Connection) -> None:
-        """What no saved state contains: rows are ready again, versions are withdrawn."""
+        """Release the rows and withdraw the versions that no saved state contains."""
         name = self._config.trainer.name
         transitions.give_back(connection, owner=name)
         transitions.withdraw_versions(connection, writer=name, after=self._saved.version)
 
     def _give_back_leases(self) -> None:
-        """Make the leased rows ready again, so that they need not wait for a restart."""
+        """Make the leased rows READY again now instead of at the next start."""
         name = self._config.trainer.name
         try:
             with self._ledger.write() as connection:
                 returned = transitions.give_back(connection, owner=name)
                 transitions.dismiss_trainer(connection, name=name)
         except LedgerError as error:
-            log.warning("leases not given back; the next start takes them back", reason=str(error))
+            log.warning("leases not released; the next start releases them", reason=str(error))
             return
         log.info("stopped", rows_given_back=returned)
 
     def _publish(self) -> None:
-        """Write the version's folder, and a state when it is time; then one transaction makes them official."""
+        """Write a version's folder and, if one is due, a saved state; then commit both in one transaction."""
         version = self._write(lambda c: transitions.reserve_version(c, writer=self._config.trainer.name))
         pauses = pauses_s(self._config.trainer.poll_interval_s)
         while True:
@@ -218,7 +218,7 @@ class Trainer:
         return size_of(self._base_folder) if self._config.model.kind == "full" else self._learner.trained_bytes
 
     def _write_files(self, version: int) -> tuple[Manifest, SavedState | None]:
-        """The version's folder, and a state when it is time. Raises DiskFull, with nothing of them left."""
+        """Write the version's folder and, if one is due, a saved state. Raises DiskFull and leaves no files then."""
         with self._watch.stage("publish"):
             manifest = self._learner.write_version(
                 self._config.root,
@@ -237,10 +237,10 @@ class Trainer:
             raise
 
     def _save_rest(self) -> None:
-        """Before an orderly end: a state for the versions that none contains, so that they need not be withdrawn."""
+        """Before a regular exit, save a state for versions that no state contains, so that they are not withdrawn."""
         progress = self._progress
         if progress.held and progress.batch_ids:
-            self._publish()  # no state of these weights belongs to a version before
+            self._publish()  # the weights changed since the last version, so their state needs a new version
         if not self._progress.held:
             return
         try:
@@ -249,7 +249,7 @@ class Trainer:
             log.warning("no state saved; the next start withdraws the versions since the last one", reason=str(error))
 
     def _make_official(self, version: int, state: SavedState | None = None, **written: Any) -> None:
-        """state: None, when no state contains the version yet. written: what the ledger keeps of its files."""
+        """Commit a version. state: None: no state contains the version yet. written: ledger columns about its files."""
         progress, trainer = self._progress, self._config.trainer.name
         about: dict[str, Any] = {"version": version, "step": progress.step, "trainer": trainer, "stats": progress.stats}
         about |= {"parent": progress.version, "kind": self._config.model.kind, **written}
@@ -265,7 +265,7 @@ class Trainer:
         self._saved = Progress(step=progress.step, version=version)
 
     def _record(self, state: SavedState) -> None:
-        """Make a state official that contains the versions before it."""
+        """Commit a saved state that contains the versions before it."""
         progress, trainer = self._progress, self._config.trainer.name
         about: dict[str, Any] = {"version": progress.version, "step": progress.step, "stats": progress.stats}
         about |= {
@@ -279,8 +279,8 @@ class Trainer:
         self._saved = Progress(step=progress.step, version=progress.version)
 
     def _write_held(self, work: Callable[[Connection], None]) -> None:
-        """As `_write`, for what rests on rows that this trainer holds. Raises StartupError when it has lost them."""
+        """Like `_write`, for a transaction that needs this trainer's leases. Raises StartupError if they were lost."""
         try:
             self._write(work)
         except LeaseLost as exc:
-            raise StartupError(f"{exc}; start again: it goes on from the last saved state, without these rows") from exc
+            raise StartupError(f"{exc}; restart: it resumes from the last saved state, without these rows") from exc

@@ -1,6 +1,6 @@
-"""Which sequences share an optimizer step: minibatches that take about as many tokens, and part no block.
+"""Divides sequences into minibatches of about equal token count, one for each optimizer step, without splitting blocks.
 
-A block is a set of sequences whose losses need each other, or that share one with such a set.
+A block is a set of sequences that units connect: their losses depend on each other.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-Block = tuple[int, ...]  # places of sequences, smallest first
+Block = tuple[int, ...]  # places of sequences, in ascending order
 
 
 def blocks_of(groups: Iterable[Sequence[int]]) -> list[Block]:
-    """The connected groups, as blocks in the order of their smallest members: each sequence is in one of them."""
+    """Join groups that share a member into blocks, ordered by their smallest members. Each sequence is in one block."""
     leader: dict[int, int] = {}
 
     def find(place: int) -> int:
@@ -33,10 +33,10 @@ def blocks_of(groups: Iterable[Sequence[int]]) -> list[Block]:
 
 
 def even_minibatches(costs: Sequence[int], count: int, order: np.random.Generator) -> list[list[int]]:
-    """Part blocks into at most `count` minibatches of about equal cost, none of them empty; by their numbers.
+    """Divide blocks into at most `count` minibatches of about equal cost, none of them empty. Returns block numbers.
 
-    costs: of each block, tokens. The largest comes first into the minibatch that has least, so that they differ by less
-    than the cost of one block; `order` decides between equal ones, and shuffles the minibatches.
+    costs: tokens of each block. Blocks are assigned largest first, each to the minibatch with the lowest cost, so that
+    costs differ by at most one block. `order` decides between equal blocks and shuffles the minibatches.
     """
     count = min(count, len(costs))
     parts: list[list[int]] = [[] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The models of a PPO trainer, from any Hugging Face causal-LM folder: policy, critic and frozen reference."""
+"""The models of a trainer, from any Hugging Face causal-LM folder: policy, critic and frozen reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer_service.packing import MicroBatch
 
 
 def load_causal_lm(folder: Path) -> Any:
-    """A causal LM in float32. Raises StartupError naming the folder and what is wrong with it."""
+    """Load a causal LM in float32. Raises StartupError with the folder and the reason."""
     disable_progress_bar()
     if not (folder / "config.json").exists():
         raise StartupError(f"{folder} is no model folder (no config.json in it); correct model.path")
@@ -34,9 +34,9 @@ def load_causal_lm(folder: Path) -> Any:
 
 
 def prepare(model: Any) -> None:
-    """Give a causal LM our attention and a head that scores in chunks, where its code takes them.
+    """Install our attention and the chunked scoring head in a causal LM, if its code supports them.
 
-    Its parameters and their names stay. `self_test.check_rows` finds out whether its logprobs do.
+    Its parameters and their names do not change. `self_test.check_rows` tests whether its logprobs change.
     """
     attention.use(model)
     head.install(model)
@@ -44,15 +44,15 @@ def prepare(model: Any) -> None:
 
 @torch.no_grad()
 def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make the model's parameters of another type. Its buffers stay: rounded rotary frequencies point elsewhere."""
+    """Convert the model's parameters to a dtype. Buffers stay: rounded rotary frequencies would change positions."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def checkpoint_layers(model: Any, **options: Any) -> None:
-    """Compute the model's layers again in the backward pass, without dropout. options: of PyTorch's `checkpoint`.
+    """Recompute the model's layers in the backward pass, without dropout. options: of PyTorch's `checkpoint`.
 
-    Layers that are computed again are in training mode, in which their own code drops values, as their settings say.
+    Only layers in training mode are recomputed, and their code applies dropout then; so the rates are set to 0.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False, **options})
     for settings in (model.config.get_text_config(), *model.modules()):
@@ -62,14 +62,14 @@ def checkpoint_layers(model: Any, **options: Any) -> None:
 
 
 def tie_equal_embeddings(model: Any) -> None:
-    """Make one parameter of equal input and output embeddings: a version holds them apart, a tied model trains one."""
+    """Tie equal input and output embeddings: versions store them separately, but a tied model trains one parameter."""
     head, inputs = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and torch.equal(head.weight, inputs.weight):
         head.weight = inputs.weight
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All that a model's files hold, by its name there. A tied weight has several names."""
+    """Return all tensors of a model's files by their names there. A tied weight has several names."""
     weights: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     kept = model.state_dict(keep_vars=True)
     return weights | {name: tensor for name, tensor in kept.items() if name not in weights}
@@ -83,9 +83,9 @@ class Actor(nn.Module):
         self.policy = policy
 
     def train(self, mode: bool = True) -> Actor:
-        """Dropout stays off: what is precomputed before the first step and the steps must see the same policy.
+        """Keep dropout off: the forward passes before the first step and the steps must use the same policy.
 
-        Layers that are computed again in the backward pass look for their training mode, and so only they have it.
+        Only layers that are recomputed in the backward pass get the training mode, because they check it.
         """
         super().train(False)
         for layer in self.modules():
@@ -93,16 +93,16 @@ class Actor(nn.Module):
         return self
 
     def forward(self, micro: MicroBatch, **wanted: Any) -> Scores:
-        """Scores of the micro-batch's actions. wanted: see `head.Question`.
+        """Return scores of the micro-batch's actions. wanted: see `head.Question`.
 
-        Sequences are packed into one row, and attention does not cross them.
+        Sequences are packed into one row; attention does not cross their boundaries.
         """
         wanted.pop("values", None)
         return score_actions(self.policy, micro, **wanted)
 
 
 class ValueHead(nn.Linear):
-    """One value of a hidden state, computed in float32 whatever the weights are. Its weights are zero at first."""
+    """Maps a hidden state to one value, computed in float32 with any weights. The initial weights are zero."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1)
@@ -116,9 +116,9 @@ class ValueHead(nn.Linear):
 
 
 class ActorCritic(Actor):
-    """Policy and critic as one module, so that one DeepSpeed engine steps both.
+    """Policy and critic as one module, so that one DeepSpeed engine updates both.
 
-    The critic has a trunk of its own, a copy of the policy's, and a head.
+    The critic has its own trunk, a copy of the policy's, and a head.
     """
 
     def __init__(self, policy: Any) -> None:
@@ -127,7 +127,7 @@ class ActorCritic(Actor):
         self.value_head = ValueHead(policy.config.get_text_config().hidden_size)
 
     def forward(self, micro: MicroBatch, *, values: bool = True, **wanted: Any) -> Scores:
-        """As the actor's; with `values` those of the critic as well."""
+        """Like the actor's; with `values` also those of the critic."""
         scores = super().forward(micro, **wanted)
         if values:
             hidden_KD = hidden_states(self.trunk, micro)
@@ -139,7 +139,7 @@ class ActorCritic(Actor):
 
 
 def score_actions(model: Any, micro: MicroBatch, **wanted: Any) -> Scores:
-    """A causal LM's scores of the micro-batch's actions, without values. wanted: see `head.Question`."""
+    """Return a causal LM's scores of the micro-batch's actions, without values. wanted: see `head.Question`."""
     layer = model.get_output_embeddings()
     if isinstance(layer, head.ScoringHead):
         question = head.Question(micro.actions_K, micro.sampling, **wanted)
@@ -150,12 +150,12 @@ def score_actions(model: Any, micro: MicroBatch, **wanted: Any) -> Scores:
 
 
 def hidden_states(trunk: Any, micro: MicroBatch) -> Tensor:
-    """What a model without its head makes of the positions that predict actions: [K, hidden size]."""
+    """Return the last hidden states at the positions that predict actions: [K, hidden size]."""
     return _as_row(trunk(**inputs(trunk, micro)).last_hidden_state, micro)[micro.keep_K]
 
 
 def inputs(model: Any, micro: MicroBatch) -> dict[str, Any]:
-    """The keywords that a model is called with for a micro-batch."""
+    """Return the keywords of a model's call for a micro-batch."""
     if micro.apart:
         ids_BT = pad_sequence(list(torch.split(micro.input_ids_1T[0], micro.layout.lengths)), batch_first=True)
         positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
@@ -168,9 +168,9 @@ def inputs(model: Any, micro: MicroBatch) -> dict[str, Any]:
 
 
 def _as_row(made_BTX: Tensor, micro: MicroBatch) -> Tensor:
-    """What a model made of each token of a micro-batch, one after another: [T, X].
+    """Return a model's outputs for the tokens of a micro-batch, one after another: [T, X].
 
-    What fills rows up stands behind the sequences, where no token of theirs sees it.
+    Padding follows the sequences, so that none of their tokens attends to it.
     """
     if not micro.apart:
         return made_BTX[0]

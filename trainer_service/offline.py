@@ -1,6 +1,6 @@
-"""Training on an export: the updates of the trainer's loop on rows that no ledger holds, and one version at the end.
+"""Training on an export: the updates of the trainer's loop on rows from a file, and one version at the end.
 
-Nothing is published before all epochs are done: what a crash or a stop leaves is the root folder as it was.
+Nothing is published before all epochs are done: a crash or a stop leaves the root folder unchanged.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from trainer_service.loop import Trainer
 from trainer_service.watch.record import Record, count_signals
 
 log = StageLogger("train")
-_UNKNOWN = ("logprob_gap", "outside_cut")  # bounds: a file's version numbers may be those of another root folder
+_UNKNOWN = ("logprob_gap", "outside_cut")  # not checked: the version numbers may be those of another root folder
 _LEFT_OUT = ("hints_contradicting", "hints_without_effect")  # figures of the algorithms
 
 
 class OfflineTrainer(Trainer):
-    """A trainer whose rows are an export's. Its versions and states are those of the trainer of its name."""
+    """A trainer on the rows of an export. Its versions and states are those of the trainer of its name."""
 
     def train(self, rows: list[Experience], epochs: int, stop: StopRequest, *, lasts: bool = True) -> int:
-        """Train so many epochs and publish the result. Returns its version.
+        """Train for this number of epochs and publish the result. Returns its version.
 
-        lasts: whether the trainer of this name shall go on from it.
+        lasts: whether the trainer of this name is to continue from the result.
 
-        Nothing is published where it raises: Stopped when it is asked to stop before; StartupError when an update fails
-        or crosses a bound of the breaker, the breaker has tripped before, no update changes a weight, or a token id is
-        not the model's.
+        Publishes nothing if it raises: Stopped after a stop request; StartupError if an update fails or crosses a bound
+        of the breaker, the breaker has tripped before, no update changes a weight, or a token id is not in the model's
+        vocabulary.
         """
         try:
             self._breaker.require_free()
@@ -46,7 +46,7 @@ class OfflineTrainer(Trainer):
         return self._progress.version
 
     def _require_known(self, rows: list[Experience]) -> list[Experience]:
-        """The rows with their corrections as tokens. Raises StartupError for a token id that is not the model's."""
+        """Return the rows with tokenized corrections. Raises StartupError for a token id that the model lacks."""
         settings, vocabulary, context = self._config.trainer, self._learner.vocabulary, self._learner.context
         _require_known_ids(rows, vocabulary)
         if settings.rehearse:
@@ -56,7 +56,7 @@ class OfflineTrainer(Trainer):
         return rows if answers is None else answers.with_corrections(rows)
 
     def _update_all(self, rows: list[Experience], epochs: int, stop: StopRequest) -> None:
-        """All updates of all epochs. Raises StartupError and Stopped."""
+        """Run all updates of all epochs. Raises StartupError and Stopped."""
         changed, left_out = False, Counter[str]()
         for done, (epoch, of_epoch, number, batch) in enumerate(self._plan(rows, epochs)):
             if stop:
@@ -77,7 +77,7 @@ class OfflineTrainer(Trainer):
             raise StartupError(self._taught_nothing(rows, left_out))
 
     def _update(self, batch: list[Experience], ahead: int) -> Record:
-        """One update, as the loop does it. Raises UpdateError and Stopped."""
+        """Run one update like the loop does. Raises UpdateError and Stopped."""
         progress, batch = self._progress, self._learner.prepare(batch)
         progress.stats = self._learner.train(batch, step=progress.step, version=progress.version, ahead=ahead)
         progress.step += 1
@@ -91,7 +91,7 @@ class OfflineTrainer(Trainer):
         )
 
     def _plan(self, rows: list[Experience], epochs: int) -> Iterator[tuple[int, int, int, list[Experience]]]:
-        """Each batch with its epoch, how many that has, and its number there."""
+        """Yield each batch with its epoch, the epoch's number of batches, and its number there."""
         for epoch in range(1, epochs + 1):
             batches = batches_of(rows, self._config, epoch)
             for number, batch in enumerate(batches, start=1):
@@ -99,7 +99,7 @@ class OfflineTrainer(Trainer):
 
 
 def _is_reason(figure: str) -> bool:
-    """Whether a figure counts what an algorithm left out, and why."""
+    """Whether a figure counts what an algorithm left out for some reason."""
     return "unused/" in figure or _short(figure) in _LEFT_OUT
 
 
@@ -108,7 +108,7 @@ def _short(figure: str) -> str:
 
 
 def _require_known_ids(rows: list[Experience], vocabulary: int) -> None:
-    """Raise StartupError for a token id that the model does not know: the rows are another model's."""
+    """Raise StartupError for a token id that the model does not have: the rows belong to another model."""
     for row in rows:
         largest = max(int(row.tokens.prompt_ids.max()), int(row.tokens.reply_ids.max()))
         if largest >= vocabulary:

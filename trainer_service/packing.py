@@ -1,6 +1,6 @@
-"""Stage 6, batch: trajectories become packed tensors, without padding, within a budget of tokens.
+"""Stage 6, batch: pack trajectories into tensors, without padding, within a token budget.
 
-What trajectories of a row begin with alike stands in it once (`prefix_tree`). Shapes: T tokens of a packed row,
+A row stores a prefix that its trajectories share once (`prefix_tree`). Shapes: T tokens of a packed row,
 K sampled tokens of its trajectories, A sampled tokens of one trajectory.
 """
 
@@ -24,35 +24,35 @@ from trainer_service.trajectories import Floats, TokenSequence
 
 
 class Rows(Enum):
-    """What a model can compute at once; `self_test.check_rows` finds out."""
+    """Row layouts that a model can compute; `self_test.check_rows` determines the layout."""
 
-    FOLDED = "folded"  # several sequences a row, common beginnings once
-    PACKED = "packed"  # several sequences a row, each whole
-    SINGLE = "single"  # one sequence a row: the members of a unit stand side by side
+    FOLDED = "folded"  # several sequences in a row, shared prefixes once
+    PACKED = "packed"  # several sequences in a row, each complete
+    SINGLE = "single"  # one sequence in a row; the members of a unit are a batch of rows
 
 
 def fewest(found: Iterable[Rows]) -> Rows:
-    """The rows that hold least, which whoever computes any of the others can compute, too."""
+    """Return the least dense of these layouts; a model that supports a denser one supports it, too."""
     return max(found, key=list(Rows).index)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed trajectories for one forward pass: in one row, or, where `apart`, in a row of their own each."""
+    """Packed trajectories for one forward pass: all in one row or, if `apart`, each in a row of its own."""
 
     input_ids_1T: Tensor
-    position_ids_1T: Tensor  # each token's position in its trajectory
-    layout: Layout  # which tokens belong together
+    position_ids_1T: Tensor  # position of each token in its trajectory
+    layout: Layout  # which tokens belong to the same sequences
     keep_K: Tensor  # positions in the row whose logits predict the actions
     actions_K: Tensor  # the sampled tokens
     sampling: SamplingTensors
     members: list[int]  # indices into the batch, in the order of their actions
-    lengths: list[int]  # how many actions each member has
-    tokens_in: int  # of all members; the row has fewer where they begin alike
-    apart: bool = False  # one after another here; the model is given a row for each, filled up to equal lengths
+    lengths: list[int]  # number of actions of each member
+    tokens_in: int  # of all members; the row has fewer if members share prefixes
+    apart: bool = False  # if True, the members follow one another here, and the model gets one padded row for each
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The micro-batch with its tensors on a device; itself when they are there already."""
+        """Return the micro-batch with its tensors on a device, or itself if they are already there."""
         if self.input_ids_1T.device == device:
             return self
         return replace(
@@ -66,7 +66,7 @@ class MicroBatch:
 
 
 class _Row:
-    """Sequences of one row, by their ranks, and the tokens that they take."""
+    """The sequences of one row, by rank, and the number of its tokens."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -100,7 +100,7 @@ def pack(
     rows: Rows = Rows.FOLDED,
     units: Iterable[Sequence[int]] = (),
 ) -> list[MicroBatch]:
-    """Pack the named trajectories into as few rows as possible.
+    """Pack the named trajectories into few rows.
 
     max_tokens: of one row; a longer trajectory gets a row of its own. units: members that must share a micro-batch.
     """
@@ -118,7 +118,7 @@ def pack(
 
 
 def _trees(order: Order, units: list[list[int]], max_tokens: int) -> list[_Row]:
-    """Rows of units that begin alike, as large as the budget allows. units: in the order of their ranks."""
+    """Group units that share prefixes into rows, as large as the budget allows. units: sorted by rank."""
     found: list[_Row] = []
     row = _Row(order)
     for unit in units:
@@ -132,9 +132,9 @@ def _trees(order: Order, units: list[list[int]], max_tokens: int) -> list[_Row]:
 
 
 def _join(rows: list[_Row], max_tokens: int) -> list[list[int]]:
-    """Best fit: the largest first, each beside those that leave it the least room. Returns members."""
+    """Join rows by best fit, largest first: each goes into the fullest bin with room for it. Returns members."""
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # sorted: tokens left, number of the bin
+    room: list[tuple[int, int]] = []  # sorted: tokens left, index of the bin
     for row in sorted(rows, key=lambda row: -row.tokens):
         fit = bisect.bisect_left(room, (row.tokens, -1))
         left, number = room.pop(fit) if fit < len(room) else (max_tokens, len(bins))
@@ -165,12 +165,12 @@ def _collate(trajectories: Sequence[TokenSequence], order: Order, names: list[in
 
 
 def gather(arrays: Sequence[Floats], micro: MicroBatch) -> Tensor:
-    """One [A] array for each trajectory of the batch → [K] in the micro-batch's order."""
+    """Concatenate one [A] array for each trajectory of the batch to [K], in the micro-batch's order."""
     return torch.from_numpy(np.concatenate([arrays[index] for index in micro.members]))
 
 
 def scatter(values_K: Tensor, micro: MicroBatch, into: list[Any]) -> None:
-    """[K] or [K, N] in the micro-batch's order → one [A] or [A, N] array for each of its trajectories."""
+    """Split [K] or [K, N], in the micro-batch's order, into one [A] or [A, N] array for each of its trajectories."""
     parts = np.split(values_K.cpu().numpy(), np.cumsum(micro.lengths)[:-1])
     for index, part in zip(micro.members, parts, strict=True):
         into[index] = part.astype(np.int64 if part.dtype.kind == "i" else np.float32)

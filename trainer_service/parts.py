@@ -1,6 +1,6 @@
-"""The algorithms at work on a batch: what each sees of a micro-batch, and what its loss adds to the whole.
+"""The algorithms of an update: what each one sees of a micro-batch, and what its loss contributes.
 
-A part is one algorithm with the weight of its loss; the figures that it shows are means over its size.
+A part is one algorithm with the weight of its loss. Its figures are means over its size.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Part:
 
 
 class Work:
-    """One part on one batch."""
+    """One part's work on one batch."""
 
     def __init__(self, part: Part, units: list[Unit], constants: Constants, figures: Figures) -> None:
         """constants: one array for each member of the units, in their order."""
         self._part, self._units, self._constants, self._figures = part, units, constants, figures
         self._firsts = np.cumsum([0, *(len(unit.members) for unit in units)]).tolist()
-        self._beginning: dict[int, list[int]] = {}  # the trained units that begin with a sequence
+        self._beginning: dict[int, list[int]] = {}  # trained units by their first member
         for number, unit in enumerate(units):
             if unit.trained:
                 self._beginning.setdefault(unit.members[0], []).append(number)
@@ -43,18 +43,18 @@ class Work:
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """The sequences of each unit that is trained."""
+        """The members of each trained unit."""
         return [unit.members for unit in self._units if unit.trained]
 
     def size_of(self, places: Iterable[int]) -> float:
-        """What the losses of a minibatch of these sequences are divided by."""
+        """Return the divisor of this part's loss in a minibatch of these sequences, and add it to the batch's size."""
         units = self._units_in(places)
         size = self._part.algorithm.size([self._units[unit] for unit in units], self._slice(units)) if units else 0.0
         self._sizes += size
         return size
 
     def loss(self, micro: MicroBatch, scores: Scores, size: float) -> Tensor | float:
-        """This part's share of the loss of a minibatch of that size; 0 where it has nothing in this micro-batch."""
+        """Return this part's share of a minibatch's loss; 0 if it has no unit in this micro-batch. size: divisor."""
         units = self._units_in(micro.members)
         if not units or not size:
             return 0.0
@@ -69,14 +69,14 @@ class Work:
         return self._part.weight * (loss / size)
 
     def figures(self, ranks: Ranks) -> Figures:
-        """Figures of the batch, and means over all minibatches and ranks."""
+        """Return figures of the batch, and means over all minibatches and ranks."""
         of_ranks = ranks.gather_json(self._sums)
         self._sums = {name: sum(sums.get(name, 0.0) for sums in of_ranks) for sums in of_ranks for name in sums}
         return self._figures | {name: value / self._sizes for name, value in self._sums.items()}
 
     def others(self, place: int) -> npt.NDArray[np.int64] | None:
-        """[A, N] tokens that the loss asks about in a sequence, besides the sampled ones; of several units their sum,
-        where each names some for actions of its own and 0 for the others."""
+        """Return further tokens that the loss scores in a sequence, [A, N], or None. Tokens of several units are added:
+        each unit names tokens at its own actions, and 0 at the others."""
         if "others" not in self._constants:
             return None
         arrays = self._slice(self._beginning.get(place, []))["others"]
@@ -86,12 +86,12 @@ class Work:
         return [unit for place in places for unit in self._beginning.get(place, ())]
 
     def _slice(self, units: Sequence[int]) -> Constants:
-        """The constants of these units' members."""
+        """Return the constants of these units' members."""
         numbers = [number for unit in units for number in range(self._firsts[unit], self._firsts[unit + 1])]
         return {name: [arrays[number] for number in numbers] for name, arrays in self._constants.items()}
 
     def _see(self, units: list[int], micro: MicroBatch, scores: Scores) -> Now:
-        """The micro-batch as these units see it: one after another, whatever else was packed with them."""
+        """Return the micro-batch as these units see it: one unit after another, whatever else is packed with them."""
         begins = dict(zip(micro.members, np.cumsum([0, *micro.lengths]), strict=False))
         lengths = dict(zip(micro.members, micro.lengths, strict=True))
         members = [place for unit in units for place in self._units[unit].members]
@@ -111,7 +111,7 @@ class Work:
 
 
 def others_of(micro: MicroBatch, works: Sequence[Work]) -> Tensor | None:
-    """[K, N] tokens that a part asks about besides the sampled ones; None: no part does."""
+    """Return the further tokens that any part scores, [K, N]; None: no part scores further tokens."""
     found = {place: asked for work in works for place in micro.members if (asked := work.others(place)) is not None}
     if not found:
         return None

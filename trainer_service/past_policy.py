@@ -1,9 +1,8 @@
-"""The policy as it was: a teacher of `hint` that moves more slowly than what it teaches.
+"""Earlier weights of the policy: a teacher of `hint` that changes more slowly than the policy that it teaches.
 
-The weights that are trained are held once more, whole and in float32, on every rank: their running average over
-updates, or those of the version that was written last. To score, they take the place of the policy's own for the length
-of a forward pass, so that there is no second model. An average is part of the trainer's state; a version's weights are
-those that the state itself holds.
+Every rank stores a second copy of the trained weights, whole and in float32: their running average over updates, or
+those of the version that was written last. For a forward pass they replace the policy's own weights, so that there is
+no second model. An average is part of the trainer's state; a version's weights are in the state itself.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class PastPolicy:
     """Earlier weights of the policy."""
 
     def __init__(self, backend: DeepSpeedBackend, own: Sequence[nn.Parameter], config: HintConfig) -> None:
-        """own: the policy's parameters that are trained; whole, which ZeRO 3's are not."""
+        """own: the policy's trained parameters; not sharded, as ZeRO 3's are."""
         mine = {id(parameter) for parameter in own}
         self._trained = {name: p for name, p in backend.trained_parameters().items() if id(p) in mine}
         assert not any(hasattr(parameter, "ds_id") for parameter in self._trained.values())
@@ -41,23 +40,23 @@ class PastPolicy:
         self.renew()
 
     def renew(self) -> None:
-        """Take the policy's weights as they are."""
+        """Copy the policy's current weights."""
         self.weights = {name: self._backend.whole(p).float().clone() for name, p in self._trained.items()}
 
     def written(self) -> None:
-        """A version was written of the policy as it is."""
+        """Called after the policy was written as a version."""
         if self._decay is None:
             self.renew()
 
     @torch.no_grad()
     def updated(self) -> None:
-        """The policy was updated: x ← d x + (1 − d) w."""
+        """Called after an update: x ← d x + (1 − d) w."""
         if self._decay is not None:
             for name, parameter in self._trained.items():
                 self.weights[name].lerp_(self._backend.whole(parameter).float(), 1 - self._decay)
 
     def scores(self, micro: MicroBatch, **wanted: Any) -> Scores:
-        """By these weights. wanted: see `head.Question`."""
+        """Scores by these weights. wanted: see `head.Question`."""
         with self._in_place():
             scores: Scores = self._backend(micro, values=False, **wanted)
         return scores
@@ -79,9 +78,9 @@ class PastPolicy:
             save_file({name: tensor.cpu().contiguous() for name, tensor in self.weights.items()}, folder / AVERAGE)
 
     def load(self, folder: Path | None) -> None:
-        """What `save` wrote, on every rank, after the policy was loaded. folder: None on every rank but 0.
+        """Load what `save` wrote, on every rank, after the policy was loaded. folder: None on every rank but 0.
 
-        A state of another teacher has none: the average begins with the policy's weights.
+        A state saved with another teacher has no average: the average then starts from the policy's weights.
         """
         self.renew()
         ranks = self._backend.ranks
@@ -90,7 +89,7 @@ class PastPolicy:
         known = {name: list(tensor.shape) for name, tensor in self.weights.items()}
         if self._decay is None or ranks.broadcast_json(shapes) != known:
             if self._decay is not None:
-                log.info("the state holds no average of this policy; it begins with the policy's weights")
+                log.info("the state holds no average of this policy; it starts from the policy's weights")
             return
         for name, tensor in self.weights.items():
             tensor.copy_(ranks.broadcast(found.get(name, torch.empty_like(tensor)), self._backend.device))

@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class PatientLedger:
-    """`write(work)` does the work in a writing transaction, again and again until the ledger is available."""
+    """`write(work)` runs `work` in a write transaction, and retries until the ledger is available."""
 
     def __init__(self, ledger: Ledger, stop: StopRequest, poll_interval_s: float) -> None:
         self._ledger, self._stop, self._poll_interval_s = ledger, stop, poll_interval_s
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Returns what the work returned. Raises Stopped when asked to stop meanwhile."""
+        """Return the result of `work`. Raises Stopped after a stop request."""
         warned = False
         while True:
             try:

@@ -1,11 +1,12 @@
-"""The penalties of vLLM's sampler, computed again from the token ids.
+"""The penalties of vLLM's sampler, recomputed from the token ids.
 
-For a token v that stands n times in the reply so far (vllm/model_executor/layers/utils.py of 0.32, apply_penalties):
+For a token v with n occurrences in the reply so far (vllm/model_executor/layers/utils.py of 0.32, apply_penalties):
 
     z_v ← z_v / ρ if z_v > 0, else z_v · ρ          if v is in the prompt or n > 0; ρ: repetition penalty
     z_v ← z_v − frequency · n − presence · [n > 0]
 
-on the logits before the temperature τ. Here z is over τ already: ρ does not see it, the rest is over τ, too.
+on the logits before the temperature τ. Here z is already divided by τ: ρ is not affected, the other terms are divided
+by τ, too.
 Shapes: K sampled tokens, V vocabulary, N tokens of all sequences, one after another.
 """
 
@@ -29,16 +30,16 @@ class Penalties:
     """The penalties of K sampled tokens, and the tokens before each: prompt and reply are ranges of tokens_N."""
 
     tokens_N: Tensor
-    begins_K: Tensor  # where its prompt begins
-    starts_K: Tensor  # where the prompt ends and its reply begins
-    ends_K: Tensor  # where it stands itself
+    begins_K: Tensor  # start of its prompt
+    starts_K: Tensor  # end of its prompt and start of its reply
+    ends_K: Tensor  # its own position
     repetition_K: Tensor
     presence_K: Tensor
     frequency_K: Tensor
 
     @classmethod
     def of(cls, sequences: Sequence[TokenSequence]) -> Penalties | None:
-        """Those of the actions of these sequences; None where no action has any."""
+        """Return the penalties of these sequences' actions; None if no action has any."""
         values_K3 = np.concatenate([sequence.sampling[:, _COLUMNS] for sequence in sequences])
         if (values_K3 == _OFF).all():
             return None
@@ -54,17 +55,17 @@ class Penalties:
         return cls(*map(torch.from_numpy, arrays))
 
     def rows(self, chosen: Tensor | slice) -> Penalties:
-        """Those of some of the K tokens: by a mask, their numbers or a range."""
+        """Select some of the K tokens by a mask, their indices or a range."""
         names = [field.name for field in fields(self)]
         return Penalties(self.tokens_N, *(getattr(self, name)[chosen] for name in names[1:]))
 
     def to(self, device: torch.device) -> Penalties:
-        """The same on a device."""
+        """Return the same on a device."""
         return Penalties(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 def penalized(scaled_KV: Tensor, penalties: Penalties, temperature_K: Tensor) -> Tensor:
-    """The logits after penalties: [K, V]. scaled_KV: logits over temperature_K."""
+    """Return the logits after penalties, [K, V]. scaled_KV: logits divided by temperature_K."""
     counts_KV = torch.zeros_like(scaled_KV)
     _count(counts_KV, penalties.tokens_N, penalties.starts_K, penalties.ends_K)
     minus_KV = penalties.frequency_K[:, None] * counts_KV + penalties.presence_K[:, None] * (counts_KV > 0)
@@ -75,7 +76,7 @@ def penalized(scaled_KV: Tensor, penalties: Penalties, temperature_K: Tensor) ->
 
 
 def _count(counts_KV: Tensor, tokens_N: Tensor, first_K: Tensor, last_K: Tensor) -> None:
-    """Add to each row's counts the tokens of its range."""
+    """Add the tokens of each row's range to its counts."""
     lengths_K = last_K - first_K
     rows = torch.repeat_interleave(lengths_K)
     before_K = lengths_K.cumsum(0) - lengths_K

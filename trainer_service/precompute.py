@@ -1,4 +1,4 @@
-"""Numbers that losses take as constant: one forward pass of each model that an algorithm needs, over its sequences.
+"""Numbers that losses treat as constant: one forward pass of each model that an algorithm needs, over its sequences.
 
 It runs before the first step of a batch, without gradients.
 """
@@ -25,7 +25,7 @@ _NOTHING = np.empty(0, np.float32)
 
 
 class Precompute:
-    """The models, and the numbers that they give."""
+    """Runs the models and collects these numbers."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Precompute:
         packer: Packer,
         teachers: Mapping[str, Reference] | None = None,
     ) -> None:
-        """reference: scores by the base model; None: no algorithm needs them. teachers: of parts with another model."""
+        """reference: scores by the base model; None: not needed. teachers: scores by other models, by part."""
         self._backend = backend
         self._reference = reference
         self._teachers = teachers or {}
@@ -42,10 +42,10 @@ class Precompute:
 
     @torch.no_grad()
     def run(self, batch: Batch, parts: Mapping[str, tuple[Algorithm, list[Unit]]]) -> dict[str, list[Floats]]:
-        """The fields of `Precomputed` by name, computed once for all parts; and `teacher/PART`, `top/PART` and
-        `top_logprobs/PART`, which are each part's own.
+        """Return the fields of `Precomputed` by name, computed once for all parts; and for each part its own
+        `teacher/PART`, `top/PART` and `top_logprobs/PART`.
 
-        Each rank computes its share of the sequences, and leaves the others' arrays empty.
+        Each rank computes its share of the sequences, and leaves the other arrays empty.
         """
         self._backend.module.eval()
         names = ("proximal", "processed", "reference", "values")
@@ -68,7 +68,7 @@ class Precompute:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], places: Sequence[int]) -> tuple[list[Floats], list[Floats]]:
-        """log π and entropy of each action, under the weights as they are; of others than this rank's share empty."""
+        """Return log π and entropy of each action under the current weights; empty for sequences of other ranks."""
         self._backend.module.eval()
         logprobs, entropies = [_NOTHING] * len(sequences), [_NOTHING] * len(sequences)
         for micro in self._pack(sequences, places):
@@ -78,9 +78,9 @@ class Precompute:
         return logprobs, entropies
 
     def _teach(self, batch: Batch, name: str, units: list[Unit], top: int) -> dict[str, list[Any]]:
-        """log p of each member's actions, behind its words if it has some, of those that they are about.
+        """Return a teacher's log p of each member's actions; if a member has words, after them and where they apply.
 
-        By the part's own teacher, or the weights that the batch begins with. top: so many of the likeliest tokens.
+        The teacher is the part's own, or else the policy at the start of the batch. top: number of most likely tokens.
         """
         asked = [
             behind(words, batch.sequences[place]) if words else batch.sequences[place]
@@ -98,14 +98,14 @@ class Precompute:
         return scored
 
     def _pack(self, sequences: Sequence[TokenSequence], places: Sequence[int]) -> list[MicroBatch]:
-        """This rank's share. What fills it up is computed twice."""
+        """Pack this rank's share. Sequences that pad the number of passes are computed again, with the same result."""
         own = self._packer.share(sequences, places)
         micros = self._packer.pack(sequences, own)
         return [*micros, *self._packer.fill(sequences, len(micros))]
 
 
 def _wanted(parts: Mapping[str, tuple[Algorithm, list[Unit]]], need: Needs) -> set[int]:
-    """The sequences that an algorithm with this need learns from."""
+    """Return the sequences that algorithms with this need learn from."""
     return {
         place
         for algorithm, units in parts.values()
@@ -116,7 +116,7 @@ def _wanted(parts: Mapping[str, tuple[Algorithm, list[Unit]]], need: Needs) -> s
 
 
 def behind(words: Words, sequence: TokenSequence) -> TokenSequence:
-    """The actions that words are about, up to the last of them, after a block of tokens before everything else."""
+    """Return a sequence with words before its tokens; its actions are those that the words are about."""
     length, chosen = len(words.token_ids), words.actions
     end = int(sequence.actions[chosen[-1]]) + 1
     by_action = ("behaviour", "rewards", "versions", "crossed", "sampling", "masked")

@@ -1,7 +1,7 @@
-"""Sequences that begin alike, folded into a tree: what they share is computed once.
+"""Folds sequences into a tree of shared prefixes, so that each prefix is computed once.
 
-A row of tokens holds trees of nodes. A node is a run of tokens that continues its parent's; a sequence is the path from
-a root to where it ends. Nodes lie in depth-first order, so that each stands behind its parent.
+A row of tokens contains trees of nodes. A node is a run of tokens that continues its parent; a sequence is the path
+from a root to the node where it ends. Nodes are in depth-first order: each follows its parent.
 Shapes: T tokens of a row, N of one sequence.
 """
 
@@ -17,17 +17,17 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-MIN_SHARED = 8  # tokens; a shorter common beginning costs more in attention than it saves
+MIN_SHARED = 8  # tokens; attention over a shorter shared prefix costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Tokens `start` to `end` of a row, which continue those of the node `parent`."""
+    """Tokens `start` to `end` of a row, which continue the node `parent`."""
 
     start: int
     end: int
-    parent: int  # -1: the node begins a sequence
-    depth: int  # the position of its first token in every sequence that it belongs to
+    parent: int  # -1: a root
+    depth: int  # position of its first token in every sequence that contains it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Tree:
 
     nodes: tuple[Node, ...]
     token_ids_T: Ints
-    positions_T: Ints  # each token's position in its sequences
-    places: list[Ints]  # for each sequence [N]: where its tokens lie in the row
+    positions_T: Ints  # position of each token in its sequences
+    places: list[Ints]  # [N] of each sequence: indices of its tokens in the row
 
 
 class Order:
-    """Sequences in lexicographic order, and how much each shares with the one before it."""
+    """Sequences in lexicographic order, and the length of the prefix that each shares with the one before it."""
 
     def __init__(self, sequences: Sequence[npt.NDArray[Any]], *, fold: bool = True) -> None:
         self.sequences = sequences
@@ -54,7 +54,7 @@ class Order:
                 self._shared[rank] = _shared(*(sequences[index] for index in self.ranked[rank - 1 : rank + 1]))
 
     def shared(self, first: int, second: int) -> int:
-        """Tokens that the sequences of two ranks, first < second, have in common from their beginnings."""
+        """Return the length of the common prefix of the sequences with two ranks, first < second, in tokens."""
         return int(self._shared[first + 1 : second + 1].min())
 
 
@@ -66,13 +66,13 @@ def _shared(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
 
 
 def fold(order: Order, members: Sequence[int]) -> Tree:
-    """The row of the named sequences. Its places are in the order of `members`."""
+    """Fold the named sequences into one row. Its `places` are in the order of `members`."""
     ranks = sorted(order.rank[index] for index in members)
     shared = np.array([0, *(order.shared(a, b) for a, b in pairwise(ranks))], np.int64)
     nodes: list[Node] = []
     pieces: list[npt.NDArray[Any]] = []
     places: dict[int, Ints] = {}
-    todo = [(0, len(ranks), -1, 0)]  # ranks from, to; the node that they continue; its end's depth
+    todo = [(0, len(ranks), -1, 0)]  # first rank, last rank + 1, parent node, depth at the parent's end
     while todo:
         low, high, parent, depth = todo.pop()
         token_ids = order.sequences[order.ranked[ranks[low]]]
@@ -82,7 +82,7 @@ def fold(order: Order, members: Sequence[int]) -> Tree:
             nodes.append(Node(start, start + common - depth, parent, depth))
             pieces.append(token_ids[depth:common])
             parent = len(nodes) - 1
-        while low < high and len(order.sequences[order.ranked[ranks[low]]]) == common:  # sequences that end here
+        while low < high and len(order.sequences[order.ranked[ranks[low]]]) == common:  # they end at this node
             places[order.ranked[ranks[low]]] = _path(nodes, parent)
             low += 1
         if low < high:
@@ -101,7 +101,7 @@ def _path(nodes: Sequence[Node], last: int) -> Ints:
 
 
 def path(nodes: Sequence[Node], last: int) -> list[int]:
-    """The nodes from a root to `last`."""
+    """Return the nodes from a root to `last`."""
     found = []
     while last >= 0:
         found.append(last)

@@ -1,4 +1,4 @@
-"""The process groups that DeepSpeed's collectives go through."""
+"""The process groups of DeepSpeed's collectives."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import distributed as dist
 
 
 class DataParallel:
-    """What DeepSpeed calls a model parallelism unit: all ranks share the data, each has the whole model.
+    """A model parallelism unit, in DeepSpeed's terms: all ranks share the data, each has the whole model.
 
-    DeepSpeed would make its own groups, without `trainer.rank_timeout_s`: a rank that hangs in a gradient's reduction
-    would hold the others for PyTorch's 30 minutes.
+    DeepSpeed's own groups would ignore `trainer.rank_timeout_s`: a rank that hangs in the reduction of a gradient would
+    block the others for PyTorch's 30 minutes.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
-        """On all ranks, in the same order."""
+        """Called on all ranks, in the same order."""
         timeout = timedelta(seconds=timeout_s)
         self._rank, self._size = rank, size
         self._all: dist.ProcessGroup = dist.new_group(list(range(size)), timeout=timeout)

@@ -1,7 +1,7 @@
-"""Stage 8, publish: weights become a version, first a complete folder on disk, then a row of the ledger.
+"""Stage 8, publish: write weights as a version, first a complete folder on disk, then a row in the ledger.
 
-A version holds all weights untied, because vLLM 0.32 reloads tied weights wrongly and reports no error: it keeps the
-old lm_head. Version 0 is the base model with its output embedding written out; later versions are trained from it.
+Versions store all weights untied, because vLLM 0.32 reloads tied weights wrongly without an error: it keeps the old
+lm_head. Version 0 is the base model with its output embedding written out; later versions are trained from it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ PROBE_LENGTH = 24  # tokens
 def ensure_base_version(config: Config, ledger: Ledger) -> None:
     """Publish version 0, the base model, unless it exists. Engine and trainer may call this at the same time.
 
-    Raises ConfigError when version 0 came from another model, or later versions are of another kind; StartupError when
-    the model folder is missing or broken, or the ledger does not know the versions in the root folder.
+    Raises ConfigError if version 0 came from another model, or later versions are of another kind; StartupError if
+    the model folder is missing or broken, or the root folder contains versions that are not in the ledger.
     """
     model_folder = Path(config.model.path)
     (config.root / "versions").mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def untie(model: Any) -> None:
 
 
 def saved_type(folder: Path) -> torch.dtype:
-    """The type of a model folder's weights, from its config; float32 where the config has none."""
+    """Return the dtype of a model folder's weights according to its config; float32 if the config names none."""
     from transformers import AutoConfig
 
     dtype = getattr(AutoConfig.from_pretrained(folder, local_files_only=True), "dtype", None)
@@ -88,7 +88,7 @@ def _write_base_version(root: Path, model_folder: Path) -> Manifest:
     model = load_causal_lm(model_folder)
     dtype = saved_type(model_folder)
     untie(model)
-    round_weights(model, dtype)  # as it is written
+    round_weights(model, dtype)  # to the precision in which version 0 is stored
     round_weights(model, torch.float32)
     probe = Probe(_name(dtype), compute_probe(model, sample_sequences(model)))
     base = (str(model_folder), fingerprint(model_folder))
@@ -114,11 +114,11 @@ def write_full_version(
     step: int,
     shrink: Callable[[Path, Manifest], Manifest] | None = None,
 ) -> Manifest:
-    """Write a version that differs from version 0 in its weights alone: each file of it is laid out as version 0's.
+    """Write a version whose files have the layout of version 0's; only the weights differ.
 
-    read: gives each weight in turn, by the name that version 0 has for it. probe: of these weights. shrink: as for
-    `write_version`.
-    Raises VersionError, with no folder left, for a weight whose shape is not version 0's, and when the disk refuses.
+    read: returns a weight by its name in version 0; called once for each weight, in file order. probe: of these
+    weights. shrink: see `write_version`.
+    Raises VersionError, and removes the folder, if a weight's shape is not version 0's or the disk cannot be written.
     """
     base = root / version_path(0)
     first = read_manifest(base)
@@ -135,7 +135,7 @@ def write_full_version(
 
 
 def weight_names(root: Path) -> list[str]:
-    """The names of all weights, in the order in which `write_full_version` reads them."""
+    """Return the names of all weights in the order in which `write_full_version` reads them."""
     return [name for file in _weight_files(root / version_path(0)) for name in copy_header(file)[1]]
 
 
@@ -144,14 +144,14 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def as_published(root: Path, manifest: Manifest) -> dict[str, Any]:
-    """What the ledger keeps of a version's files: their manifest's digest, their size, and of what they are a delta."""
+    """Return the ledger's columns about a version's files: digest of the manifest, size, and the base of a delta."""
     size = sum(entry.size for entry in manifest.files.values())
     digest = manifest_sha256(root / version_path(manifest.version))
     return {"manifest_sha256": digest, "size": size, "delta_of": manifest.of.version if manifest.of else None}
 
 
 def copy_files(source: Path, folder: Path, without: Collection[str] = ()) -> None:
-    """Copy everything but weights, the manifest and the files of these names: tokenizer, templates, settings."""
+    """Copy tokenizer, templates and settings: all files but weights, the manifest, foreign files and `without`."""
     for file in source.iterdir():
         other = file.name in without or file.name == MANIFEST or file.suffix == ".safetensors"
         if file.is_file() and not other and not is_foreign(file):
@@ -159,15 +159,15 @@ def copy_files(source: Path, folder: Path, without: Collection[str] = ()) -> Non
 
 
 def probe_sequences(root: Path) -> list[list[int]]:
-    """The token sequences of every version's probe: version 0's. Raises VersionError."""
+    """Return the token sequences of version 0's probe, which every version uses. Raises VersionError."""
     return [sequence.token_ids for sequence in read_manifest(root / version_path(0)).probe.sequences]
 
 
 @torch.no_grad()
 def sample_sequences(model: Any, count: int = PROBE_SEQUENCES) -> list[list[int]]:
-    """What the model says by itself, the same each time: an engine computes such tokens all day, and exactly.
+    """Sample sequences from the model with a fixed seed. Engines compute such tokens precisely: they serve them.
 
-    Returns `count` sequences of PROBE_LENGTH tokens, sampled at temperature 1 after a first one that is drawn.
+    Returns `count` sequences of PROBE_LENGTH tokens: the first token is uniform, the others have temperature 1.
     """
     model.eval()
     vocabulary, device = _vocabulary(model), next(model.parameters()).device
@@ -181,7 +181,7 @@ def sample_sequences(model: Any, count: int = PROBE_SEQUENCES) -> list[list[int]
 
 @torch.no_grad()
 def compute_probe(model: Any, sequences: list[list[int]]) -> list[ProbeSequence]:
-    """The model's logprobs of token sequences of one length, at temperature 1, in float32."""
+    """Return the model's logprobs of token sequences of equal length, at temperature 1, in float32."""
     model.eval()
     ids_BT = torch.tensor(sequences, device=next(model.parameters()).device)
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits.float()
@@ -194,17 +194,17 @@ def _vocabulary(model: Any) -> int:
 
 
 def _require_same_base(config: Config, model_folder: Path, ledger: Ledger) -> None:
-    """Raise ConfigError when version 0 came from another model than is configured, StartupError if it is damaged."""
+    """Raise ConfigError if version 0 came from a model other than model.path, StartupError if it is damaged."""
     try:
         manifest = read_manifest(config.root / version_path(0))
     except VersionError as exc:
         raise StartupError(
-            f"the ledger {ledger.shown_url} names version 0, and its folder is missing or damaged ({exc}); restore it, "
+            f"the ledger {ledger.shown_url} lists version 0, but its folder is missing or damaged ({exc}); restore it, "
             "or correct root_dir or database_url"
         ) from exc
     if (model_folder / "config.json").exists() and fingerprint(model_folder) != manifest.base_fingerprint:
         raise ConfigError(
-            f"root_dir={str(config.root)!r} began with the model {manifest.base!r}, and model.path names another one, "
+            f"root_dir={str(config.root)!r} began with the model {manifest.base!r}, but model.path names another one, "
             f"{str(model_folder)!r}; give the new model a root_dir of its own"
         )
 

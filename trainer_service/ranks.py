@@ -1,8 +1,8 @@
 """The ranks of one trainer: processes that train one model together.
 
-Rank 0 alone knows the ledger and writes to the root folder. It gives orders, which the others carry out beside it, and
-data travel as arrays and JSON. Orders go through the job's store, where a rank may wait for one without end; data go
-through collectives, where a rank that is missed for `trainer.rank_timeout_s` ends the job.
+Only rank 0 uses the ledger and writes to the root folder. It sends orders, which the other ranks execute at the same
+time; data are arrays and JSON. Orders use the job's store, where a rank can wait without limit. Data use collectives,
+where a rank that is missing for `trainer.rank_timeout_s` ends the job.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from trainer_service.broadcast import AnyArray, pack_arrays, unpack_arrays
 from trainer_service.errors import RankLost
 from trainer_service.process_groups import DataParallel
 
-JOIN_TIMEOUT_S = 120.0  # from a rank's start until all have come
+JOIN_TIMEOUT_S = 120.0  # from a rank's start until all have joined
 PATIENCE_S = 15.0
-_LOOK_EVERY_S = 1.0  # for an order, and whether to stop
+_LOOK_EVERY_S = 1.0  # interval of checks for an order and for a stop request
 _END = "end"
 _GONE = "another rank ended or came too late (trainer.rank_timeout_s), and says why itself; all end, to start again"
 
@@ -49,7 +49,7 @@ class Ranks:
         return self.rank == 0
 
     def begin(self, stop: StopRequest) -> tuple[str, dict[str, float]] | None:
-        """On the other ranks: the folder in the root folder that training begins with, and the algorithms.
+        """On the other ranks: return the folder, inside the root folder, that training starts from, and the algorithms.
 
         None: rank 0 has ended.
         """
@@ -58,27 +58,27 @@ class Ranks:
         return None
 
     def order(self, name: str, *arguments: Any) -> None:
-        """On rank 0: let the others call the method `name` of what they follow. arguments: JSON, rows or bytes."""
+        """On rank 0: make the others call the method `name` of their learner. arguments: JSON, rows or bytes."""
         if self.size > 1 and self.is_first:
             self._store.set(f"order-{self._ordered}", msgspec.msgpack.encode((name, arguments)))
-            if self._ordered >= 2:  # all have read it: they have taken part in what came after
+            if self._ordered >= 2:  # all have read it, because they took part in the next one
                 self._store.delete_key(f"order-{self._ordered - 2}")
             self._ordered += 1
 
     def end(self) -> None:
-        """On rank 0: the others may go."""
+        """On rank 0: let the other ranks end."""
         self.order(_END)
 
     def data_parallel(self) -> DataParallel | None:
-        """The groups for DeepSpeed's collectives, made by the first call, on all ranks; None with one rank."""
+        """Return the groups of DeepSpeed's collectives, created on all ranks by the first call; None with one rank."""
         if self.size > 1 and self._data_parallel is None:
             self._data_parallel = DataParallel(self.rank, self.size, self._timeout_s)
         return self._data_parallel
 
     def leave(self) -> None:
-        """At the end: rank 0, in whose process the store may be, stays until the others have read all orders.
+        """At the end, rank 0, whose process may contain the store, waits until the others have read all orders.
 
-        For those that are gone it waits PATIENCE_S.
+        It waits up to PATIENCE_S for ranks that are gone.
         """
         if not self.is_first:
             self._store.set(f"left-{self.rank}", b"")
@@ -88,9 +88,9 @@ class Ranks:
                 self._store.wait(others, timedelta(seconds=PATIENCE_S))
 
     def orders(self, stop: StopRequest) -> Iterator[tuple[str, list[Any]]]:
-        """On the other ranks: each order in turn, until the last. Raises RankLost when rank 0 is gone.
+        """On the other ranks: yield each order until the last. Raises RankLost if rank 0 is gone.
 
-        A request to stop is rank 0's to answer. From then on the next order is waited for no longer than PATIENCE_S.
+        Rank 0 handles a stop request. After one, the next order is waited for no longer than PATIENCE_S.
         """
         while True:
             name, arguments = self._next_order(stop)
@@ -109,10 +109,10 @@ class Ranks:
         return name, arguments
 
     def _read_order(self, key: str) -> bytes | None:
-        """The order, when rank 0 gives it within _LOOK_EVERY_S. Raises RankLost when it is gone or has stopped to run.
+        """Return the order if it arrives within _LOOK_EVERY_S. Raises RankLost if rank 0 is gone or suspended.
 
-        The store of a process that is stopped, or of a machine that is cut off, keeps its callers waiting without end.
-        So a thread asks, and is left behind.
+        If the store's process is suspended, or its machine is cut off, calls to the store block without limit. So a
+        thread makes the call, and is abandoned.
         """
         asked: Future[bytes] = Future()
         Thread(target=_settle, args=(asked, partial(self._wait_and_get, key)), daemon=True).start()
@@ -130,26 +130,26 @@ class Ranks:
         return bytes(self._store.get(key))
 
     def broadcast(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Rank 0's tensor, on the device; the others give one of the same shape and type."""
+        """Return rank 0's tensor on the device; the others pass one of the same shape and type."""
         tensor = tensor.to(device)
         if self.size > 1:
             dist.broadcast(tensor, 0)
         return tensor
 
     def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's value."""
+        """Return rank 0's value."""
         return self.gather_json(value)[0]
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Each rank's value, by rank."""
+        """Return each rank's value, by rank."""
         if self.size == 1:
             return [value]
         return [msgspec.msgpack.decode(data) for data in self._gather(msgspec.msgpack.encode(value))]
 
     def share(self, costs: Sequence[int]) -> list[int]:
-        """The numbers of the items that this rank takes, in order. Every rank is given the same costs.
+        """Return the indices of the items that this rank computes, in order. Every rank passes the same costs.
 
-        The largest goes first, to the rank that has least.
+        Items are assigned largest first, each to the rank with the lowest total.
         """
         totals, mine = [0] * self.size, []
         for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
@@ -160,11 +160,11 @@ class Ranks:
         return sorted(mine)
 
     def gather(self, arrays: Sequence[AnyArray]) -> list[list[AnyArray]]:
-        """What each rank gave, by rank."""
+        """Return each rank's arrays, by rank."""
         return [list(arrays)] if self.size == 1 else [unpack_arrays(data) for data in self._gather(pack_arrays(arrays))]
 
     def largest(self, value: int) -> int:
-        """The largest of all ranks' values."""
+        """Return the maximum over all ranks."""
         if self.size == 1:
             return value
         found = torch.tensor([value])
@@ -183,13 +183,13 @@ class Ranks:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a collective raised this because another rank is gone, or did not come in time."""
+    """Whether a collective raised this because another rank is gone or was too late."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """In this block the loss of another rank is a RankLost."""
+    """In this block, the loss of another rank raises RankLost."""
     try:
         yield
     except RuntimeError as exc:
@@ -199,9 +199,9 @@ def together() -> Iterator[None]:
 
 
 def join_ranks(timeout_s: float) -> Ranks:
-    """Meet the other ranks, as torchrun's environment names them; without it this process is the only one.
+    """Join the other ranks that torchrun's environment names; without it this process is the only rank.
 
-    timeout_s: of a collective. Raises StartupError when the others do not come, or this rank has no GPU.
+    timeout_s: of a collective. Raises StartupError if the others do not join, or this rank has no GPU.
     """
     size, rank, local_rank = max(1, _number("WORLD_SIZE")), _number("RANK"), _number("LOCAL_RANK")
     on_gpu = torch.cuda.is_available()
@@ -222,7 +222,7 @@ def join_ranks(timeout_s: float) -> Ranks:
 def _settle(asked: Future[bytes], question: Callable[[], bytes]) -> None:
     try:
         asked.set_result(question())
-    except RuntimeError as exc:  # raised again where the answer is waited for
+    except RuntimeError as exc:  # raised again by the waiting caller
         asked.set_exception(exc)
 
 
@@ -246,13 +246,13 @@ def _meet(rank: int, size: int) -> Any:
 
 
 def _require_gpus(local_rank: int, needed: int) -> None:
-    """Raise ConfigError on the first rank of a machine that has less GPUs than ranks; the others end without a word."""
+    """Raise ConfigError on the first rank of a machine with fewer GPUs than ranks; the others exit silently."""
     found = torch.cuda.device_count()
     if needed > found and local_rank:
         raise SystemExit(2)
     if needed > found:
         raise ConfigError(
-            f"trainer.ranks={needed}, and this trainer sees {found} GPUs; lower trainer.ranks, or name more of them in "
+            f"trainer.ranks={needed}, but this trainer sees {found} GPUs; lower trainer.ranks, or name more of them in "
             "trainer.devices"
         )
 

@@ -1,9 +1,9 @@
-"""The trainer's saved state: it is written before its rows become CONSUMED, and loaded after a crash.
+"""The trainer's saved state: written before its rows become CONSUMED, and loaded after a crash.
 
-A state is a folder ROOT/trainer/NAME/state-000012/. It is valid only while the trainer's row in the ledger names it, or
-the row of a state that is kept beside it; the transaction that names it also marks its rows CONSUMED. A state that no
-row names is garbage. One is loaded only when its files have the SHA-256 that the trainer's row names: what someone
-changed would be trained on and published.
+A state is a folder ROOT/trainer/NAME/state-000012/. It is valid only while the ledger names it, in the trainer's row or
+in the row of an older state that is kept. The transaction that names it also marks its rows CONSUMED. A state that no
+row names is garbage. A state is loaded only if its files have the SHA-256 in the trainer's row, because a modified
+state would be trained on and published.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from trainer_service.ranks import together
 from trainer_service.state_files import read_state, write_state
 
 log = StageLogger("trainer")
-_MEMORY = "memory.json"  # of the algorithms; states of older Flywheels have none
+_MEMORY = "memory.json"  # of the algorithms; states saved by older versions of Flywheel have none
 
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A state on disk."""
+    """A saved state on disk."""
 
     path: str  # relative to the root
-    sha256: str | None  # of its files; None: an older Flywheel saved it
+    sha256: str | None  # of its files; None: an older version of Flywheel saved it
 
 
 def saved_state(row: TrainerRow | None) -> SavedState | None:
-    """The state that the trainer's row names."""
+    """Return the state that the trainer's row names."""
     return None if row is None or row.state_path is None else SavedState(row.state_path, row.state_sha256)
 
 
 def state_path(trainer: str, version: int) -> str:
-    """The folder of a trainer's state that belongs to a version, relative to the root folder."""
+    """Return the folder of the state that a trainer saves with a version, relative to the root folder."""
     return f"trainer/{trainer}/state-{version:06d}"
 
 
 class StateStore:
-    """The folder of one trainer's states. Holds a lock on it until it is closed."""
+    """The folder of one trainer's states, locked until `close`."""
 
     def __init__(self, root: Path, trainer: str) -> None:
         self._root = root
@@ -71,18 +71,18 @@ class StateStore:
         except OSError as exc:
             lock.close()
             raise StartupError(
-                f"a trainer named {trainer!r} runs on this root_dir; end it, or change trainer.name"
+                f"a trainer named {trainer!r} already runs on this root_dir; stop it, or change trainer.name"
             ) from exc
         return lock
 
     def save(self, backend: DeepSpeedBackend, memory: JSON, version: int, past: PastPolicy | None = None) -> SavedState:
-        """Write the state of a version, durably. Raises DiskFull or SaveError, with nothing half-written left.
+        """Write the state of a version durably. On failure, remove it and raise DiskFull or SaveError.
 
-        memory: what the algorithms keep; JSON. past: what is kept of earlier weights.
+        memory: of the algorithms, as JSON. past: earlier weights of the policy.
         """
         folder = self._root / state_path(self._trainer, version)
         try:
-            if folder.exists():  # a crash left it behind
+            if folder.exists():  # left by a crash
                 shutil.rmtree(folder)
             with together():
                 write_state(backend, folder)
@@ -111,7 +111,7 @@ class StateStore:
         elif _digest(folder) != saved.sha256:
             raise StartupError(
                 f"the trainer's state {folder} is not the one that was saved: its SHA-256 is not the ledger's "
-                f"{saved.sha256[:12]}…; it was not loaded: restore it, or take a new root_dir"
+                f"{saved.sha256[:12]}…; it was not loaded: restore it, or use a new root_dir"
             )
         read_state(backend, folder)
         if past is not None:
@@ -121,13 +121,13 @@ class StateStore:
         return loaded
 
     def clean(self, keep: Collection[str]) -> None:
-        """Delete every state but those with these paths, relative to the root."""
+        """Delete all states except those with these paths, relative to the root."""
         states = self.folder.glob("state-*")
         set_aside([folder for folder in states if str(folder.relative_to(self._root)) not in keep])
         sweep(self.folder)
 
     def newest_bytes(self) -> int:
-        """The size of the newest state; 0 when there is none."""
+        """Return the size of the newest state in bytes; 0 if there is none."""
         return size_of(max(self.folder.glob("state-*"), default=self.folder / "none"))
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class StateStore:
 
 
 def _digest(folder: Path) -> str:
-    """SHA-256 over the names, sizes and contents of all files in a folder."""
+    """Return a SHA-256 over the names, sizes and contents of all files in a folder."""
     whole = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         with file.open("rb") as stream:

@@ -1,6 +1,6 @@
-"""Room on the disks for the next version and its state: while there is none the trainer publishes nothing, and waits.
+"""Waits for disk space for the next version and its state. Meanwhile the trainer publishes nothing.
 
-The batch stays leased meanwhile, and the trainer's row says what is missing.
+The batch stays leased, and the trainer's row reports what is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = StageLogger("trainer")
 
 
 class Room:
-    """One trainer's."""
+    """Disk space of one trainer."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Room:
         clean: Callable[[], None],
         version_bytes: Callable[[], int],
     ) -> None:
-        """clean: deletes what may go. version_bytes: of the next version."""
+        """clean: deletes what is not kept. version_bytes: returns the size of the next version."""
         self._config, self._ledger, self._stop, self._states = config, ledger, stop, states
         self._clean, self._version_bytes = clean, version_bytes
 
@@ -53,7 +53,7 @@ class Room:
         log.info("publishing again: the disk has room")
 
     def wait_after(self, failure: str, pause_s: float) -> None:
-        """The disk said that it had room, and then had none. Raises Stopped."""
+        """Wait after a write that failed although the disk reported enough space. Raises Stopped."""
         log.warning("not published: the disk is full; trying again", reason=failure, after_s=pause_s)
         self._report(failure)
         self._clean()
@@ -62,12 +62,12 @@ class Room:
         self._report(None)
 
     def _report(self, trouble: str | None) -> None:
-        with contextlib.suppress(LedgerError), self._ledger.write() as connection:  # it may be on the same disk
+        with contextlib.suppress(LedgerError), self._ledger.write() as connection:  # the ledger may be on the same disk
             transitions.report_trouble(connection, name=self._config.trainer.name, trouble=trouble)
 
     def _lack(self) -> str | None:
         version_bytes = self._version_bytes()
-        # until a state was saved: policy and critic in float32, each with two moments, beside weights of two bytes
+        # before the first state: policy and critic in float32, each with two moments, for weights of two bytes
         state_bytes = self._states.newest_bytes() or 12 * version_bytes
         needs = {(self._config.root / version_path(0)).parent: version_bytes, self._states.folder: state_bytes}
         return lack_of_space(needs, int(self._config.trainer.min_free_disk_gb * GIB))

@@ -1,8 +1,8 @@
-"""Which rows a model computes right, found out at start: random sequences in one row beside each alone.
+"""Determines at start which row layouts a model computes correctly: random sequences, packed and alone.
 
-A model can differ in three ways. Its layers may carry a state along the row that no boundary stops: gated delta nets
-and short convolutions without their CUDA kernels do. Its attention or its output layer may be one that ours does not
-know; it then keeps its own, and the log says so once. Shapes: K sampled tokens.
+A model can differ in three ways. Its layers may carry a state along the row across boundaries: gated delta nets and
+short convolutions without their CUDA kernels do. Its attention or its output layer may be unsupported by ours; the
+model then keeps its own, and the log reports that once. Shapes: K sampled tokens.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from trainer_service.trajectories import Ints, TokenSequence, sequence_alone
 
 log = StageLogger("trainer")
 
-FOREIGN = (NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError)  # what unsuited models raise
+FOREIGN = (NotImplementedError, RuntimeError, TypeError, ValueError, AttributeError)  # raised by models that do not fit
 
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
-    """In nats. Rounding in narrow types hides small leaks from a comparison, so these are looked for on their own."""
+    """In nats. Rounding in narrow types hides small leaks in a comparison, so leaks are measured separately."""
 
-    mean: float  # of the distances to each sequence alone
-    leak: float  # how much a token may move when another sequence of its row changes
+    mean: float  # mean distance to each sequence alone
+    leak: float  # change of a token's logprob when another sequence of its row changes
 
 
 @torch.no_grad()
 def check_rows(model: Any, *others: Any) -> Rows:
-    """The fullest rows that a causal LM computes right. It must have been through `models.prepare`.
+    """Return the densest rows that a causal LM computes correctly. `models.prepare` must have run on it.
 
-    others: models and trunks of the same architecture; whatever the model has to give up they give up too.
-    Raises StartupError when not even single sequences come out as the model's own forward pass has them.
+    others: models and trunks of the same architecture, which get the same fallbacks.
+    Raises StartupError if even single sequences differ from the model's own forward pass.
     """
     training = model.training
     model.eval()
@@ -91,7 +91,7 @@ def _name(model: Any) -> str:
 
 
 def _sequences(vocabulary: int) -> list[TokenSequence]:
-    """Two trees with branches of branches, and one sequence that shares nothing; the last tokens are sampled."""
+    """Two trees with nested branches, and one sequence that shares nothing; all tokens but two are sampled."""
     draw = np.random.default_rng(0)
 
     def some(count: int) -> Ints:
@@ -110,7 +110,7 @@ def _sequences(vocabulary: int) -> list[TokenSequence]:
 
 
 def _own(model: Any, sequence: TokenSequence) -> Tensor:
-    """Logprobs by the model's own forward pass."""
+    """Return logprobs by the model's own forward pass."""
     device = next(model.parameters()).device
     token_ids = torch.from_numpy(sequence.token_ids).to(device)
     logits: Tensor = model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits[0].float()
@@ -121,11 +121,11 @@ def _own(model: Any, sequence: TokenSequence) -> Tensor:
 def _trouble(
     model: Any, sequences: list[TokenSequence], expected: list[Tensor], rows: Rows, bounds: _Bounds
 ) -> str | None:
-    """What is wrong with such rows; None: nothing."""
+    """Return what is wrong with these rows; None: nothing."""
     if rows is Rows.FOLDED and model.config._attn_implementation != attention.NAME:
         return "its attention is not ours"
     device = expected[0].device
-    units = [(0, len(sequences) - 1)]  # of which a model of single rows is given two rows at once
+    units = [(0, len(sequences) - 1)]  # two members: a model of single rows gets two rows at once
     micros = [micro.to(device) for micro in pack(sequences, range(len(sequences)), 1024, rows, units)]
     try:
         distances = []
@@ -134,7 +134,7 @@ def _trouble(
             distances.append((score_actions(model, micro)["logprobs"] - wanted_K).abs())
         leak = max((_leak(model, micro) for micro in micros), default=0.0)
     except FOREIGN as error:
-        if is_lost(error):  # the model is not to blame
+        if is_lost(error):  # the model is not the cause
             raise
         return str(error).split("\n")[0]
     mean = float(torch.cat(distances).mean())
@@ -144,7 +144,7 @@ def _trouble(
 
 
 def _leak(model: Any, micro: MicroBatch) -> float:
-    """How far logprobs move when the first tree of the row becomes other tokens, and they are none of its."""
+    """Return the change of the other sequences' logprobs when the tokens of the row's first tree change."""
     nodes = micro.layout.nodes
     roots: list[int] = []
     for number, node in enumerate(nodes):

@@ -1,10 +1,10 @@
-"""A key's share of the gradient: what callers with one key said of a batch is bounded together.
+"""A key's share of the gradient: a bound on the total effect of the signals of all callers with one key in a batch.
 
-The gradient of a token is proportional to its weight and to how steep the loss is there: its advantage, or the slope of
-a loss that is none of advantages, at the start of the batch. So Σ |w_t Â_t| stands for a key's part of it; where a
-divergence is learnt, what words change stands for the advantage.
-A key with more than its share has all of its weights lowered by one factor. What is left of each key is min(m, c), with
-m what it had, and c the largest number for which c ≤ share · Σ min(m, c). Of n keys each may have 1/n.
+The gradient of a token is proportional to its weight and to the slope of the loss: its advantage or, for a loss without
+advantages, the slope at the start of the batch. So Σ |w_t Â_t| measures a key's part of the gradient; where a
+divergence is minimized, the effect of the words replaces the advantage.
+If a key exceeds its share, all its weights are multiplied by one factor. Each key keeps min(m, c), with m what it had,
+and c the largest number for which c ≤ share · Σ min(m, c). With n keys, each may have at least 1/n.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 
 from trainer_service.algorithms.seam import Batch, Constants, Figures, Said, Unit
 
-# Constants of a loss, by their names: a weight, and what it is multiplied by where the loss has it.
+# Names of constants of a loss: a weight, and its factors where the loss has them.
 _FACTORS = (("weights", "advantages", "shares", "slopes"), ("divergence_weights", "effects"))
 
 
 def keys_of(batch: Batch, units: Sequence[Unit]) -> dict[int, str | None]:
-    """The key that said what is learnt there, by the number of each member of the units; None: without a key.
+    """Return the key that sent the signal behind each member of the units, by the member's number; None: no key.
 
-    Members that are not trained, or that learn from nothing that anybody said, are left out. A score is that of the
-    first member's trajectory.
+    Members that are not trained, or that learn from no signal, are left out. A score belongs to the first member's
+    trajectory.
     """
     scored_by = batch.scored_by
     members = [unit for unit in units for _ in unit.members]
@@ -42,10 +42,10 @@ def keys_of(batch: Batch, units: Sequence[Unit]) -> dict[int, str | None]:
 
 
 def bound_shares(constants: Constants, keys: Mapping[int, Hashable], at_most: float) -> tuple[Constants, Figures]:
-    """The constants with weights by which no key has more than its share. Those without weights are left alone.
+    """Return the constants with weights that leave no key more than its share. Constants without weights do not change.
 
-    keys: of members of the units, by their numbers: the one that said what they learn from. Others are neither counted
-    nor lowered. at_most: the largest share, above 0.
+    keys: the key that sent the signal behind a member, by the member's number. Other members are neither counted nor
+    reduced. at_most: the largest share, above 0.
     """
     if at_most >= 1 or "weights" not in constants:
         return constants, {}
@@ -71,8 +71,8 @@ def bound_shares(constants: Constants, keys: Mapping[int, Hashable], at_most: fl
 
 
 def largest_mass(masses: Sequence[float], share: float) -> float:
-    """c: what a key may have at most, so that it has no more than its share of what all have then."""
-    ordered = sorted(mass for mass in masses if mass)  # smallest first
+    """Return c, the largest mass of a key that is at most its share of the total after all keys are bounded."""
+    ordered = sorted(mass for mass in masses if mass)  # ascending
     if share * len(ordered) <= 1:
         return ordered[0]
     rest = list(accumulate(ordered))  # with the `bounded` largest at c: c = share · (bounded · c + rest)

@@ -1,11 +1,11 @@
 """The trainer's state as files: master weights, moments and progress, in safetensors and JSON.
 
     state.json             format, steps, schedule
-    master.safetensors     every weight that is trained, float32, by its name in the module
-    exp_avg.safetensors    and so on: what the optimizer keeps for each weight, under its own name for it
+    master.safetensors     every trained weight, float32, by its name in the module
+    exp_avg.safetensors    and other files: each value that the optimizer keeps for a weight, by its own name for it
 
-Each tensor is whole, so a state does not depend on ZeRO's stage, on the number of ranks or on where they keep it. One
-tensor is in memory at a time. Rank 0 alone has files; the others take part in the collectives.
+Each tensor is stored whole, so a state does not depend on ZeRO's stage, on the number of ranks or on their devices. One
+tensor is in memory at a time. Only rank 0 has files; the other ranks take part in the collectives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer_service.tensor_files import make_header, write_tensors
 FORMAT = 1
 PROGRESS = "state.json"
 _MASTER = "master"
-_OF_CRITIC = "value_head."  # how names of weights begin that no policy has
+_OF_CRITIC = "value_head."  # prefix of weights that only a critic has
 
 
 def write_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
@@ -56,7 +56,7 @@ def write_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
 def read_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
     """Load what `write_state` wrote into a new engine. folder: None on every rank but 0.
 
-    Raises ConfigError when it is of another model or algorithm, StartupError when it is damaged.
+    Raises ConfigError if it belongs to another model or algorithm, StartupError if it is damaged.
     """
     state, parameters = backend.state, backend.trained_parameters()
     about = backend.ranks.broadcast_json(None if folder is None else _read_progress(folder))
@@ -73,9 +73,9 @@ def read_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
 
 
 def require_same_critic(folder: Path, settings: TrainerConfig) -> None:
-    """Raise ConfigError when a state has a critic and the algorithms train none, or the other way round.
+    """Raise ConfigError if a state has a critic and the algorithms train none, or the reverse.
 
-    Read from the header of one file, before any model is loaded. What is damaged is left to `read_state`.
+    It reads the header of one file, before any model is loaded. `read_state` reports damage.
     """
     try:
         names = read_header(_file(folder, None))
@@ -93,7 +93,7 @@ def require_same_critic(folder: Path, settings: TrainerConfig) -> None:
 
 
 def _tensors(backend: DeepSpeedBackend, folder: Path | None, kind: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a file in turn, on every rank."""
+    """Yield each tensor of a file, on every rank."""
     layout = _layout(backend)
     if folder is None:
         for name, tensor in layout.items():
@@ -124,7 +124,7 @@ def _read_progress(folder: Path) -> JSON:
 
 
 def _require_layout(folder: Path, kind: str | None, layout: dict[str, Tensor]) -> None:
-    """Raise ConfigError unless a file holds the tensors of this model and algorithm, StartupError if it is damaged."""
+    """Raise ConfigError unless a file has the tensors of this model and algorithm, StartupError if it is damaged."""
     file = _file(folder, kind)
     try:
         found = read_header(file)

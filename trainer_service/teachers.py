@@ -1,8 +1,8 @@
-"""Teachers of `distill`: another model, whose tokenizer must be the policy's.
+"""Teachers of `distill`: other models, whose tokenizer must be the policy's.
 
-One in a folder is loaded beside the policy and asked before the first step. One behind an endpoint is asked on rank 0,
-after rows are claimed and before they are trained on: while it is away or slow the rows stay leased, and nothing
-but the trainer waits.
+A teacher in a folder is loaded next to the policy and runs before the first step. Rank 0 queries a teacher behind an
+endpoint after rows are claimed and before they are trained on: while it is unavailable or slow, the rows stay leased,
+and only the trainer waits.
 """
 
 from __future__ import annotations
@@ -29,27 +29,34 @@ from trainer_service.errors import Stopped
 log = StageLogger("teacher")
 LONGEST_PAUSE_S = 30.0
 _FIRST_PAUSE_S = 0.5
-_ASKED_AT_ONCE = 4096  # token ids, when tokenizers are compared
-_REFUSED = (400, 413, 422)  # said of this request: it would be refused again
-# At start these are said of wrong settings; later a server that begins anew may say them, too, and is waited for.
+_ASKED_AT_ONCE = 4096  # token ids of one request that compares tokenizers
+_REFUSED = (400, 413, 422)  # statuses of a request that would be refused again
+# At start, wrong settings cause these; later, a server that restarts may send them too, and is waited for.
 _DENIED = (401, 403)
 _MISSING = 404
+_FAILED = 500
+_MOST_FAILURES = 5  # at one request before it is compared with a harmless one
+_HARMLESS = [0, 1]  # token ids
 
 
 class _Unavailable(Exception):
-    """The teacher is away, too slow, or answers what it must not; it is asked again."""
+    """The teacher is unavailable, too slow, or sends an invalid response; the request is repeated."""
+
+
+class _Failed(_Unavailable):
+    """An error of the server; perhaps one that this request makes each time."""
 
 
 class _Refused(Exception):
-    """The teacher will not answer this request, however often it is asked."""
+    """The teacher refuses this request; repeating it would not help."""
 
 
 class _Denied(_Refused):
-    """It will not answer anybody with this key."""
+    """The teacher refuses this key."""
 
 
 def load_tokenizer(folder: str | Path, key: str) -> Any:
-    """Raises ConfigError, which names the key."""
+    """Load a model folder's tokenizer. Raises ConfigError that names the key."""
     from transformers import AutoTokenizer
 
     try:
@@ -69,10 +76,10 @@ def require_same_vocabulary(tokenizer: Any, config: DistillConfig) -> None:
 
 
 class RemoteTeacher:
-    """A teacher behind an OpenAI endpoint that gives `prompt_logprobs`, as vLLM does."""
+    """A teacher behind an OpenAI endpoint that returns `prompt_logprobs`, as vLLM does."""
 
     def __init__(self, config: DistillConfig, stop: StopRequest) -> None:
-        """Raises ConfigError when the key's variable is not set."""
+        """Raises ConfigError if the environment variable of the key is not set."""
         key = os.environ.get(config.key_env) if config.key_env else None
         if config.key_env and not key:
             raise ConfigError(f"trainer.distill.key_env={config.key_env}: the variable is not set; set it to the key")
@@ -82,12 +89,12 @@ class RemoteTeacher:
         self._model = config.model
         self._lock = threading.Lock()
         self._is_away = False
-        self._starts = False  # nothing was trained yet: what denies an answer now is a wrong setting
+        self._starts = False  # before the first training, when a denied request means wrong settings
 
     def require_same_tokenizer(self, tokenizer: Any) -> None:
-        """Wait for the teacher, and compare what its tokens are with the model's. Raises ConfigError and Stopped.
+        """Wait for the teacher, and compare its tokens with the model's. Raises ConfigError and Stopped.
 
-        Every token id is decoded by both, in long rows: that shows a difference in any of them.
+        Both decode every token id, in long rows: a difference in any token appears there.
         """
         url, count, self._starts = self._config.url, len(tokenizer), True
         try:
@@ -98,7 +105,7 @@ class RemoteTeacher:
                 text = str(self._ask("POST", "/detokenize", {"model": self._model, "tokens": ids})["prompt"])
                 if text.split() != tokenizer.decode(ids).split():
                     raise _another_tokenizer("url", url, f"a token from {ids[0]} to {ids[-1]} is another text")
-            self._logprobs([0, 1])
+            self._logprobs(_HARMLESS)
             self._starts = False
         except _Denied as exc:
             raise ConfigError(
@@ -112,7 +119,7 @@ class RemoteTeacher:
             ) from exc
 
     def teach(self, rows: Sequence[Experience]) -> list[Experience]:
-        """The rows with the teacher's logprobs of their replies, or the reason why it gave none. Raises Stopped."""
+        """Add the teacher's logprobs of the replies to the rows, or the reason why it returned none. Raises Stopped."""
         with ThreadPoolExecutor(self._config.requests_in_flight) as pool:
             return list(pool.map(self._teach, rows))
 
@@ -127,9 +134,8 @@ class RemoteTeacher:
         return replace(row, teacher=logprobs)
 
     def _logprobs(self, ids: list[int]) -> LogprobArray:
-        """log p of each token after the first, at temperature 1. Raises _Refused and Stopped."""
-        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        answer = self._ask("POST", "/v1/completions", body)
+        """Return log p of each token after the first, at temperature 1. Raises _Refused and Stopped."""
+        answer = self._ask("POST", "/v1/completions", self._scoring(ids))
         try:
             entries = answer["choices"][0]["prompt_logprobs"][1:]
             found = [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries, strict=True)]
@@ -140,19 +146,32 @@ class RemoteTeacher:
             raise _Refused("a logprob is no number")
         return logprobs
 
+    def _scoring(self, ids: list[int]) -> dict[str, Any]:
+        return {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """An answer, however long it takes. Raises _Refused and Stopped."""
-        pauses = pauses_s(_FIRST_PAUSE_S)
+        """Send a request until it is answered. Raises _Refused and Stopped."""
+        pauses, failures = pauses_s(_FIRST_PAUSE_S), 0
         while not self._stop:
             try:
                 answer = self._try(method, path, body)
             except _Unavailable as exc:
+                failures += isinstance(exc, _Failed)
+                if failures >= _MOST_FAILURES and self._answers_others():
+                    raise _Refused(f"{exc} again and again, and others are answered") from exc
                 self._say(away=True, reason=str(exc))
                 self._stop.wait(min(next(pauses), LONGEST_PAUSE_S))
                 continue
             self._say(away=False)
             return answer
         raise Stopped
+
+    def _answers_others(self) -> bool:
+        try:
+            self._try("POST", "/v1/completions", self._scoring(_HARMLESS))
+        except (_Unavailable, _Refused):
+            return False
+        return True
 
     def _try(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         try:
@@ -164,11 +183,13 @@ class RemoteTeacher:
         message = f"status {reply.status_code} for {path}"
         if self._starts and reply.status_code in _DENIED:
             raise _Denied(message)
+        if reply.status_code == _FAILED:
+            raise _Failed(message)
         refused = (*_REFUSED, _MISSING) if self._starts else _REFUSED
         raise _Refused(message) if reply.status_code in refused else _Unavailable(message)
 
     def _say(self, *, away: bool, reason: str = "") -> None:
-        """Log once that the teacher is away, and once that it is back."""
+        """Log once that the teacher is unavailable, and once that it is available again."""
         with self._lock:
             if away and not self._is_away:
                 log.warning("the teacher is away or slow; waiting", url=self._config.url, reason=reason)

@@ -1,6 +1,6 @@
-"""Safetensors files, written and read one tensor at a time: no more than one is in memory.
+"""Writes and reads safetensors files one tensor at a time, so that no more than one is in memory.
 
-A file's header stands before its data, so all names, types and shapes are known before the first tensor is.
+A file's header precedes its data, so all names, types and shapes are known before the first tensor is.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """A type as safetensors names it."""
+    """Return the name of a dtype in safetensors."""
     return _NAMES[dtype]
 
 
 def describe(tensor: torch.Tensor) -> Tensor:
-    """What a header says of the tensor."""
+    """Return a tensor's entry in a header."""
     return Tensor(name_of(tensor.dtype), tuple(tensor.shape))
 
 
 def make_header(layout: Mapping[str, Tensor]) -> bytes:
-    """The header of a file that holds these tensors in this order."""
+    """Return the header of a file that contains these tensors in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in layout.items():
@@ -44,9 +44,9 @@ def make_header(layout: Mapping[str, Tensor]) -> bytes:
 
 
 def copy_header(file: Path) -> tuple[bytes, dict[str, Tensor]]:
-    """A file's header as it stands, and what it says of each tensor, in the order of their data. Raises VersionError.
+    """Return a file's header unchanged, and its entry for each tensor, in the order of their data. Raises VersionError.
 
-    A header that is copied makes files of one layout alike to the byte, but for the data.
+    Files with a copied header are equal byte for byte, except for the data.
     """
     found = read_header(file)
     with file.open("rb") as stream:
@@ -57,18 +57,18 @@ def copy_header(file: Path) -> tuple[bytes, dict[str, Tensor]]:
 
 
 def write_tensors(file: Path, header: bytes, layout: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> None:
-    """Write the file. read: gives a tensor by name, on any device; it is rounded to the type that the header names.
+    """Write the file. read: returns a tensor by name, on any device; it is converted to the type in the header.
 
-    Raises VersionError for a tensor of another shape, OSError when the disk refuses.
+    Raises VersionError for a tensor of another shape, OSError if the file cannot be written.
     """
     with file.open("wb") as stream:
         stream.write(header)
         for name, expected in layout.items():
-            _write(stream, name, read(name).detach(), expected)  # and it is gone before the next one is read
+            _write(stream, name, read(name).detach(), expected)  # freed before the next one is read
 
 
 def _write(stream: IO[bytes], name: str, tensor: torch.Tensor, expected: Tensor) -> None:
     if tuple(tensor.shape) != expected.shape:
-        raise VersionError(f"{stream.name}: tensor {name!a} has shape {list(tensor.shape)}, and should be {expected}")
+        raise VersionError(f"{stream.name}: tensor {name!a} has shape {list(tensor.shape)}, but should be {expected}")
     tensor = tensor.to(TYPES[expected.dtype]).cpu().contiguous().flatten()
     stream.write(tensor.view(torch.uint8).numpy().data)

@@ -1,17 +1,17 @@
-"""Stage 6, batch: rows become trajectories, each with the credit that belongs to it.
+"""Stage 6, batch: build trajectories from rows, and assign credit to their turns.
 
-A trajectory is one run, or one conversation. Its turns are merged into one token sequence where a turn's prompt begins
-with the exact tokens of the turn before and its reply, so that T turns cost O(T); otherwise a new sequence begins.
-Credit does not depend on it. With r_j the reward of turn j and R the outcome of the whole, turn i has the return
+A trajectory is one run or one conversation. A turn is merged into an earlier sequence if its prompt begins with the
+exact tokens of that sequence, so that T turns cost O(T); otherwise it starts a new sequence. Credit does not depend on
+merging. With r_j the reward of turn j and R the outcome of the whole trajectory, turn i has the return
 
-    G_i = R + Σ_j r_j        over the turns j ≥ i of the trajectory, without those of alternatives
+    G_i = R + Σ_j r_j        over the turns j ≥ i of the trajectory, except those of alternatives
 
 (the undiscounted return of Sutton & Barto, "Reinforcement Learning", 2nd edition, eq. 3.7). A sequence's rewards are
-the differences of its turns' returns: GAE with γ = 1 and V = 0 gives every turn its G_i, in whichever sequence it is.
-Where neither R nor any of these r_j was said, nobody knows G_i, and the turn stands apart, without a reward.
+the differences between its turns' returns: GAE with γ = 1 and V = 0 gives every turn its G_i, in any sequence.
+If neither R nor any of these r_j exists, G_i is unknown, and the turn is left out of the trajectory, without a reward.
 
-A sequence that answers a prompt which another one has answered, or that forks off inside of one, is its alternative:
-what the one earns is no consequence of the other.
+Two sequences are alternatives if they answer the same prompt, or if one forks off inside the other: the reward of one
+is not a consequence of the other.
 
 Shapes: T tokens of a sequence, A sampled tokens in it, N turns of a trajectory.
 """
@@ -36,7 +36,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 
-# The columns of TokenSequence.sampling, fields of Sampling.
+# Columns of TokenSequence.sampling: fields of Sampling.
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
@@ -46,47 +46,47 @@ _digest = partial(hashlib.blake2b, digest_size=16)
 
 @dataclass(slots=True)
 class TokenSequence:
-    """One token sequence and the actions in it: the tokens that were sampled."""
+    """One token sequence and its actions: the tokens that were sampled."""
 
     token_ids: Ints  # [T]
-    actions: Ints  # [A] their positions in token_ids
-    behaviour: Floats  # [A] the sampler's logprobs
+    actions: Ints  # [A] positions in token_ids
+    behaviour: Floats  # [A] logprobs of the sampler
     rewards: Floats  # [A] 0 except at the end of each turn
-    versions: Ints  # [A] the version that sampled each action, or the first one of its turn
-    crossed: Flags  # [A] another version sampled the end of its turn
+    versions: Ints  # [A] version that sampled the start of the action's turn
+    crossed: Flags  # [A] whether another version sampled the end of the turn
     sampling: Floats  # [A, 7] temperature, top_p, top_k, min_p, repetition, presence and frequency penalty
-    masked: Flags  # [A] the sampler forced or forbade tokens: the importance weight is 1
-    starts: Ints  # [A] where the reply of the action's turn begins in token_ids: penalties count from there
+    masked: Flags  # [A] whether the sampler forced or forbade tokens: the importance weight is then 1
+    starts: Ints  # [A] start of the reply of the action's turn in token_ids; penalties count from there
     row_ids: list[int]
-    ends: list[int]  # the index of each turn's last action
+    ends: list[int]  # index of each turn's last action
 
     @property
     def token_actions(self) -> Ints:
-        """The sampled tokens: [A]"""
+        """The sampled tokens, [A]."""
         return self.token_ids[self.actions]
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """One run or conversation: its sequences, and what was earned in it. Turns are in the order of their rows."""
+    """One run or conversation: its sequences and its rewards. Turns are in the order of their rows."""
 
     task_id: str | None
     sequences: list[TokenSequence] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)  # [N] the number of each turn's sequence
+    turns: list[int] = field(default_factory=list)  # [N] index of each turn's sequence
     turn_rewards: list[float | None] = field(default_factory=list)  # [N]
-    outcome: float | None = None  # of the newest turn that has one
-    families: list[int] = field(default_factory=list)  # of each sequence; alternatives have the same one
-    unmerged: Counter[str] = field(default_factory=Counter)  # why turns after the first began sequences: how many
-    key_group: str | None = None  # two groups of keys may name their tasks alike
-    key: str | None = None  # that set the reward of its newest turn with one
-    msg_id: str = ""  # the message that it begins with: without a task, other choices of it are other attempts
+    outcome: float | None = None  # of the newest turn that has an outcome
+    families: list[int] = field(default_factory=list)  # family of each sequence; alternatives share one
+    unmerged: Counter[str] = field(default_factory=Counter)  # number of later turns that started a sequence, by reason
+    key_group: str | None = None  # separates equal task ids of different groups of keys
+    key: str | None = None  # key that scored the newest scored turn
+    msg_id: str = ""  # id of its first message; without a task, other choices of that message are other attempts
 
     @property
     def has_alternatives(self) -> bool:
         return len(set(self.families)) < len(self.families)
 
     def turn_spans(self) -> Iterator[tuple[int, int, int]]:
-        """Of each turn: the number of its sequence, its first action in it, and the one behind its last."""
+        """For each turn: index of its sequence, its first action there, and the index after its last action."""
         ends = [iter(sequence.ends) for sequence in self.sequences]
         begins = [0] * len(ends)
         for number in self.turns:
@@ -95,7 +95,7 @@ class Trajectory:
             begins[number] = end
 
     def turn_depths(self) -> Iterator[int]:
-        """Of each turn: how many came before it, without those of alternatives."""
+        """For each turn: number of turns before it, without those of alternatives."""
         in_family, in_own = Counter[int](), Counter[int]()
         for before, number in enumerate(self.turns):
             family = self.families[number]
@@ -105,16 +105,16 @@ class Trajectory:
 
 
 def assemble(rows: Iterable[Experience]) -> list[TokenSequence]:
-    """The sequences of all trajectories of a batch, with their rewards; oldest first."""
+    """Return the sequences of all trajectories of a batch with their rewards, oldest first."""
     sequences = [sequence for trajectory in trajectories_of(rows) for sequence in trajectory.sequences]
     return sorted(sequences, key=lambda sequence: sequence.row_ids[0])
 
 
 def trajectories_of(rows: Iterable[Experience]) -> list[Trajectory]:
-    """The trajectories of a batch, oldest first; the rewards of their sequences are set.
+    """Return the trajectories of a batch, oldest first, with the rewards of their sequences.
 
-    Rows on which rewards have acted before stand apart: they do not earn what is new in their trajectory. So do those
-    whose return nobody knows, of which 0 would say that they are bad.
+    Rows whose rewards were trained on before form separate trajectories: they do not earn new rewards. So do rows with
+    an unknown return, for which a return of 0 would mean that they are bad.
     """
     rows = sorted(rows, key=lambda row: row.id)
     building = _build(rows, frozenset())
@@ -123,7 +123,7 @@ def trajectories_of(rows: Iterable[Experience]) -> list[Trajectory]:
 
 
 def _build(rows: Iterable[Experience], unknown: Collection[int]) -> Collection[_Builder]:
-    """The trajectories of rows, in the order of these. unknown: ids of rows whose return nobody knows."""
+    """Group rows into trajectories, in row order. unknown: ids of rows with an unknown return."""
     building: dict[tuple[TrajectoryKey, bool], _Builder] = {}
     for row in rows:
         key = trajectory_key(row), row.is_rewarded and row.id not in unknown
@@ -132,7 +132,7 @@ def _build(rows: Iterable[Experience], unknown: Collection[int]) -> Collection[_
 
 
 def sequence_of(row: Experience) -> TokenSequence:
-    """A row as a sequence of one turn, without rewards."""
+    """Return a row as a sequence of one turn, without rewards."""
     n_prompt, n_reply = len(row.tokens.prompt_ids), len(row.tokens.reply_ids)
     sampling = np.array([getattr(row.sampling, name) for name in SAMPLING], np.float32)
     return TokenSequence(
@@ -151,7 +151,7 @@ def sequence_of(row: Experience) -> TokenSequence:
 
 
 def sequence_alone(token_ids: npt.NDArray[Any], prompt: int, *, sampling: Sampling | None = None) -> TokenSequence:
-    """A sequence that nobody recorded: `prompt` tokens, and a reply whose behaviour logprobs are -1."""
+    """Return a sequence that was not recorded: `prompt` tokens, then a reply with behaviour logprobs of -1."""
     ids = token_ids.astype(np.int32)
     tokens = Tokens(ids[:prompt], ids[prompt:], np.full(len(ids) - prompt, -1.0, np.float32))
     how = sampling or Sampling()
@@ -159,22 +159,22 @@ def sequence_alone(token_ids: npt.NDArray[Any], prompt: int, *, sampling: Sampli
 
 
 class _Builder:
-    """A trajectory, turn by turn."""
+    """Builds a trajectory turn by turn."""
 
     def __init__(self, first: Experience) -> None:
         self._trajectory = Trajectory(first.task_id, key_group=first.key_group, msg_id=first.msg_id)
-        self._ends = _Ends()
-        self._last: list[str] = []  # the name of the row that each sequence ends with
-        self._ending: set[str] = set()  # these names
+        self._index = _SequenceIndex()
+        self._last: list[str] = []  # name of the last row of each sequence
+        self._last_names: set[str] = set()  # the same names
 
     def add(self, row: Experience) -> None:
-        """Append a turn to the sequence that it continues, or begin one with it."""
+        """Append a turn to the sequence that it continues, or start a new sequence."""
         trajectory = self._trajectory
-        number = self._ends.take(row.tokens.prompt_ids)
+        number = self._index.take(row.tokens.prompt_ids)
         if number is None:
             number = len(trajectory.sequences)
-            rewritten = row.parent_id in self._ending  # what it continues, in other tokens
-            known = self._ends.alternative_to(row.tokens.prompt_ids, forks=not rewritten)
+            rewritten = row.parent_id in self._last_names  # it continues a row of the trajectory, but with other tokens
+            known = self._index.alternative_to(row.tokens.prompt_ids, forks=not rewritten)
             if number:
                 trajectory.unmerged["rewritten" if rewritten else "apart" if known is None else "branch"] += 1
             trajectory.families.append(number if known is None else trajectory.families[known])
@@ -182,10 +182,10 @@ class _Builder:
             self._last.append("")
         else:
             _append(trajectory.sequences[number], row)
-        self._ending.discard(self._last[number])
+        self._last_names.discard(self._last[number])
         self._last[number] = choice_name(row.msg_id, row.choice)
-        self._ending.add(self._last[number])
-        self._ends.add(number, row.tokens.prompt_ids, trajectory.sequences[number].token_ids)
+        self._last_names.add(self._last[number])
+        self._index.add(number, row.tokens.prompt_ids, trajectory.sequences[number].token_ids)
         trajectory.turns.append(number)
         trajectory.turn_rewards.append(row.own_reward)
         trajectory.outcome = trajectory.outcome if row.outcome is None else row.outcome
@@ -193,7 +193,7 @@ class _Builder:
             trajectory.key = reward_key(row.signals)
 
     def unknown(self) -> Iterator[int]:
-        """Rows for which, and after which, nothing was earned, where something was earned for others."""
+        """Yield the ids of rows with an unknown return, if the return of any other row is known."""
         trajectory = self._trajectory
         if trajectory.outcome is not None or all(reward is None for reward in trajectory.turn_rewards):
             return
@@ -209,10 +209,10 @@ class _Builder:
                 yield row_id
 
     def finish(self) -> Trajectory:
-        """The trajectory with the rewards of its sequences."""
+        """Return the trajectory, with the rewards of its sequences."""
         trajectory = self._trajectory
         left = [list(sequence.ends) for sequence in trajectory.sequences]
-        following = [0.0] * len(left)  # the return of each sequence's next turn
+        following = [0.0] * len(left)  # return of each sequence's next turn
         in_all, in_family, in_own = trajectory.outcome or 0.0, defaultdict[int, float](float), [0.0] * len(left)
         for number, reward in zip(reversed(trajectory.turns), reversed(trajectory.turn_rewards), strict=True):
             family, earned = trajectory.families[number], reward or 0.0
@@ -225,21 +225,21 @@ class _Builder:
         return trajectory
 
 
-class _Ends:
-    """The sequences of one trajectory, by their tokens. One with branches or sub-agents has several.
+class _SequenceIndex:
+    """Finds the sequences of one trajectory by their tokens. Branches and sub-agents create several sequences.
 
-    They are found by digests: a row costs its tokens once, however many sequences there are.
+    It compares digests, so that the cost of a row does not depend on the number of sequences.
     """
 
     def __init__(self) -> None:
-        self._open: dict[bytes, list[int]] = {}  # whole sequences, by their tokens: heaps of numbers
-        self._lengths: Counter[int] = Counter()  # of these, tokens
-        self._prompts: dict[bytes, int] = {}  # a sequence that answers a prompt
-        self._turns: dict[bytes, int] = {}  # a sequence with a turn that ends with these tokens
-        self._turn_lengths: set[int] = set()  # of these, tokens
+        self._open: dict[bytes, list[int]] = {}  # digest of a whole sequence: numbers of the sequences, as a heap
+        self._lengths: Counter[int] = Counter()  # number of open sequences by length in tokens
+        self._prompts: dict[bytes, int] = {}  # digest of a prompt: first sequence that answers it
+        self._turns: dict[bytes, int] = {}  # digest of a sequence up to the end of a turn: first such sequence
+        self._turn_lengths: set[int] = set()  # lengths of the token sequences in _turns
 
     def add(self, number: int, prompt_ids: npt.NDArray[Any], token_ids: npt.NDArray[Any]) -> None:
-        """A sequence now ends with the turn that answers this prompt. token_ids: all of its tokens."""
+        """Record that a sequence now ends with the turn that answers this prompt. token_ids: all of its tokens."""
         key = _digest(_bytes(token_ids)).digest()
         heapq.heappush(self._open.setdefault(key, []), number)
         self._lengths[len(token_ids)] += 1
@@ -248,7 +248,7 @@ class _Ends:
         self._turn_lengths.add(len(token_ids))
 
     def take(self, prompt_ids: npt.NDArray[Any]) -> int | None:
-        """Remove the longest sequence that the prompt begins with, the first of equal ones; None: there is none."""
+        """Remove and return the longest sequence that the prompt begins with, of equal ones the first; None: none."""
         longest = [prefix for prefix in _prefixes(prompt_ids, self._lengths) if prefix[0] in self._open][-1:]
         if not longest:
             return None
@@ -262,7 +262,7 @@ class _Ends:
         return number
 
     def alternative_to(self, prompt_ids: npt.NDArray[Any], *, forks: bool) -> int | None:
-        """A sequence that answers the same prompt, or, with `forks`, has a turn that the prompt begins with."""
+        """Return a sequence that answers the same prompt or, with `forks`, one that the prompt extends after a turn."""
         same = self._prompts.get(_digest(_bytes(prompt_ids)).digest())
         if same is not None or not forks:
             return same
@@ -271,7 +271,7 @@ class _Ends:
 
 
 def _prefixes(prompt_ids: npt.NDArray[Any], lengths: Iterable[int]) -> Iterator[tuple[bytes, int]]:
-    """The digests of a prompt's beginnings of these lengths, shortest first."""
+    """Yield digest and length of the prompt's prefixes of these lengths, shortest first."""
     data, digest, done = _bytes(prompt_ids), _digest(), 0
     for length in sorted(length for length in lengths if length <= len(prompt_ids)):
         digest.update(data[_WIDTH * done : _WIDTH * length])
@@ -285,7 +285,7 @@ def _bytes(token_ids: npt.NDArray[Any]) -> memoryview:
 
 def _append(sequence: TokenSequence, row: Experience) -> None:
     turn = sequence_of(row)
-    sequence.token_ids = turn.token_ids  # its prompt contains the earlier turns
+    sequence.token_ids = turn.token_ids  # the prompt contains the earlier turns
     sequence.ends.append(len(sequence.actions) + turn.ends[0])
     for name in ("actions", "behaviour", "rewards", "versions", "crossed", "sampling", "masked", "starts"):
         setattr(sequence, name, np.concatenate([getattr(sequence, name), getattr(turn, name)]))

@@ -1,9 +1,9 @@
-"""Stage 7, update: a batch becomes new weights, by the losses of the configured algorithms, each with its weight.
+"""Stage 7, update: train on a batch with the weighted losses of the configured algorithms.
 
-Everything that losses take as constant is computed once, before the first step. Then follow epochs × minibatches
+Before the first step, everything that losses treat as constant is computed once. Then follow epochs × minibatches
 optimizer steps. Each algorithm's loss is divided by its own size over the whole minibatch, so that neither packing nor
 another algorithm changes it. Order and result depend only on the weights, the batch, the memory, the seed and the step:
-on a CPU a batch that is trained again gives the same bits. Nothing here draws from PyTorch's generator.
+on a CPU, training again on the same batch gives the same bits. Nothing here uses PyTorch's global generator.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from trainer_service.precompute import Precompute, Reference
 from trainer_service.shares import bound_shares, keys_of
 
 Stats = dict[str, float]
-_KEYS = "keys"  # in the memory, beside the parts: what each key gives
+_KEYS = "keys"  # entry in the memory for the means of keys, next to the parts' entries
 
 
 class Updater:
-    """Turns batches into optimizer steps. Owns the models and the algorithms' memory; knows nothing of the ledger."""
+    """Runs the optimizer steps of a batch. Owns the models and the algorithms' memory; does not access the ledger."""
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class Updater:
         teachers: Mapping[str, Reference] | None = None,
         past: PastPolicy | None = None,
     ) -> None:
-        """reference: scores by the base model; None: no part needs them. rows: what the models can compute at once.
+        """reference: scores by the base model; None: no part needs them. rows: row layout that all models support.
 
-        teachers: scores by other models, of parts that learn from these. past: the teacher of `hint`, if it is not the
-        policy that a batch begins with.
+        teachers: scores by other models, for parts that learn from one. past: the teacher of `hint`; None: the policy
+        at the start of a batch.
         """
         self.rows = rows
         self.backend = backend
-        self.memory: dict[str, Memory] = {}  # by part; and of keys
-        # of the last update: precompute_seconds, train_seconds; of this rank, in all passes: tokens_in, tokens_computed
+        self.memory: dict[str, Memory] = {}  # by part, and one entry for keys
+        # of the last update: precompute_seconds, train_seconds; tokens_in, tokens_computed of this rank's training
         self.costs: Stats = {}
         self._ranks = backend.ranks
         self._packer = Packer(backend.ranks, backend.device, config.max_tokens_per_micro_batch, rows)
@@ -77,11 +77,11 @@ class Updater:
         self.backend.close()
 
     def update(self, batch: Batch, *, step: int, version: int, ahead: int = 0) -> Stats:
-        """Train on a batch.
+        """Train on a batch. Returns figures for logs and plots.
 
-        step: updates done before this one. version: the last one that was published or that training began with.
-        ahead: updates since then; with 0 the models hold the version's weights.
-        Returns figures for logs and plots. Raises UpdateError when the result is not finite.
+        step: number of updates before this one. version: the last published version, or the one training started from.
+        ahead: number of updates since then; 0: the models hold the version's weights.
+        Raises UpdateError if a loss or gradient is not finite.
         """
         started = time.perf_counter()
         if self._config.center_keys:
@@ -111,9 +111,9 @@ class Updater:
         return stats | moved | {"seconds": time.perf_counter() - started}
 
     def try_steps(self, batch: Batch, algorithm: Algorithm) -> None:
-        """Train on a batch twice by an algorithm that needs nothing, so that the second time shows what the first made.
+        """Train twice on a batch with an algorithm that has no needs; the second step tests the result of the first.
 
-        Raises UpdateError when a gradient is not finite.
+        Raises UpdateError if a gradient is not finite.
         """
         units = algorithm.units(batch)
         constants, _ = algorithm.constants(batch, units, Precomputed([], [], [], [], []), {})
@@ -122,14 +122,14 @@ class Updater:
             raise UpdateError("a gradient is not finite")
 
     def _gather(self, precomputed: dict[str, list[Floats]]) -> dict[str, list[Floats]]:
-        """What all ranks have computed: of each array the first that is not empty."""
+        """Exchange the arrays among the ranks: of each array, the first copy that is not empty."""
         flat = [array for arrays in precomputed.values() for array in arrays]
         of_ranks = zip(*self._ranks.gather(flat), strict=True)
         found = iter([next((array for array in arrays if len(array)), arrays[0]) for arrays in of_ranks])
         return {name: [next(found) for _ in arrays] for name, arrays in precomputed.items()}
 
     def _prepare(self, name: str, batch: Batch, units: list[Unit], precomputed: dict[str, list[Floats]]) -> Work:
-        """Everything that one part's loss takes as constant."""
+        """Compute the constants of one part's loss."""
         arrays: dict[str, Any] = {key: found for key, found in precomputed.items() if "/" not in key}
         arrays |= {kind: precomputed.get(f"{kind}/{name}", []) for kind in ("teacher", "top", "top_logprobs")}
         seen = Precomputed(**arrays)
@@ -139,7 +139,7 @@ class Updater:
         return Work(part, units, constants, figures | shown)
 
     def _train(self, batch: Batch, works: list[Work], step: int) -> list[list[float]]:
-        """All optimizer steps on a batch. Returns for each the norms of its gradients: policy, critic."""
+        """Run all optimizer steps on a batch. Returns the gradient norms of each step: policy, critic."""
         blocks = blocks_of(group for work in works for group in work.groups)
         costs = [sum(len(batch.sequences[place].token_ids) for place in block) for block in blocks]
         order = np.random.default_rng([self._config.seed, step])
@@ -161,19 +161,19 @@ class Updater:
         return norms
 
     def _loss(self, micro: MicroBatch, works: list[Work], sizes: list[float]) -> Tensor:
-        """The micro-batch's share of the loss of a minibatch: Σ weight · loss / size over the parts."""
+        """Return the micro-batch's share of the minibatch's loss: Σ weight · loss / size over the parts."""
         others = others_of(micro, works)
         asked = {} if others is None else {"others": others.to(self.backend.device)}
         scores: Scores = self.backend(micro, entropies=True, **self._wanted, **asked)
-        # every parameter takes part in every backward pass, also where a part has no rows: ZeRO counts on it
+        # ZeRO requires every parameter in every backward pass, also where a part has no rows
         total = 0.0 * (scores["logprobs"].sum() + (scores["values"].sum() if "values" in scores else 0.0))
         for work, size in zip(works, sizes, strict=True):
             total = total + work.loss(micro, scores, size)
-        return total * self._ranks.size  # DeepSpeed takes the mean over the ranks
+        return total * self._ranks.size  # DeepSpeed averages over the ranks
 
 
 def _norms(of_steps: list[list[float]]) -> Stats:
-    """Of an update's gradients before they are clipped: the mean over its steps, and the largest of each model."""
+    """Return gradient norms before clipping: the mean over an update's steps, and the maximum of each model."""
     figures = {"grad_norm": float(np.mean([math.hypot(*norms) for norms in of_steps])) if of_steps else 0.0}
     for name, norms in zip(("policy", "critic"), zip(*of_steps, strict=True), strict=False):
         figures[f"grad_norm_{name}"] = max(norms)
@@ -181,23 +181,23 @@ def _norms(of_steps: list[list[float]]) -> Stats:
 
 
 def _merged(batch: Batch) -> Stats:
-    """Turns that continue the sequence of the one before, and those that do not, by reason."""
+    """Count the turns merged into the sequence of an earlier turn, and the other turns by reason."""
     turns, sequences = (sum(len(getattr(t, name)) for t in batch.trajectories) for name in ("turns", "sequences"))
     reasons = sum((t.unmerged for t in batch.trajectories), Counter[str]())
     return {"turns_merged": float(turns - sequences), **{f"turns_{why}": float(n) for why, n in reasons.items()}}
 
 
 def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, ahead: int) -> Stats:
-    """Figures of a batch, whatever the algorithms are; means are over tokens unless their names say otherwise.
+    """Return the figures of a batch that all algorithms share; means are over tokens unless named otherwise.
 
     used: places of the sequences that some part trained on.
     """
     sampled = [place for places in batch.members for place in places]
     sequences = [batch.sequences[place] for place in sampled]
     versions = np.concatenate([sequence.versions for sequence in sequences])
-    behind = np.maximum(version - versions, 0)  # a later one was withdrawn after a crash
+    behind = np.maximum(version - versions, 0)  # a newer version was withdrawn after a crash
     rows = [row_id for sequence in sequences for row_id in sequence.row_ids]
-    used_rows = {row_id for place in used for row_id in batch.sequences[place].row_ids}  # by answers to them, too
+    used_rows = {row_id for place in used for row_id in batch.sequences[place].row_ids}  # also by answers to them
     stats = {
         "rows": float(len(rows)),
         "rows_unused": float(sum(row_id not in used_rows for row_id in rows)),
@@ -216,9 +216,9 @@ def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, 
             np.concatenate([getattr(batch.sequences[place], name) for place in precomputed])
             for name in ("versions", "crossed", "masked")
         )
-        # where the same weights sampled and computed again, a gap is an error in our computation
+        # if the same weights sampled and scored a token, a gap is an error in our computation
         gaps = gaps[(versions == version) & ~crossed & ~masked & (ahead == 0)]
-        known = gaps[~np.isinf(gaps)]  # infinite: our rounding puts the token outside of top-p, top-k or min-p
+        known = gaps[~np.isinf(gaps)]  # infinite: rounding moved the token outside top-p, top-k or min-p
         if len(known):
             stats |= {"logprob_gap_mean": float(known.mean()), "logprob_gap_max": float(known.max())}
         if len(gaps):

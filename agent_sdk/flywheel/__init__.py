@@ -1,6 +1,6 @@
-"""The agent's side of Flywheel: runs and rewards, shadow traffic, learning, for agents of any framework.
+"""The agent's side of Flywheel: runs, rewards, shadow traffic and learning, for agents of any framework.
 
-An agent is a function `agent(request, model)`; a Model is the trainee, the production model or a judge alike.
+An agent is a function `agent(request, model)`. A Model can be the trainee, the production model or a judge.
 """
 
 from flywheel import rewards

@@ -1,4 +1,4 @@
-"""python -m flywheel learn|evaluate MODULE:FUNCTION TASKS, from a shell. Exit status 2: an argument is wrong."""
+"""python -m flywheel learn|evaluate MODULE:FUNCTION TASKS. Exit status 2: an argument is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flywheel.learning import learn
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; its result is one JSON line on the standard output."""
+    """Run a command; its result is one line of JSON on standard output."""
     parser = argparse.ArgumentParser("python -m flywheel")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("learn", "run a workflow over tasks and train on it"), ("evaluate", "only score it")):
@@ -54,12 +54,12 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _given(args: argparse.Namespace, **names: str) -> dict[str, Any]:
-    """The options that were given, by their names in Python."""
+    """Return the options that were given, by their names in Python."""
     return {ours: getattr(args, said) for said, ours in names.items() if getattr(args, said) is not None}
 
 
 def _load(path: str) -> Callable[..., Any]:
-    """The function that MODULE:FUNCTION names, looked for in this folder, too. Raises ConfigError."""
+    """Import the function MODULE:FUNCTION, also from the current folder. Raises ConfigError."""
     module, _, name = path.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:

@@ -1,4 +1,4 @@
-"""What operators do: versions into service and out of it. A key of the role admin is needed."""
+"""Operators' calls: which versions serve. They need a key with the role admin."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _steps(ask: Ask, retry_s: float) -> Steps[dict[str, Any]]:
 
 
 class Admin:
-    """Client.admin. An explorer that has no such routes yet answers 501, which raises Refused with what to do.
+    """Client.admin. If the explorer lacks these routes, it answers 501, which raises Refused with a workaround.
 
     >>> import flywheel
     >>> flywheel.Client("http://127.0.0.1:8010").admin.traffic({12: -1.0})
@@ -62,20 +62,20 @@ class Admin:
         return self._client.drive(_steps(ask, self._client.explorer.retry_s))
 
     def traffic(self, weights: Mapping[int, float]) -> dict[str, Any]:
-        """Share the chats among versions: {13: 0.1, 12: 0.9}."""
+        """Distribute the chats over versions: {13: 0.1, 12: 0.9}."""
         return self._call(_traffic(weights))
 
     def promote(self, version: int) -> dict[str, Any]:
-        """Give a version all chats."""
+        """Send all chats to one version."""
         return self._call(_promote(version))
 
     def rollback(self, to: int) -> dict[str, Any]:
-        """Go back to an earlier version."""
+        """Return to an earlier version."""
         return self._call(_rollback(to))
 
 
 class AsyncAdmin:
-    """AsyncClient.admin: the same, awaited."""
+    """AsyncClient.admin: the same methods, awaited."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -84,13 +84,13 @@ class AsyncAdmin:
         return await self._client.drive(_steps(ask, self._client.explorer.retry_s))
 
     async def traffic(self, weights: Mapping[int, float]) -> dict[str, Any]:
-        """Share the chats among versions: {13: 0.1, 12: 0.9}."""
+        """Distribute the chats over versions: {13: 0.1, 12: 0.9}."""
         return await self._call(_traffic(weights))
 
     async def promote(self, version: int) -> dict[str, Any]:
-        """Give a version all chats."""
+        """Send all chats to one version."""
         return await self._call(_promote(version))
 
     async def rollback(self, to: int) -> dict[str, Any]:
-        """Go back to an earlier version."""
+        """Return to an earlier version."""
         return await self._call(_rollback(to))

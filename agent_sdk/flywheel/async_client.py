@@ -1,4 +1,4 @@
-"""AsyncClient: the same client for asyncio. wire.py makes what it sends."""
+"""AsyncClient: the client for asyncio. wire.py builds its requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class AsyncClient(Base):
-    """The same client for asyncio: the same names, awaited. `openai`, `model` and `run` need no await.
+    """The client for asyncio: the methods of Client, awaited. `openai`, `model` and `run` need no await.
 
     >>> client = AsyncClient("http://127.0.0.1:8010")
     >>> client.model(3).name
@@ -47,7 +47,7 @@ class AsyncClient(Base):
         self.admin = AsyncAdmin(self)
 
     async def drive(self, steps: Steps[T]) -> T:
-        """Send what a call yields, and return its result."""
+        """Send the requests that a call yields, and return its result."""
         outcome: Outcome = None
         try:
             while True:
@@ -77,10 +77,10 @@ class AsyncClient(Base):
         unknown_ok: bool = False,
         **said: Unpack[Saying],
     ) -> Receipts:
-        """Say something about messages, a task or a run: reward, rating, metrics, comment, correction, preferred_over.
+        """Send feedback about messages, a task or a run: reward, rating, metrics, comment, correction, preferred_over.
 
-        scope="conversation" reaches all turns of the conversations; each=True gives a reward to every message, where it
-        otherwise counts once. Raises NothingKnown when no target is known, unless unknown_ok.
+        scope="conversation" targets all turns of the conversations; each=True gives a reward to every message, instead
+        of once to the whole. Raises NothingKnown if no target is known, unless unknown_ok.
         """
         body = wire.feedback_body(msg_ids, task_id, run_id, said)
         return await self.drive(wire.send_feedback(body, idempotency_key, unknown_ok, self.explorer.retry_s))
@@ -88,39 +88,39 @@ class AsyncClient(Base):
     async def commit(
         self, *, task_id: str | None = None, run_id: str | None = None, before: float | None = None
     ) -> Committed:
-        """Make rewarded rows ready: all, or those of a task or run, or recorded before a time (Unix seconds)."""
+        """Make rewarded rows READY: all, or those of a task or run, or recorded before a time (Unix seconds)."""
         return await self.drive(wire.send_commit(task_id, run_id, before, self.explorer.retry_s))
 
     async def status(self) -> Status:
-        """Rows by state, versions, trainers."""
+        """Return rows by state, versions, trainers."""
         return await self.drive(wire.get_status(self.explorer.retry_s))
 
     async def versions(self) -> list[Version]:
-        """All versions, oldest first."""
+        """Return all versions, oldest first."""
         return await self.drive(wire.get_versions(self.explorer.retry_s))
 
     async def wait_ready(self, timeout_s: float = 300.0) -> None:
-        """Wait until a chat would be served and recorded. Raises Away or Unreachable after timeout_s."""
+        """Wait until the explorer can serve and record chats. Raises Away or Unreachable after timeout_s."""
         await self.drive(wire.get_ready(timeout_s))
 
     def run(self, task_id: str | None = None, run_id: str | int | None = None, *, credit: Credit = "once") -> AsyncRun:
-        """The chats of one attempt at a task: `async with client.run() as run:`. Without ids a new task's run "0"."""
+        """A run of one attempt at a task: `async with client.run() as run:`. Without ids: run "0" of a new task."""
         return AsyncRun(self.explorer, task_id, run_id, credit)
 
     async def prefer(self, better: str, worse: str | Sequence[str]) -> Receipts:
-        """A person found one reply better than others."""
+        """Send that a person prefers one reply over others."""
         return await self.feedback(better, preferred_over=[worse] if isinstance(worse, str) else worse)
 
     async def rate(self, msg_id: str, rating: Literal["up", "down"]) -> Receipts:
-        """A person rated a reply."""
+        """Send a person's rating of a reply."""
         return await self.feedback(msg_id, rating=rating)
 
     async def correct(self, msg_id: str, text: str) -> Receipts:
-        """A person wrote the reply that would have been right."""
+        """Send the right reply, as a person wrote it."""
         return await self.feedback(msg_id, correction=text)
 
     async def comment(self, msg_id: str, text: str) -> Receipts:
-        """A person said something about a reply."""
+        """Send a person's comment on a reply."""
         return await self.feedback(msg_id, comment=text)
 
     async def close(self) -> None:

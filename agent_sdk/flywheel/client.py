@@ -1,4 +1,4 @@
-"""Client: everything that an agent's side says to an explorer, from threads. wire.py makes what it sends."""
+"""Client: an agent's connection to the explorer, for threads. wire.py builds its requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Explorer:
-    """Where the explorer is and how it is spoken to; what runs and models know of their client."""
+    """The explorer's address and its options, for the runs and models of a client."""
 
     owner: Any  # the client
     url: str
@@ -43,13 +43,13 @@ class Explorer:
     def model(
         self, run: Run | None = None, version: int | None = None, params: Mapping[str, Any] | None = None
     ) -> Model:
-        """The model that the explorer serves, or one version of it."""
+        """Return the model that the explorer serves, or one version of it."""
         name = self.name if version is None else f"{self.name}@{version}"
         return Model(f"{self.url}/v1", name, self.key, params or {}, {}, run, self.connections)
 
 
 class Base:
-    """What both clients are made of, and what needs no answer."""
+    """The common parts of both clients, and the methods that need no response."""
 
     def __init__(self, url: str | None, key: str | None, model: str | None, retry_s: float) -> None:
         url = url or os.environ.get("FLYWHEEL_URL")
@@ -65,15 +65,15 @@ class Base:
         return self.explorer.url
 
     def model(self, version: int | None = None, **params: Any) -> Model:
-        """The served model, or one version; its chats belong to the run of the context. params: fields of chats."""
+        """Return the served model, or one version; its chats belong to the context's run. params: fields of chats."""
         return self.explorer.model(version=version, params=params)
 
     def openai(self, **options: Any) -> OpenAI:
-        """OpenAI's client for the served model; its chats belong to the run of the context."""
+        """Return OpenAI's client for the served model; its chats belong to the context's run."""
         return self.model().openai(**options)
 
     def async_openai(self, **options: Any) -> AsyncOpenAI:
-        """The same for asyncio."""
+        """Return OpenAI's client for asyncio."""
         return self.model().async_openai(**options)
 
     def _headers(self) -> dict[str, str]:
@@ -86,13 +86,13 @@ class Base:
 
 
 class Client(Base):
-    """An explorer, spoken to from threads. url, key, model: FLYWHEEL_URL, FLYWHEEL_KEY and FLYWHEEL_MODEL by default.
+    """A client of an explorer, for threads. FLYWHEEL_URL, FLYWHEEL_KEY and FLYWHEEL_MODEL set url, key and model.
 
-    model: what the explorer's configuration calls it (model.name); without either, agent.
+    model: its name in the explorer's configuration (model.name); "agent" by default.
 
-    What is sent twice counts once: each feedback carries an Idempotency-Key. No answer, 408, 429 and 503 are tried
-    again for retry_s seconds, as Retry-After asks. Raises ConfigError before anything is sent, then Refused,
-    Away and Unreachable.
+    Feedback that is sent twice counts once, because it has an Idempotency-Key. A request without a response, or
+    with 408, 429 or 503, is retried for retry_s seconds; Retry-After is respected. Raises ConfigError before sending;
+    Refused, Away and Unreachable.
 
     >>> client = Client("http://127.0.0.1:8010", model="agent")
     >>> client.url
@@ -114,7 +114,7 @@ class Client(Base):
         self.admin = Admin(self)
 
     def drive(self, steps: Steps[T]) -> T:
-        """Send what a call yields, and return its result."""
+        """Send the requests that a call yields, and return its result."""
         outcome: Outcome = None
         try:
             while True:
@@ -144,10 +144,10 @@ class Client(Base):
         unknown_ok: bool = False,
         **said: Unpack[Saying],
     ) -> Receipts:
-        """Say something about messages, a task or a run: reward, rating, metrics, comment, correction, preferred_over.
+        """Send feedback about messages, a task or a run: reward, rating, metrics, comment, correction, preferred_over.
 
-        scope="conversation" reaches all turns of the conversations; each=True gives a reward to every message, where it
-        otherwise counts once. Raises NothingKnown when no target is known, unless unknown_ok.
+        scope="conversation" targets all turns of the conversations; each=True gives a reward to every message, instead
+        of once to the whole. Raises NothingKnown if no target is known, unless unknown_ok.
         """
         body = wire.feedback_body(msg_ids, task_id, run_id, said)
         return self.drive(wire.send_feedback(body, idempotency_key, unknown_ok, self.explorer.retry_s))
@@ -155,43 +155,43 @@ class Client(Base):
     def commit(
         self, *, task_id: str | None = None, run_id: str | None = None, before: float | None = None
     ) -> Committed:
-        """Make rewarded rows ready: all, or those of a task or run, or recorded before a time (Unix seconds)."""
+        """Make rewarded rows READY: all, or those of a task or run, or recorded before a time (Unix seconds)."""
         return self.drive(wire.send_commit(task_id, run_id, before, self.explorer.retry_s))
 
     def status(self) -> Status:
-        """Rows by state, versions, trainers."""
+        """Return rows by state, versions, trainers."""
         return self.drive(wire.get_status(self.explorer.retry_s))
 
     def versions(self) -> list[Version]:
-        """All versions, oldest first."""
+        """Return all versions, oldest first."""
         return self.drive(wire.get_versions(self.explorer.retry_s))
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
-        """Wait until a chat would be served and recorded. Raises Away or Unreachable after timeout_s."""
+        """Wait until the explorer can serve and record chats. Raises Away or Unreachable after timeout_s."""
         self.drive(wire.get_ready(timeout_s))
 
     def run(self, task_id: str | None = None, run_id: str | int | None = None, *, credit: Credit = "once") -> SyncRun:
-        """The chats of one attempt at a task: `with client.run() as run:`. Without ids a new task's run "0"."""
+        """A run of one attempt at a task: `with client.run() as run:`. Without ids: run "0" of a new task."""
         return SyncRun(self.explorer, task_id, run_id, credit)
 
     def prefer(self, better: str, worse: str | Sequence[str]) -> Receipts:
-        """A person found one reply better than others."""
+        """Send that a person prefers one reply over others."""
         return self.feedback(better, preferred_over=[worse] if isinstance(worse, str) else worse)
 
     def rate(self, msg_id: str, rating: Literal["up", "down"]) -> Receipts:
-        """A person rated a reply."""
+        """Send a person's rating of a reply."""
         return self.feedback(msg_id, rating=rating)
 
     def correct(self, msg_id: str, text: str) -> Receipts:
-        """A person wrote the reply that would have been right."""
+        """Send the right reply, as a person wrote it."""
         return self.feedback(msg_id, correction=text)
 
     def comment(self, msg_id: str, text: str) -> Receipts:
-        """A person said something about a reply."""
+        """Send a person's comment on a reply."""
         return self.feedback(msg_id, comment=text)
 
     def close(self) -> None:
-        """Close the connections; models of this client answer no longer."""
+        """Close the connections; models of this client cannot be used afterwards."""
         self._http.close()
         self.explorer.connections.close()
 

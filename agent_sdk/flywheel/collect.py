@@ -1,6 +1,6 @@
-"""Collector: writes down what a production agent says to any provider, as rows that `flywheel import` reads.
+"""Collector: records a production agent's chats with any provider, as rows for `flywheel import`.
 
-It stands in the agent's httpx client. The caller's path only keeps the bytes as they pass; a thread reads and writes.
+It is a transport in the agent's httpx client. In the caller's path it only copies bytes; a thread parses and writes.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from flywheel.transport import current_run
 from flywheel.wire import check_number
 
 FIELDS = ("messages", "thoughts", "tool_calls", "rewards", "user_feedback")
-_MOST_BYTES = 16 * 2**20  # of one reply
+_MOST_BYTES = 16 * 2**20  # maximum size of one reply
 
 
 @dataclass
 class CollectorStats:
-    """What a Collector has done.
+    """Counters of a Collector.
 
     >>> CollectorStats().rows
     0
     """
 
     rows: int = 0
-    dropped: int = 0  # the queue or the file was full, or a reply too long
-    failed: int = 0  # replies that are no chat, and redactions that raised
+    dropped: int = 0  # the queue or the file was full, or a reply was too long
+    failed: int = 0  # replies that are no chats, and redactions that raised an error
     last_error: str | None = None
 
 
 @dataclass
 class _Seen:
-    """An exchange as it passed."""
+    """An exchange as it was transferred."""
 
     body: bytes
     headers: httpx.Headers
@@ -56,9 +56,9 @@ class _Seen:
 class Collector:
     """Records chats to a file of JSON lines: messages with the reply, thoughts, tool calls with their results.
 
-    fields: which of FIELDS are written; messages always are. redact: a function of a row that returns the row to write,
-    or None for none; it runs in the collector's thread. A file of max_mb takes no more. export() joins rewards and
-    feedback.
+    fields: names from FIELDS to write; messages are always written. redact: a function that returns the row to write,
+    or None for none; it runs in the collector's thread. Rows beyond max_mb are dropped. export() adds rewards and
+    feedback to the rows.
 
     >>> import tempfile, openai
     >>> with Collector(Path(tempfile.mkdtemp()) / "chats.jsonl") as collector:
@@ -90,33 +90,33 @@ class Collector:
         self._thread.start()
 
     def http_client(self, **options: Any) -> httpx.Client:
-        """An httpx client for the agent's own client: openai.OpenAI(http_client=…). options: of httpx.Client."""
+        """Return an httpx client for the agent's client: openai.OpenAI(http_client=…). options: of httpx.Client."""
         options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
         return httpx.Client(transport=_Collecting(httpx.HTTPTransport(), self._offer), **options)
 
     def async_http_client(self, **options: Any) -> httpx.AsyncClient:
-        """The same for asyncio."""
+        """Return an httpx client for asyncio."""
         options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
         return httpx.AsyncClient(transport=_AsyncCollecting(httpx.AsyncHTTPTransport(), self._offer), **options)
 
     def reward(self, msg_id: str, **parts: float) -> None:
-        """Named rewards of a reply, such as task_completion=0.8; their sum is the row's reward."""
+        """Record named rewards of a reply, such as task_completion=0.8; their sum is the row's reward."""
         for name, value in parts.items():
             check_number(name, value)
         self._offer({"of": msg_id, "rewards": parts})
 
     def feedback(self, msg_id: str, *, rating: float | str | None = None, comment: str | None = None) -> None:
-        """What a user said of a reply."""
+        """Record a user's feedback on a reply."""
         said = {"rating": rating, "comment": comment}
         self._offer({"of": msg_id, "user_feedback": {name: value for name, value in said.items() if value is not None}})
 
     def export(self, path: str | Path) -> int:
-        """Write the rows with their rewards and feedback to another file, for `flywheel import`; returns how many."""
+        """Write the rows with rewards and feedback to another file for `flywheel import`. Returns their number."""
         self._waiting.join()
         return merge(self.path, Path(path))
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write queued rows, and stop."""
         self._waiting.put(None)
         self._thread.join()
         self._file.close()
@@ -146,7 +146,7 @@ class Collector:
                     self._file.write(line)
                     self._file.flush()
                     self.stats.rows += "messages" in row
-            except Exception as exc:  # noqa: BLE001 — a user's redaction, a full disk: production goes on
+            except Exception as exc:  # noqa: BLE001 — a user's redaction, a full disk: production continues
                 self.stats.failed += 1
                 self.stats.last_error = describe(exc)
             finally:
@@ -154,7 +154,7 @@ class Collector:
         self._waiting.task_done()
 
     def _rows(self, seen: _Seen) -> Iterator[Row]:
-        """A row for each choice."""
+        """Yield a row for each choice."""
         body = json.loads(seen.body)
         content = httpx.Response(200, headers=seen.headers, content=b"".join(seen.pieces)).content
         msg_id, model, replies = read_reply(content)
@@ -176,7 +176,7 @@ class Collector:
 
 
 class _Keep:
-    """Keeps the pieces of one reply; hands them over when it has ended."""
+    """Collects the pieces of one reply, and submits them at its end."""
 
     def __init__(self, request: httpx.Request, response: httpx.Response, offer: Callable[[_Seen | Row], None]) -> None:
         run = current_run.get()
@@ -226,7 +226,7 @@ class _KeptAsyncStream(httpx.AsyncByteStream):
 
 
 def _keep(request: httpx.Request, response: httpx.Response, offer: Callable[[_Seen | Row], None]) -> _Keep | None:
-    """What keeps a chat's reply; None for every other request, and for a body that is sent as a stream."""
+    """Return a recorder for a chat's reply; None for other requests, and for request bodies sent as a stream."""
     if request.method != "POST" or response.status_code != 200 or not request.url.path.endswith("/chat/completions"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a Collector wrote, joined: each chat once, with what was said of it later, as `flywheel import` reads it."""
+"""Joins a Collector's log for `flywheel import`: each chat once, with its later feedback."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Row = dict[str, Any]
 
 
 def merge(log: Path, out: Path) -> int:
-    """Join a collector's log: each row once, with the rewards and the feedback that came later. Returns how many rows.
+    """Join a collector's log: each row once, with its later rewards and feedback. Returns the number of rows.
 
-    reward is the sum of the named rewards; `signals` says all of it as `flywheel import` reads it. A line that was
-    cut is left out.
+    reward is the sum of the named rewards; `signals` lists all of them as `flywheel import` reads them. A truncated
+    line is left out.
     """
     said: dict[str, Row] = defaultdict(dict)
     for line in _lines(log):
@@ -40,7 +40,7 @@ def merge(log: Path, out: Path) -> int:
 
 
 def _signals(said: Row) -> list[Row]:
-    """What was said of a row, in the form of Flywheel's log of signals. A rating that is a number becomes a metric."""
+    """Convert a row's feedback to the form of Flywheel's signals. A numeric rating becomes a metric."""
     feedback = said.get("user_feedback", {})
     rating, comment = feedback.get("rating"), feedback.get("comment")
     metrics = dict(said.get("rewards", {}))
@@ -55,7 +55,7 @@ def _signals(said: Row) -> list[Row]:
 
 
 def end_cut_line(file: BinaryIO) -> None:
-    """What a log is gone on with begins on a line of its own, where a crash has cut the last one."""
+    """Add a line break after a line that a crash truncated, so that the next one starts on its own line."""
     if file.seek(0, io.SEEK_END):
         file.seek(-1, io.SEEK_END)
         if file.read(1) != b"\n":
@@ -65,5 +65,5 @@ def end_cut_line(file: BinaryIO) -> None:
 def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for line in file:
-            with contextlib.suppress(ValueError):  # one that was cut
+            with contextlib.suppress(ValueError):  # truncated
                 yield json.loads(line)

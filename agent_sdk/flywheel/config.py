@@ -1,4 +1,4 @@
-"""LearnConfig: how learn works."""
+"""LearnConfig: the options of learn."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flywheel.run import Credit
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """When evaluations stop learn: none of the last `patience` was better than the best before by min_delta.
+    """When evaluations stop learn: if none of the last `patience` exceeds the best one before by min_delta.
 
-    at_least: not before an evaluation's mean reward reached it. An evaluation in which every run failed does not count.
+    at_least: not before a mean reward has reached this. Evaluations in which every run failed are ignored.
 
     >>> EarlyStop(patience=2).says_stop([0.5, 0.4, 0.5]), EarlyStop(patience=2).says_stop([0.5, 0.6, 0.4])
     (True, False)
@@ -29,7 +29,7 @@ class EarlyStop:
     at_least: float | None = None
 
     def says_stop(self, means: list[float]) -> bool:
-        """Whether the evaluations so far, oldest first, are enough."""
+        """Whether the evaluations so far, oldest first, stop learn."""
         if len(means) <= self.patience or (self.at_least is not None and max(means) < self.at_least):
             return False
         return max(means[-self.patience :]) <= max(means[: -self.patience]) + self.min_delta
@@ -47,44 +47,44 @@ class LearnConfig:
     """
 
     name: str = "learn"
-    """Names the tasks in the ledger and the folder runs/NAME."""
+    """Name of the tasks in the ledger, and of the folder runs/NAME."""
     runs_per_task: int = 1
     """Runs of a task that start and are committed together: a group."""
     epochs: int = 1
-    """How often each task comes."""
+    """Number of times that each task is run."""
     at_once: int = 32
-    """Runs in flight."""
+    """Concurrent runs."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Fields of chats that the workflow does not set, such as temperature."""
     credit: Credit = "once"
-    """Where a run's reward goes; see Run."""
+    """How a run's reward is assigned to its messages; see Run."""
     eval_every_versions: int = 20
-    """Versions between evaluations on eval_tasks; the first and the last version are evaluated in any case."""
+    """Versions between evaluations on eval_tasks; the first and the last version are always evaluated."""
     eval_runs: int = 1
-    """Runs of a task in an evaluation."""
+    """Runs of each task in an evaluation."""
     eval_params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     """Fields of chats in an evaluation."""
     stop: EarlyStop | None = None
-    """When evaluations end the work."""
+    """When evaluations stop learn."""
     max_ready_rows: int | None = None
-    """READY rows, with those that runs in flight will make, above which nothing is started; None: two batches of the
-    trainer, or 1024 where none is known."""
+    """READY rows, including those expected from runs in flight, above which no run is started; None: two batches of the
+    trainer, or 1024 if its batch size is unknown."""
     require_trainer: bool = True
-    """Whether to stop when no trainer has been alive for patience_s."""
+    """Whether to stop if no trainer has been alive for patience_s."""
     patience_s: float = 60.0
-    """How long a trainer may be away."""
+    """How long a trainer may be unavailable."""
     timeout_s: float = 600.0
-    """How long a run may take, and how long every engine may be out of service."""
+    """Time limit of a run, and how long all engines may be out of service."""
     on_timeout: float | None = None
-    """The reward of a run that took longer; None drops it."""
+    """Reward of a run that exceeds timeout_s; None drops the run."""
     retries: int = 2
-    """Attempts after the first one that fails; each is a new run."""
+    """Further attempts after a failure; each is a new run."""
     max_failed_share: float = 0.2
-    """Share of the last 50 attempts that may fail."""
+    """Maximum share of failures among the last 50 attempts."""
     seconds: float | None = None
-    """How long to learn; then nothing new is started, and what runs is finished. None: until all tasks are done."""
+    """Time after which no run is started, and running ones are finished. None: until all tasks are done."""
     seed: int = 0
-    """Of the order of the tasks."""
+    """Seed of the order of the tasks."""
     progress: bool = True
     """Whether to show a line of progress."""
 
@@ -96,7 +96,7 @@ class LearnConfig:
             raise ConfigError(f"max_failed_share={self.max_failed_share}: give a share from 0 to 1")
 
     def with_options(self, **options: Any) -> LearnConfig:
-        """The same with other options. Raises ConfigError for a name that is none."""
+        """Return the same with other options. Raises ConfigError for an unknown name."""
         known = [one.name for one in dataclasses.fields(self)]
         for name in options:
             if name not in known:
@@ -106,7 +106,7 @@ class LearnConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> LearnConfig:
-        """The options of a JSON file; `stop` is an object of EarlyStop's fields."""
+        """Read the options from a JSON file; `stop` is an object with EarlyStop's fields."""
         options = json.loads(Path(path).read_text(encoding="utf-8"))
         if isinstance(options.get("stop"), dict):
             options["stop"] = EarlyStop(**options["stop"])

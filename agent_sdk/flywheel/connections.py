@@ -1,8 +1,8 @@
-"""Connections: what the chats and calls of a client go over. Knows nothing of runs and models.
+"""Connections: the transports for a client's chats and calls. Does not know runs and models.
 
-Threads share a pool of httpx. On an event loop each connection is a transport of its own: httpx's pool looks at every
-other idle connection for each idle one, at each request, which costs more than a chat does from some thirty connections
-on. A pool of one has nothing to look through.
+Threads share a pool of httpx. On an event loop, each connection is a transport of its own: at each request, httpx's
+pool compares every idle connection with every other one, which takes longer than a chat from about thirty connections
+on. A pool of one connection avoids that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-_MOST = 1000  # connections of a loop or of the threads; further requests wait
-_IDLE_S = 5.0  # an idle connection is closed after so long, as httpx's own are
+_MOST = 1000  # per loop, and for all threads; further requests wait
+_IDLE_S = 5.0  # time until an idle connection is closed, as in httpx
 _LIMITS = httpx.Limits(max_connections=_MOST, max_keepalive_connections=200, keepalive_expiry=_IDLE_S)
 _ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=_IDLE_S)
 _Origin = tuple[str, str, int | None]
@@ -28,12 +28,12 @@ _Origin = tuple[str, str, int | None]
 
 @cache
 def tls_context() -> ssl.SSLContext:
-    """Made once: reading the certificates takes longer than a chat."""
+    """Created once: reading the certificates takes longer than a chat."""
     return httpx.create_ssl_context()
 
 
 class _Cookies(httpx.Cookies):
-    """httpx makes two requests and responses of urllib's for each answer, whether it sets a cookie or not."""
+    """httpx builds a request and a response of urllib for each response, whether or not it sets a cookie."""
 
     def extract_cookies(self, response: httpx.Response) -> None:
         if "set-cookie" in response.headers:
@@ -41,7 +41,7 @@ class _Cookies(httpx.Cookies):
 
 
 class HttpClient(httpx.Client):
-    """httpx's client, which looks for cookies only in answers that set some."""
+    """httpx's client, which parses cookies only in responses that set some."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -73,7 +73,7 @@ class AsyncHttpClient(httpx.AsyncClient):
 
 
 class Connections:
-    """The connections of a client: one pool for threads, and those of each event loop, all made when first used."""
+    """The connections of a client: one pool for threads, and those of each event loop, all created on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,18 +83,18 @@ class Connections:
         )
 
     def sync(self, *, owned: bool = False) -> httpx.BaseTransport:
-        """A transport over the pool of threads. owned: closing it closes the pool; it stays open otherwise."""
+        """Return a transport over the threads' pool. owned: closing the transport closes the pool."""
         with self._lock:
             if self._sync is None:
                 self._sync = httpx.HTTPTransport(limits=_LIMITS, verify=tls_context())
             return self._sync if owned else _Shared(self._sync)
 
     def asynchronous(self, *, owned: bool = False) -> httpx.AsyncBaseTransport:
-        """A transport over the connections of the loop that runs at each request. owned: closing it closes them."""
+        """Return a transport over the running loop's connections. owned: closing it closes them."""
         return _LoopTransport(self, owned)
 
     def of_loop(self) -> _LoopConnections:
-        """The connections of the running loop."""
+        """Return the connections of the running loop."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if loop not in self._by_loop:
@@ -102,7 +102,7 @@ class Connections:
             return self._by_loop[loop]
 
     def close(self) -> None:
-        """Close the pool of threads."""
+        """Close the threads' pool."""
         if self._sync is not None:
             self._sync.close()
             self._sync = None
@@ -115,7 +115,7 @@ class Connections:
 
 
 class _LoopConnections:
-    """The connections of one loop, the last used first, so that those which nobody needs grow old."""
+    """The connections of one loop. The last used one is reused first, so that superfluous ones become idle."""
 
     def __init__(self, tls: ssl.SSLContext) -> None:
         self._tls = tls
@@ -124,7 +124,7 @@ class _LoopConnections:
         self._idle: defaultdict[_Origin, deque[tuple[float, httpx.AsyncHTTPTransport]]] = defaultdict(deque)
 
     async def send(self, request: httpx.Request) -> httpx.Response:
-        """The answer over an idle connection, or a new one; its stream gives the connection back when it is closed."""
+        """Send a request over an idle or a new connection, which is released when the response's stream is closed."""
         idle = self._idle[request.url.scheme, request.url.host, request.url.port]
         await self._seats.acquire()
         one = idle.pop()[1] if idle else self._new()
@@ -154,14 +154,14 @@ class _LoopConnections:
         await one.aclose()
 
     async def aclose(self) -> None:
-        """Close them all, those in use, too."""
+        """Close all connections, including those in use."""
         self._idle.clear()
         for one in list(self._all):
             await self._close(one)
 
 
 class _Stream(httpx.AsyncByteStream):
-    """An answer's stream, which says once that it was closed."""
+    """A response's stream with a callback for its close, which is called once."""
 
     def __init__(self, stream: httpx.AsyncByteStream, done: Callable[[], None]) -> None:
         self._stream = stream

@@ -1,9 +1,9 @@
-"""Conversations with a watched agent: production answers each turn, and the trainee replays it, or the whole.
+"""Conversations with a watched agent: production answers each turn, and the trainee replays turns or the whole.
 
-An agent of conversations is `agent(messages, model)`: it gets the history, the new message last, and returns its reply.
-A turn is replayed on the recorded history, so that nobody has to guess what the person would have said to another
-reply. The whole is replayed with a user: the recorded messages one after the other, or a simulated person. Recorded
-messages may not fit the trainee's replies; a simulated person may be unlike the real one.
+The agent of a conversation is `agent(messages, model)`: it gets the history, with the new message last, and returns its
+reply. A turn is replayed on the recorded history, so that nobody must guess the person's answer to another reply. The
+whole is replayed with a user: the recorded messages one after the other, or a simulated person. Recorded messages may
+not fit the trainee's replies; a simulated person may differ from the real one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ User = Literal["recorded"] | Function
 
 
 class Conversation:
-    """One conversation of a person with production's agent; made by TrainingRunner.conversation.
+    """One conversation of a person with production's agent, created by TrainingRunner.conversation.
 
-    `say` returns what the agent returned, awaited where the agent is async. Without a user each turn is replayed on the
-    history as it was. With one the whole is replayed when `end` is called, as one run, and the reward function gets the
-    messages of the replay as its reply.
+    `say` returns the agent's result, awaited if the agent is async. Without a user, each turn is replayed on the
+    recorded history. With a user, the whole is replayed as one run when `end` is called, and the reward function gets
+    the messages of the replay as its reply.
 
     >>> import flywheel
     >>> runner = flywheel.TrainingRunner("http://127.0.0.1:8010", reward=lambda run, reply: 1.0)
@@ -50,7 +50,7 @@ class Conversation:
             raise ConfigError(f'user={user!r}: give "recorded", or a function of (messages, recorded)')
         if turns < 1:
             raise ConfigError(f"turns={turns}: give 1 or more")
-        self.messages: list[Message] = []  # the recorded ones
+        self.messages: list[Message] = []  # the recorded messages
         self._runner = runner
         self._agent = agent
         self._production = production
@@ -60,7 +60,7 @@ class Conversation:
         self._recorded: Recording = []
 
     def say(self, text: str) -> Any:
-        """The agent's reply to what the person says."""
+        """Return the agent's reply to the person's message."""
         messages = [*self.messages, {"role": "user", "content": text}]
         if self._user is None:
             reply = self._serve(messages)
@@ -73,7 +73,7 @@ class Conversation:
         return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._keep(messages, reply)
 
     async def _awaited(self, messages: list[Message], reply: Awaitable[Any]) -> Any:
-        """The reply of an agent that is awaited. Without a user the runner records what its tools return."""
+        """Return the reply of an async agent. Without a user, the runner records the results of its tools."""
         token = None if self._user is None else recording.set(self._recorded)
         try:
             return self._keep(messages, await reply)
@@ -86,7 +86,7 @@ class Conversation:
         return reply
 
     def end(self) -> None:
-        """The conversation is over: with a user the whole of it is replayed, if it is selected. Raises nothing."""
+        """End the conversation: with a user, replay the whole of it if it is selected. Raises no error."""
         if self._user is None or not self.messages:
             return
         whole = partial(_Whole, self._runner.trainee_of(self._agent), self._user, self._turns)
@@ -95,7 +95,7 @@ class Conversation:
 
 
 class _Whole:
-    """The trainee in a whole conversation with a user; what a shadow run calls."""
+    """The trainee in a whole conversation with a user, as a shadow run calls it."""
 
     def __init__(self, agent: Function, user: User, turns: int, pool: Executor) -> None:
         self._agent = Caller(agent, ("request", "model"), pool)
@@ -103,7 +103,7 @@ class _Whole:
         self._turns = turns
 
     async def __call__(self, recorded: list[Message], model: Model) -> list[Message]:
-        """The messages of the replay."""
+        """Return the messages of the replay."""
         said = iter([message["content"] for message in recorded if message["role"] == "user"])
         messages: list[Message] = []
         for _ in range(self._turns):
@@ -116,16 +116,16 @@ class _Whole:
 
 
 def _as_message(reply: Any) -> Message:
-    """A reply in a history: a message as it is, anything else as the text of one."""
+    """Convert a reply for a history: a message unchanged, anything else as its text."""
     if isinstance(reply, Mapping) and "role" in reply:
         return reply
     return {"role": "assistant", "content": reply if isinstance(reply, str) else str(reply)}
 
 
 class SimulatedUser:
-    """Plays the person of a recorded conversation; its own chats are never recorded.
+    """Plays the person of a recorded conversation. Its own chats are never recorded.
 
-    It is asked for the person's next message, and ends the conversation when the model answers END.
+    It produces the person's next message, and ends the conversation when the model answers END.
 
     >>> user = SimulatedUser(Model.of("https://api.example.com/v1", "strong", key="k"))
     >>> user.prompt([{"role": "user", "content": "Where is my parcel?"}]).splitlines()[-1]
@@ -133,12 +133,12 @@ class SimulatedUser:
     """
 
     def __init__(self, model: Model, *, timeout_s: float = 60.0) -> None:
-        own = replace(model, connections=None)  # connections of its own: it is asked on the runner's loop
+        own = replace(model, connections=None)  # its own connections: it runs on the runner's loop
         self._model = model if model.connections is None else own.untrained()
         self._timeout_s = timeout_s
 
     def prompt(self, recorded: Sequence[Message]) -> str:
-        """What the model is told of the person."""
+        """Return the model's instructions about the person."""
         lines = "\n".join(f"{message['role']}: {message['content']}" for message in recorded)
         return (
             "You play the person called user in the conversation below, with the same wishes and manner, talking to "
@@ -147,7 +147,7 @@ class SimulatedUser:
         )
 
     async def __call__(self, messages: Sequence[Message], recorded: Sequence[Message]) -> str | None:
-        """The next message; the first one is the recorded one. None ends the conversation."""
+        """Return the next message; the first is the recorded one. None ends the conversation."""
         if not messages:
             return str(recorded[0]["content"])
         swapped = {"user": "assistant", "assistant": "user"}

@@ -1,4 +1,4 @@
-"""One run of a workflow over a task: attempts, timeouts, the reward, and the journal's lines about it."""
+"""One run of a workflow on a task: attempts, timeouts, the reward, and its lines in the journal."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from flywheel.transport import current_run
 from flywheel.workflow import Caller, score, within
 
 log = logging.getLogger("flywheel")
-_WINDOW = 50  # attempts of which max_failed_share is a share
+_WINDOW = 50  # number of attempts that max_failed_share refers to
 
 
 @dataclass
 class Failures:
-    """Attempts that failed, by cause. Raises TooManyFailures when their share of the last 50 is too large."""
+    """Counts failed attempts by cause. Raises TooManyFailures if their share of the last 50 is too large."""
 
     max_share: float
     causes: Counter[str] = field(default_factory=Counter)
@@ -36,11 +36,11 @@ class Failures:
     _first: list[str] = field(default_factory=list)
 
     def succeeded(self) -> None:
-        """An attempt gave a result."""
+        """Count an attempt with a result."""
         self._last.append(False)
 
     def failed(self, error: BaseException) -> None:
-        """An attempt failed."""
+        """Count a failed attempt."""
         name = type(error).__name__
         if name not in self.causes:
             log.warning("a run failed; the first %s: %s", name, error)
@@ -50,7 +50,7 @@ class Failures:
             self._first.append("".join(traceback.format_exception(type(error), error, error.__traceback__)))
 
     def check(self) -> None:
-        """Raises TooManyFailures."""
+        """Raise TooManyFailures if too many attempts failed."""
         full = len(self._last) == _WINDOW
         if full and sum(self._last) > self.max_share * _WINDOW:
             raise TooManyFailures(
@@ -61,7 +61,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Attempts:
-    """How a run is tried: what all runs of a learn share."""
+    """How a run is attempted: the common parts of all runs of a learn."""
 
     client: AsyncClient
     journal: Journal
@@ -69,12 +69,12 @@ class Attempts:
     workflow: Caller
     judge: Caller | None
     how: LearnConfig
-    counted: list[int] = field(default_factory=lambda: [0])  # how many runs ended: of this start
+    counted: list[int] = field(default_factory=lambda: [0])  # runs that ended since this start
 
     async def run(self, task: NamedTask, task_id: str, number: int) -> int:
-        """Try until an attempt gives a result; after the last failure the run is dropped. Each attempt is a new run.
+        """Try until an attempt gives a result; after the last failure, drop the run. Each attempt is a new run.
 
-        Returns the number of its chats, 0 when it was dropped.
+        Returns the number of its chats; 0 if it was dropped.
         """
         place = f"{task_id}#{number}"
         for attempt in range(self.how.retries + 1):
@@ -90,7 +90,7 @@ class Attempts:
                 await self._end(place, run, reward, "timeout", began)
                 return run.chats
             except JudgeFailed as exc:
-                self.failures.failed(exc)  # the run itself is sound: trying again would not help the judge
+                self.failures.failed(exc)  # the run is valid: another attempt would not help the judge
                 await self._end(place, run, None, "unjudged", began)
                 return 0
             except Exception as exc:  # noqa: BLE001 — a user's agent may raise anything; its run is never rewarded
@@ -104,7 +104,7 @@ class Attempts:
         return 0
 
     def _run_id(self, number: int, attempt: int) -> str:
-        """New for each attempt of each start of each journal: the rows of a broken run are never reached again."""
+        """Return a run id for each attempt, start and journal: no later run reaches the rows of a failed one."""
         session, token = self.journal.session, self.journal.token
         name = f"{number}.{token}" if token else str(number)
         return name if (session, attempt) == (1, 0) else f"{name}.{session}.{attempt}"
@@ -120,11 +120,11 @@ class Attempts:
                 current_run.reset(token)
 
     async def _end(self, place: str, run: AsyncRun, reward: Reward | None, outcome: str, began: float) -> bool:
-        """Write what ended, then send it. Returns False when the explorer knows no chat of the run."""
-        if reward is None:  # no reward of a turn stands without one of the run
+        """Journal the end of a run, then send its feedback. Returns False if the explorer knows no chat of the run."""
+        if reward is None:  # without a reward of the run, rewards of its turns are dropped, too
             run.forget()
         run.take(reward)
-        feedback = run.feedback()  # once: what is sent again after a crash has to be what was sent
+        feedback = run.feedback()  # built once: after a crash, the same feedback must be sent again
         await self.journal.write(self._line(place, run, reward, outcome, time.monotonic() - began, feedback))
         if not await self.client.drive(send_all(feedback, self.client.explorer.retry_s)):
             await self.journal.write({"kind": "void", "place": place})

@@ -1,21 +1,21 @@
-"""The exceptions of the agent's side, one tree. Every message names the value, the reason and the remedy.
+"""The exceptions of the agent's side, in one tree. Every message names the value, the reason and the remedy.
 
 FlywheelError
-├── ConfigError        an argument is wrong (a ValueError, too)
-├── Unreachable        no answer from the explorer
+├── ConfigError        an argument is wrong (also a ValueError)
+├── Unreachable        no response from the explorer
 ├── Refused            the explorer refused a request: status, code, param
-│   ├── NothingKnown   404 to feedback: it knows none of the targets; receipts
+│   ├── NothingKnown   404 for feedback: none of the targets is known; receipts
 │   └── Away           503, 429 or 408 until the retries ended: retry_after_s
-├── RunError           a run did not do what it was to do
+├── RunError           a run failed
 │   ├── NothingRecorded   the explorer recorded no chat of the run
-│   ├── TimedOut          a run took longer than it may
-│   ├── UnsafeTool        a shadow run reached for a tool that it must not call
+│   ├── TimedOut          a run exceeded its time limit
+│   ├── UnsafeTool        a shadow run called a tool that it must not call
 │   └── JudgeFailed       a judge gave no usable verdict: there is no reward
 ├── NothingCompared    no task has a reward of both evaluations: there is no difference
-└── LearnError         learning cannot go on
-    ├── NotTraining       no trainer is alive, or its breaker holds it
+└── LearnError         learning cannot continue
+    ├── NotTraining       no trainer is alive, or its breaker has tripped
     ├── TooManyFailures   too many runs failed
-    └── JournalMismatch   the folder holds the journal of other work
+    └── JournalMismatch   the folder contains the journal of other work
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 
 class FlywheelError(Exception):
-    """Base of every error that this package raises on purpose.
+    """Base of all errors that this package raises intentionally.
 
     >>> issubclass(Refused, FlywheelError)
     True
@@ -33,7 +33,7 @@ class FlywheelError(Exception):
 
 
 class ConfigError(FlywheelError, ValueError):
-    """An argument is wrong; raised before anything is sent.
+    """An argument is wrong. Raised before anything is sent.
 
     >>> raise ConfigError("reward=nan: a reward is a finite number")
     Traceback (most recent call last):
@@ -42,7 +42,7 @@ class ConfigError(FlywheelError, ValueError):
 
 
 class Unreachable(FlywheelError):
-    """The explorer gave no answer until the retries ended.
+    """The explorer sent no response until the retries ended.
 
     >>> issubclass(Unreachable, FlywheelError)
     True
@@ -65,7 +65,7 @@ class Refused(FlywheelError):
 
 
 class NothingKnown(Refused):
-    """The explorer knows none of the targets of a feedback; `receipts` names them.
+    """The explorer knows none of a feedback's targets; `receipts` lists them.
 
     >>> NothingKnown("none is known", receipts=[{"msg_id": "m", "state": "unknown"}]).receipts[0]["state"]
     'unknown'
@@ -77,7 +77,7 @@ class NothingKnown(Refused):
 
 
 class Away(Refused):
-    """The explorer asked to come back later, until the retries ended; `retry_after_s` is what it said last.
+    """The explorer asked to retry later, until the retries ended; `retry_after_s` is its last Retry-After.
 
     >>> Away(503, "no engine is in service", retry_after_s=2.0).retry_after_s
     2.0
@@ -91,7 +91,7 @@ class Away(Refused):
 
 
 class RunError(FlywheelError):
-    """A run did not do what it was to do.
+    """A run failed.
 
     >>> issubclass(NothingRecorded, RunError)
     True
@@ -99,7 +99,7 @@ class RunError(FlywheelError):
 
 
 class NothingRecorded(RunError):
-    """The explorer recorded no chat of a run, so there is nothing that a reward could reach.
+    """The explorer recorded no chat of a run, so a reward has no target.
 
     >>> issubclass(NothingRecorded, FlywheelError)
     True
@@ -107,7 +107,7 @@ class NothingRecorded(RunError):
 
 
 class TimedOut(RunError):
-    """A run took longer than timeout_s; an error of the agent's own, such as TimeoutError, is none of these.
+    """A run exceeded timeout_s. Errors of the agent itself, such as TimeoutError, are not converted to this one.
 
     >>> issubclass(TimedOut, RunError)
     True
@@ -115,7 +115,7 @@ class TimedOut(RunError):
 
 
 class UnsafeTool(RunError):
-    """A shadow run reached for a tool that it must not call; nothing of it is trained.
+    """A shadow run called a tool that it must not call. The run is not trained on.
 
     >>> UnsafeTool("refund", "refund is not declared").tool
     'refund'
@@ -127,7 +127,7 @@ class UnsafeTool(RunError):
 
 
 class JudgeFailed(RunError):
-    """A judge gave no usable verdict. There is no reward then, never a reward of 0.
+    """A judge gave no usable verdict. There is no reward then, not a reward of 0.
 
     >>> issubclass(JudgeFailed, RunError)
     True
@@ -135,7 +135,7 @@ class JudgeFailed(RunError):
 
 
 class NothingCompared(FlywheelError):
-    """No task has a reward of both evaluations, so that there is no difference, never a difference of 0.
+    """No task has a reward of both evaluations. There is no difference then, not a difference of 0.
 
     >>> issubclass(NothingCompared, FlywheelError)
     True
@@ -143,7 +143,7 @@ class NothingCompared(FlywheelError):
 
 
 class LearnError(FlywheelError):
-    """Learning cannot go on.
+    """Learning cannot continue.
 
     >>> issubclass(NotTraining, LearnError)
     True
@@ -151,7 +151,7 @@ class LearnError(FlywheelError):
 
 
 class NotTraining(LearnError):
-    """No trainer is alive, or its breaker holds it, so that nothing would be learned from further runs.
+    """No trainer is alive, or its breaker has tripped, so that further runs would not be learned from.
 
     >>> issubclass(NotTraining, FlywheelError)
     True
@@ -159,7 +159,7 @@ class NotTraining(LearnError):
 
 
 class TooManyFailures(LearnError):
-    """More runs failed than `max_failed_share` allows; the message has the first tracebacks.
+    """More runs failed than `max_failed_share` allows. The message contains the first tracebacks.
 
     >>> issubclass(TooManyFailures, LearnError)
     True
@@ -167,7 +167,7 @@ class TooManyFailures(LearnError):
 
 
 class JournalMismatch(LearnError):
-    """The folder holds the journal of another workflow, task set or seed.
+    """The folder contains the journal of another workflow, task set or seed.
 
     >>> issubclass(JournalMismatch, LearnError)
     True
@@ -175,7 +175,7 @@ class JournalMismatch(LearnError):
 
 
 def describe(error: BaseException) -> str:
-    """The error's type and message; of one without a message the type alone.
+    """Format an error's type and message; without a message, the type alone.
 
     >>> describe(ValueError("no action")), describe(TimeoutError())
     ('ValueError: no action', 'TimeoutError')

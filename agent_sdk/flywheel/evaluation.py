@@ -1,4 +1,4 @@
-"""Evaluation: the same workflow on tasks that nothing is learned from: unrecorded, and pinned to one version."""
+"""Evaluation: runs a workflow on tasks without training on them: unrecorded, and pinned to one version."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from flywheel.threads import DaemonThreads
 from flywheel.transport import current_run
 from flywheel.workflow import Caller, Function, score, within
 
-_MOST_OF_CAUSE = 200  # characters
-_TRIES = 5  # evaluations of a version in service that other versions interrupt
+_MOST_OF_CAUSE = 200  # maximum characters of a cause
+_TRIES = 5  # attempts to evaluate a version in service while newer versions interrupt
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How an evaluation is done: the functions, and the chats' parameters."""
+    """How an evaluation is run: its functions, and the parameters of chats."""
 
     workflow: Caller
     judge: Caller | None
@@ -37,14 +37,14 @@ class Trial:
 
 
 async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask], model: Model) -> Evaluation:
-    """Run the workflow on each task; runs that fail are counted, by cause, and give no reward."""
+    """Run the workflow on each task; failed runs give no reward, and are counted by cause."""
     gate, causes = asyncio.Semaphore(trial.at_once), Counter[str]()
 
     async def one(task: NamedTask) -> tuple[str, float | None, Mapping[str, float]]:
         async with gate:
             run = AsyncRun(client.explorer, new_task_id(), "eval", "once")
             run.pinned = replace(model, run=None)
-            token = current_run.set(None)  # its chats are nobody's
+            token = current_run.set(None)  # its chats belong to no run
             try:
                 result = await within(trial.workflow(task.task, run.model, run), trial.timeout_s)
                 reward = await score(result, trial.judge, task.task, run)
@@ -66,7 +66,7 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
 
 
 async def try_serving(client: AsyncClient, trial: Trial, tasks: list[NamedTask]) -> Evaluation:
-    """Try the version in service; anew when another has come into its place meanwhile and its runs were refused."""
+    """Evaluate the version in service; again if another version replaced it and runs failed meanwhile."""
     for _ in range(_TRIES):
         version = (await client.status()).serving
         model = client.model(version).untrained().with_params(**trial.params)
@@ -77,7 +77,7 @@ async def try_serving(client: AsyncClient, trial: Trial, tasks: list[NamedTask])
 
 
 def cause_of(error: Exception) -> str:
-    """The error's type and the beginning of its message, on one line.
+    """Format the error's type and the start of its message on one line.
 
     >>> cause_of(ValueError("no action in\\n'hello'"))
     "ValueError: no action in 'hello'"
@@ -108,7 +108,7 @@ def _summary(version: int | None, done: list[tuple[str, float | None, Mapping[st
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """The mean and its standard error; 0 of no values.
+    """Return the mean and its standard error; 0 without values.
 
     >>> mean_and_error([0.0, 1.0])
     (0.5, 0.5)
@@ -133,7 +133,7 @@ async def aevaluate(
     timeout_s: float = 600.0,
     params: Mapping[str, Any] | None = None,
 ) -> Evaluation:
-    """What evaluate does, within a running event loop.
+    """Like evaluate, within a running event loop.
 
     >>> import inspect
     >>> inspect.iscoroutinefunction(aevaluate)
@@ -155,12 +155,12 @@ async def aevaluate(
 
 
 def evaluate(workflow: Function, tasks: str | Path | Iterable[Task], **options: Any) -> Evaluation:
-    """Run a workflow on tasks that nothing is learned from, and return what it earned.
+    """Run a workflow on tasks without training on them, and return the rewards.
 
-    model: a Model, a version's number, or None for the version in service; when another comes into its place
-    meanwhile, that one is evaluated instead. Further options: url, key, judge, runs_per_task, at_once, timeout_s,
-    params (fields of chats, such as temperature). A run that takes longer than timeout_s is counted as failed; a sync
-    function goes on in its thread, which ends with the process.
+    model: a Model, a version's number, or None for the version in service; if another version replaces it meanwhile,
+    that one is evaluated instead. Further options: url, key, judge, runs_per_task, at_once, timeout_s, params (fields
+    of chats, such as temperature). A run that exceeds timeout_s counts as failed; a sync function continues in its
+    thread, which ends with the process.
 
     >>> evaluate(lambda task: 1.0, [], model=0, url="http://127.0.0.1:8010")
     Traceback (most recent call last):
@@ -186,9 +186,9 @@ class Comparison:
 
     @classmethod
     def of(cls, a: Evaluation, b: Evaluation) -> Comparison:
-        """Paired by task: tasks that only one of them has a reward for do not count.
+        """Compare by task; tasks with a reward of only one of them are ignored.
 
-        Raises NothingCompared when none is left.
+        Raises NothingCompared if none is left.
         """
         both = [b.rewards[digest] - reward for digest, reward in a.rewards.items() if digest in b.rewards]
         if not both:
@@ -197,7 +197,7 @@ class Comparison:
 
 
 def _why_nothing(a: Evaluation, b: Evaluation) -> str:
-    """What both evaluations lack, and what to do."""
+    """Explain what is missing in both evaluations, and what to do."""
     remedy = "they have no task in common: evaluate both on the same"
     if not (a.rewards and b.rewards):
         remedy = (
@@ -216,10 +216,10 @@ def _failed(found: Evaluation) -> str:
 def compare(
     workflow: Function, tasks: str | Path | Iterable[Task], a: Model | int, b: Model | int, **options: Any
 ) -> Comparison:
-    """Evaluate two models, or versions, on the same tasks, paired by task. options: those of evaluate.
+    """Evaluate two models, or versions, on the same tasks, and compare by task. options: of evaluate.
 
-    Both have to be served: two versions by an explorer of `model.kind: lora`, or each by a server of its own. Raises
-    NothingCompared when no task has a reward of both.
+    Both must be served: two versions by an explorer of `model.kind: lora`, or each model by its own server. Raises
+    NothingCompared if no task has a reward of both.
 
     >>> compare(lambda task: 1.0, [], 0, 1, url="http://127.0.0.1:8010")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The adapters: a model as each agent framework wants it. Each imports its framework when it is called."""
+"""Adapters: a model as an object of each agent framework, which is imported on use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def agentscope(model: Model, options: dict[str, Any]) -> Any:
 
 
 def langchain(model: Model, options: dict[str, Any]) -> Any:
-    """langchain_openai.ChatOpenAI, sync and async calls alike."""
+    """langchain_openai.ChatOpenAI, for sync and async calls."""
     from langchain_openai import ChatOpenAI
 
     return ChatOpenAI(

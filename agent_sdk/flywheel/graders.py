@@ -1,7 +1,7 @@
 """OpenAI's graders as reward functions: string_check, text_similarity, score_model, python and multi.
 
 `{{ item.… }}` is the task, `{{ sample.output_text }}` and `{{ sample.output_json.… }}` the reply. cosine and meteor
-need models and word lists that are not here; they are refused by name.
+need models and word lists that are not available; they raise an error that names them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flywheel.errors import ConfigError, JudgeFailed
 from flywheel.model import Model
 from flywheel.reward import Reward
 
-Values = Mapping[str, Any]  # item, sample
+Values = Mapping[str, Any]  # item and sample
 _TEMPLATE = re.compile(r"\{\{\s*([\w.\[\]]+)\s*\}\}")
 
 
 def _render(text: str, values: Values) -> str:
-    """A template with its places filled in. Raises ConfigError for a place that is not there."""
+    """Fill in a template. Raises ConfigError for an unknown name."""
 
     def fill(found: re.Match[str]) -> str:
         value: Any = values
@@ -71,7 +71,7 @@ def _rouge_l(said: list[str], wanted: list[str]) -> float:
 
 
 def _shares(said: list[str], wanted: list[str]) -> list[tuple[int, int, int]]:
-    """For n-grams of 1 to 4 words: those in common, those said, those wanted."""
+    """For n-grams of 1 to 4 words, return the numbers of common, given and wanted ones."""
     both = [(_grams(said, n), _grams(wanted, n)) for n in range(1, 5)]
     return [((ours & theirs).total(), ours.total(), theirs.total()) for ours, theirs in both]
 
@@ -120,7 +120,7 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
 
 
 def _calculate(node: ast.AST, scores: Mapping[str, float]) -> float:
-    """A formula of numbers, graders' names, + - * / ^ and a few functions. Raises ConfigError for anything else."""
+    """Evaluate a formula of numbers, graders' names, + - * / ^ and some functions. Raises ConfigError otherwise."""
     if isinstance(node, ast.Expression):
         return _calculate(node.body, scores)
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
@@ -137,7 +137,7 @@ def _calculate(node: ast.AST, scores: Mapping[str, float]) -> float:
 
 
 class Grader:
-    """One of OpenAI's graders; what from_openai_grader returns. Called with a task and a reply, as a judge of learn."""
+    """One of OpenAI's graders, from from_openai_grader. It is called with a task and a reply, like a judge of learn."""
 
     def __init__(self, grader: Mapping[str, Any], model: Model | None, run_python: bool) -> None:
         self._grader = grader
@@ -168,7 +168,7 @@ class Grader:
             _one_of("type", kind, ["string_check", "text_similarity", "score_model", "python", "multi"])
 
     async def __call__(self, task: Any, reply: Any) -> Reward:
-        """The score, with those of a multi grader's parts as metrics."""
+        """Return the score, with the scores of a multi grader's parts as metrics."""
         text = reply if isinstance(reply, str) else str(reply)
         sample: dict[str, Any] = {"output_text": text}
         try:
@@ -190,7 +190,7 @@ class Grader:
         return _similarity(self._grader["evaluation_metric"], said, wanted)
 
     async def _ask(self, values: Values) -> float:
-        """A model's score within `range`, by default from 0 to 1. Raises JudgeFailed."""
+        """Return a model's score within `range`, by default from 0 to 1. Raises JudgeFailed."""
         import openai
 
         assert self._model is not None

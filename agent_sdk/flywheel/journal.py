@@ -1,8 +1,8 @@
-"""The journal of learn: what has ended and what was sent, so that it can go on after kill -9.
+"""The journal of learn: ended runs and sent feedback, so that learn can continue after kill -9.
 
-A run is written as ended, with what is to be sent about it, before anything is sent; so a run either has no line, and
-its rows are never rewarded, or its feedback is known, key included, and may be sent again without counting twice. A
-thread writes: all lines that wait go out together under one fsync. A last line that was cut counts as never written.
+A run is journaled as ended, with its feedback, before anything is sent. So a run either has no line, and its rows are
+never rewarded; or its feedback is known, including the key, and may be sent again without counting twice. A thread
+writes: all queued lines share one fsync. A truncated last line counts as not written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Waiting = tuple[bytes, "asyncio.Future[None] | None", "asyncio.AbstractEventLoo
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a journal, oldest first; a last line that was cut is left out."""
+    """Yield the complete lines of a journal, oldest first; a truncated last line is left out."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -34,15 +34,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(line)
             except ValueError:
-                return  # a disk that lost its end: what follows was never acknowledged
+                return  # the disk lost the end: later lines were never acknowledged
 
 
 class Journal:
-    """One folder's journal. Raises JournalMismatch when the folder holds that of other work.
+    """The journal of one folder. Raises JournalMismatch if the folder contains that of other work.
 
-    `work` says what the work is; `session` counts the starts; `token` tells its runs from those of any other journal.
-    Of earlier starts: `ended`, the places of runs that ended, `unsent`, the lines whose feedback may not have arrived,
-    `uncommitted`, the tasks of runs that ended and may not be committed, and `evaluations`.
+    `work` identifies the work; `session` counts the starts; `token` distinguishes its runs from those of other
+    journals. From earlier starts: `ended`, the places of ended runs; `unsent`, lines whose feedback may not have
+    arrived; `uncommitted`, tasks of ended runs that may not be committed; and `evaluations`.
     """
 
     def __init__(self, path: Path, work: dict[str, Any], resume: bool) -> None:
@@ -52,7 +52,7 @@ class Journal:
         self.uncommitted: set[str] = set()
         self.evaluations: list[dict[str, Any]] = []
         self.session = 1
-        self.token = ""  # none in journals that were begun before there were any
+        self.token = ""  # empty in journals from before tokens existed
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = self._read(work, resume)
         self._file: BinaryIO = path.open("r+b" if path.exists() else "wb")
@@ -67,7 +67,7 @@ class Journal:
         self.note({"kind": "session", "number": self.session})
 
     def _read(self, work: dict[str, Any], resume: bool) -> int:
-        """Take in what is there; returns the bytes of its whole lines."""
+        """Read the existing lines. Returns the bytes of the complete ones."""
         whole = 0
         for number, line in enumerate(read_lines(self.path)):
             if number == 0:
@@ -105,18 +105,18 @@ class Journal:
             self.evaluations.append(line)
 
     def note(self, line: dict[str, Any]) -> None:
-        """Write a line some time soon: one whose loss does no harm."""
+        """Queue a line whose loss would do no harm."""
         self._lines.put((_encode(line), None, None))
 
     async def write(self, line: dict[str, Any]) -> None:
-        """Write a line; it is on the disk when this returns."""
+        """Write a line; it is durable when this returns."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._lines.put((_encode(line), done, loop))
         await done
 
     def close(self) -> None:
-        """Write what waits, and end; a second call does nothing."""
+        """Write queued lines, and stop; a second call does nothing."""
         if self._thread.is_alive():
             self._lines.put(None)
             self._thread.join()

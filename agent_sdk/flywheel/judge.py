@@ -1,4 +1,4 @@
-"""LLMJudge: a model that scores answers. A verdict that cannot be had is JudgeFailed and no reward, never 0."""
+"""LLMJudge: a model that scores answers. If there is no usable verdict, it raises JudgeFailed; the reward is not 0."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Verdict:
 class LLMJudge:
     """Scores answers by a rubric: one question, or several by name, each on a scale.
 
-    As the judge of learn it is called with the task and the reply, and gives the weighted mean of the scores from 0 to
-    1, with the scores as metrics. A malformed answer, or one off the scale, is asked for once more; then JudgeFailed.
+    As the judge of learn, it is called with the task and the reply, and returns the weighted mean of the scores from 0
+    to 1, with the scores as metrics. After a malformed or out-of-range answer it asks again, then raises JudgeFailed.
 
     >>> judge = LLMJudge(Model.of("https://api.example.com/v1", "strong", key="k"), {"accuracy": "Is it correct?"})
     >>> import flywheel
@@ -70,7 +70,7 @@ class LLMJudge:
         self._task_text = task_text
 
     async def __call__(self, task: Any, reply: Any) -> Reward:
-        """A Reward, for judge= of learn."""
+        """Return a Reward, for judge= of learn."""
         verdict = await self.ajudge(self._task_text(task), str(reply))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in verdict.reasons.items() if reason)
         return Reward(verdict.reward, dict(verdict.scores), reasons or None)
@@ -80,7 +80,7 @@ class LLMJudge:
         return asyncio.run(self.ajudge(question, answer))
 
     async def ajudge(self, question: str, answer: str) -> Verdict:
-        """The same for asyncio."""
+        """Score one answer, for asyncio. Raises JudgeFailed."""
         low, high = self._scale
         asked = "\n".join(f"- {name}: {text}" for name, text in self.rubric.items())
         text = (
@@ -104,7 +104,7 @@ class LLMJudge:
         return Verdict(scores, total / sum(self.weights.values()), reasons)
 
     async def rank(self, question: str, answers: Sequence[str]) -> list[float]:
-        """A score from 0 to 1 for each answer, relative to the others; for the runs of one task. Raises JudgeFailed."""
+        """Score each answer from 0 to 1, relative to the others; for the runs of one task. Raises JudgeFailed."""
         fenced = "\n".join(_fenced(f"answer {number}", answer) for number, answer in enumerate(answers, 1))
         text = (
             f"Compare the {len(answers)} answers by: {'; '.join(self.rubric.values())}\n\n"
@@ -121,7 +121,7 @@ class LLMJudge:
         return await self._ask(text, _object({"scores": {"type": "array", "items": {"type": "number"}}}), read)
 
     async def pair(self, question: str, a: str, b: str) -> int:
-        """-1: a is better; 1: b is; 0: the judge says otherwise in the other order. Raises JudgeFailed."""
+        """Return -1 if a is better, 1 if b is, 0 if the judge is inconsistent under exchange. Raises JudgeFailed."""
         there, back = await asyncio.gather(self._better(question, a, b), self._better(question, b, a))
         return there if there == -back else 0
 
@@ -136,14 +136,14 @@ class LLMJudge:
         return await self._ask(text, schema, lambda said: sides[said["better"]])
 
     async def agreement(self, labels: Iterable[tuple[str, str, float]]) -> float:
-        """Cohen's kappa between judge and people, over (question, answer, reward of 0 or 1); 1 is full agreement."""
+        """Return Cohen's kappa of judge and people, over (question, answer, reward of 0 or 1); 1: full agreement."""
         known = list(labels)
         verdicts = await asyncio.gather(*(self.ajudge(question, answer) for question, answer, _ in known))
         said = [label >= 0.5 for _, _, label in known]
         return kappa([(verdict.reward >= 0.5, yes) for verdict, yes in zip(verdicts, said, strict=True)])
 
     async def _ask(self, text: str, schema: dict[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
-        """What `read` makes of the answer; asked for once more when it cannot be read. Raises JudgeFailed."""
+        """Return the result of `read` on the answer; ask once more if it raises an error. Raises JudgeFailed."""
         import openai
 
         messages: list[Any] = [{"role": "system", "content": _RULES}, {"role": "user", "content": text}]
@@ -162,7 +162,7 @@ class LLMJudge:
                 except openai.OpenAIError as exc:
                     if not form or not isinstance(exc, openai.BadRequestError):
                         raise JudgeFailed(f"the judge {self._model.name} gave no answer: {exc}") from exc
-                    form, tries = {}, tries + 1  # the server may know no JSON schemas
+                    form, tries = {}, tries + 1  # the server may not support JSON schemas
                 except (ValueError, LookupError, TypeError, AttributeError) as exc:
                     trouble = exc
                     messages += [{"role": "assistant", "content": said}]
@@ -182,13 +182,13 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fenced(name: str, text: str) -> str:
-    """Text between markers that it cannot contain: they are new each time."""
+    """Put text between markers that it cannot contain, because they are random."""
     marker = secrets.token_hex(8)
     return f"[{name} {marker}]\n{text}\n[end {marker}]"
 
 
 def _parse(text: str) -> Mapping[str, Any]:
-    """The JSON object in an answer, also in a code block. Raises ValueError."""
+    """Return the JSON object in an answer, even inside a code block. Raises ValueError."""
     begin, end = text.find("{"), text.rfind("}")
     if begin < 0 or end < begin:
         raise ValueError("there is no JSON object")

@@ -1,4 +1,4 @@
-"""learn: runs a workflow over tasks, sends the rewards, keeps the pace of training, and can go on after kill -9."""
+"""learn: runs a workflow on tasks, sends the rewards, adapts to the trainer's pace, and can resume after kill -9."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def alearn(
     config: LearnConfig | None = None,
     **options: Any,
 ) -> Report:
-    """What learn does, within a running event loop.
+    """Like learn, within a running event loop.
 
     >>> import inspect
     >>> inspect.iscoroutinefunction(alearn)
@@ -69,7 +69,7 @@ async def alearn(
 
 
 async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Report:
-    """Work, and report whatever comes: the report is written also when learning fails."""
+    """Run the work, and write the report even if learning fails."""
     how, journal, began = learning.how, learning.attempts.journal, time.monotonic()
     learning.planned = len(tasks) * how.epochs * how.runs_per_task - len(journal.ended)
     learning.report.evaluations = [Evaluation(**line["result"]) for line in journal.evaluations]
@@ -93,13 +93,13 @@ async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Repo
 
 
 def _end(learning: Learning) -> None:
-    """The time is up."""
+    """Stop learn because its time is over."""
     learning.report.stopped = "time"
     learning.stopping.set()
 
 
 class _CtrlC(contextlib.AbstractContextManager[None]):
-    """Ctrl-C stops starting; the second one interrupts."""
+    """Ctrl-C stops starting runs; a second one interrupts."""
 
     def __init__(self, learning: Learning) -> None:
         self._learning = learning
@@ -108,7 +108,7 @@ class _CtrlC(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # Windows' loops have no signals
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # Windows' event loops do not support signals
                 self._loop.add_signal_handler(signal.SIGINT, self._stop)
                 self._is_set = True
 
@@ -125,16 +125,16 @@ class _CtrlC(contextlib.AbstractContextManager[None]):
 
 
 def learn(workflow: Function, tasks: str | Path | Iterable[Task], **options: Any) -> Report:
-    """Run a workflow over tasks and send the rewards, so that the trainer learns from them; returns a Report.
+    """Run a workflow on tasks and send the rewards, so that the trainer learns from them. Returns a Report.
 
     workflow: a function, sync or async, of (task), (task, model) or (task, model, run) that returns a number, a
     mapping, a Reward or a Result; with judge=, a function of (task, reply, run), it may return anything. tasks: a
     .jsonl or .csv file, or an iterable of mappings. The runs of a task start together and are committed together. A
-    workflow that raises is tried again as a new run; the rows of a broken run are never rewarded. A rerun with the
-    same folder (runs/NAME) does only what is missing. Ctrl-C finishes what runs, and reports. options: url, key,
-    client, eval_tasks, folder, resume, config, and the fields of LearnConfig.
+    workflow that raises an error is retried as a new run; the rows of a failed run are never rewarded. With the same
+    folder (runs/NAME), a restart only runs what is missing. Ctrl-C finishes the running runs, and reports. options:
+    url, key, client, eval_tasks, folder, resume, config, and the fields of LearnConfig.
 
-    Raises NotTraining when no trainer lives, TooManyFailures, JournalMismatch, ConfigError, Away, Unreachable, Refused.
+    Raises NotTraining, TooManyFailures, JournalMismatch, ConfigError, Away, Unreachable, Refused.
 
     >>> learn(lambda task: 1.0, [], url="http://127.0.0.1:8010")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Model: one value for trainee, production model and judge, and the way into each agent framework."""
+"""Model: a value for trainee, production model or judge, with a method for each agent framework."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 @dataclass(frozen=True)
 class Model:
-    """Where a model answers, its name, and what its chats set. An agent is `agent(request, model)` everywhere.
+    """A model's address, its name, and fields of its chats. An agent is `agent(request, model)` everywhere.
 
-    params: fields of chats that the agent may set itself; overrides: fields that are set whatever the agent says.
-    Frameworks are imported only by the method that names them.
+    params: fields of chats that the agent may override; overrides: fields that always win. Frameworks are imported
+    only by their own methods.
 
     >>> production = Model.of("https://api.example.com/v1", "some-model", key="secret", temperature=0.2)
     >>> production.name, dict(production.params)
@@ -43,11 +43,11 @@ class Model:
     params: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict, repr=False)
     run: Run | None = field(default=None, repr=False, compare=False)
-    connections: Connections | None = field(default=None, repr=False, compare=False)  # None: not an explorer's
+    connections: Connections | None = field(default=None, repr=False, compare=False)  # None: not a model of an explorer
 
     @classmethod
     def of(cls, base_url: str, name: str, *, key: str | None = None, **params: Any) -> Model:
-        """A model of any provider with OpenAI's API. key: OPENAI_API_KEY of the environment by default.
+        """Return a model of any provider with OpenAI's API. key: by default OPENAI_API_KEY of the environment.
 
         >>> Model.of("http://127.0.0.1:8101/v1", "judge").base_url
         'http://127.0.0.1:8101/v1'
@@ -56,17 +56,17 @@ class Model:
 
     @property
     def is_trainee(self) -> bool:
-        """Whether this is the model that learns, and not one version of it or another model."""
+        """Whether this is the model that learns, not one version of it or another model."""
         return self.connections is not None and "@" not in self.name
 
     @property
     def version(self) -> int | None:
-        """The explorer's version that this model is; None for the trainee, and for a model that is no explorer's."""
+        """The explorer's version of this model; None for the trainee, and for models outside an explorer."""
         number = self.name.rpartition("@")[2] if self.connections is not None and "@" in self.name else ""
         return int(number) if number.isdecimal() else None
 
     def with_params(self, **params: Any) -> Model:
-        """The same model with further fields for its chats.
+        """Return the same model with further fields for its chats.
 
         >>> dict(Model.of("http://h/v1", "m", temperature=1.0).with_params(temperature=0.0).params)
         {'temperature': 0.0}
@@ -74,7 +74,7 @@ class Model:
         return replace(self, params={**self.params, **params})
 
     def untrained(self) -> Model:
-        """The same model, whose chats are served and never recorded (`"store": false`).
+        """Return the same model, whose chats are served but never recorded (`"store": false`).
 
         >>> dict(Model.of("http://h/v1", "m").untrained().overrides)
         {'store': False}
@@ -86,12 +86,12 @@ class Model:
         return not (self.connections or self.params or self.overrides)
 
     def http_client(self) -> httpx.Client:
-        """An httpx client whose chats are the run's, with this model's parameters."""
+        """Return an httpx client whose chats belong to the run, with this model's parameters."""
         inner = self.connections.sync() if self.connections else httpx.HTTPTransport()
         return HttpClient(transport=RunTransport(inner, self._chats()), timeout=_TIMEOUT)
 
     def async_http_client(self) -> httpx.AsyncClient:
-        """The same for asyncio."""
+        """Return an httpx client for asyncio."""
         inner = self.connections.asynchronous() if self.connections else Connections().asynchronous(owned=True)
         return AsyncHttpClient(transport=AsyncRunTransport(inner, self._chats()), timeout=_TIMEOUT)
 
@@ -99,7 +99,7 @@ class Model:
         return Chats(self.run, self.overrides, self.params)
 
     def openai(self, **options: Any) -> OpenAI:
-        """OpenAI's client. options: further arguments of openai.OpenAI.
+        """Return OpenAI's client. options: further arguments of openai.OpenAI.
 
         >>> Model.of("http://127.0.0.1:8101/v1", "agent", key="unused").openai().base_url
         URL('http://127.0.0.1:8101/v1/')
@@ -110,7 +110,7 @@ class Model:
         return openai.OpenAI(**self._openai_options(options, http))
 
     def async_openai(self, **options: Any) -> AsyncOpenAI:
-        """OpenAI's client for asyncio.
+        """Return OpenAI's client for asyncio.
 
         >>> Model.of("http://127.0.0.1:8101/v1", "agent", key="unused").async_openai(max_retries=0).max_retries
         0
@@ -125,27 +125,27 @@ class Model:
         return {**own, "http_client": http, **options}
 
     def agentscope(self, **options: Any) -> Any:
-        """AgentScope's OpenAIChatModel, of 1.x or 2.x as installed."""
+        """Return AgentScope's OpenAIChatModel, for the installed 1.x or 2.x."""
         return frameworks.agentscope(self, options)
 
     def langchain(self, **options: Any) -> Any:
-        """LangChain's ChatOpenAI, for LangGraph, too."""
+        """Return LangChain's ChatOpenAI, also for LangGraph."""
         return frameworks.langchain(self, options)
 
     def openai_agents(self, **options: Any) -> Any:
-        """OpenAI Agents SDK's OpenAIChatCompletionsModel."""
+        """Return OpenAI Agents SDK's OpenAIChatCompletionsModel."""
         return frameworks.openai_agents(self, options)
 
     def pydantic_ai(self, **options: Any) -> Any:
-        """pydantic-ai's OpenAIChatModel."""
+        """Return pydantic-ai's OpenAIChatModel."""
         return frameworks.pydantic_ai(self, options)
 
     def smolagents(self, **options: Any) -> Any:
-        """smolagents' OpenAIModel."""
+        """Return smolagents' OpenAIModel."""
         return frameworks.smolagents(self, options)
 
     def litellm(self, *, sync: bool = False) -> dict[str, Any]:
-        """Arguments of litellm.acompletion; with sync those of litellm.completion.
+        """Return arguments of litellm.acompletion; with sync, of litellm.completion.
 
         >>> Model.of("http://h/v1", "agent", key="unused").litellm(sync=True)["model"]
         'openai/agent'
@@ -154,10 +154,10 @@ class Model:
         return {"model": f"openai/{self.name}", "api_key": self.key or "unused", "client": client}
 
     def env(self) -> dict[str, str]:
-        """Environment of a program that knows only OpenAI's variables: its chats are the run's by the path of the URL.
+        """Return the environment of a program that reads only OpenAI's variables; the URL's path names the run.
 
-        Raises ConfigError for a model with parameters, which the path cannot carry, and in a shadow run, where nobody
-        would watch the program's tools.
+        Raises ConfigError for a model with parameters, which the path cannot contain, and in a shadow run, because the
+        program's tools cannot be guarded.
 
         >>> Model.of("http://127.0.0.1:8101/v1", "agent", key="k").env()["OPENAI_BASE_URL"]
         'http://127.0.0.1:8101/v1'
@@ -175,7 +175,7 @@ class Model:
 
 
 def path_url(url: str, task_id: str, run_id: str) -> str:
-    """The base URL that names a run.
+    """Return the base URL that names a run.
 
     >>> path_url("http://127.0.0.1:8010", "a/b", "0")
     'http://127.0.0.1:8010/run/a%2Fb/0/v1'

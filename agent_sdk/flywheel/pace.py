@@ -1,8 +1,8 @@
-"""The pace of learn: nothing new is started while training is behind, or nobody trains.
+"""The pace of learn: no run is started while training is behind, or no trainer is alive.
 
-What is started now is trained after all that waits: so the rows that open runs will make count, too. A run is open
-until its group is committed. How many rows it will make is the mean of the runs committed last; the explorer says with
-each commit how many rows became READY, which counts several choices of a reply, too.
+A run that starts now is trained on after all waiting rows, so the rows that open runs will produce count, too. A run is
+open until its group is committed. The expected number of its rows is the mean over the last committed runs; the
+explorer reports with each commit how many rows became READY, which includes all choices of a reply.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flywheel")
 DEFAULT_READY_ROWS = 1024
-_ROWS_OF_FIRST_RUNS = 8.0  # that a run is taken to make while none was committed: else at_once runs would start
-_GROUPS = 64  # committed last, of which the mean is taken
-_HELD_POLL_S = (0.03, 0.2)  # while starts are held back: a trainer must not run out of rows
-_POLL_SHARE = 0.1  # of the time that may be spent on polls then
+_ROWS_OF_FIRST_RUNS = 8.0  # assumed rows of a run before the first commit: otherwise at_once runs would start
+_GROUPS = 64  # number of last commits in the mean
+_HELD_POLL_S = (0.03, 0.2)  # while starts are delayed: a trainer must not run out of rows
+_POLL_SHARE = 0.1  # of that time, at most this share is spent on polls
 
 
 class Pacer:
-    """Asks /status once in poll_s, and holds back starts while READY rows, and those to come, exceed the bound.
+    """Polls /status once in poll_s, and delays starts while READY and expected rows exceed the bound.
 
-    max_ready_rows: None takes two batches of the trainer, or 1024 where the explorer names no batch size. Without the
-    bound the oldest rows of a full ledger are trained first, and half of all rows are thrown away as stale.
+    max_ready_rows: None: two batches of the trainer, or 1024 if the explorer reports no batch size. Without a bound,
+    the oldest rows of a full ledger are trained on first, and half of all rows are discarded as stale.
     """
 
     def __init__(
@@ -53,27 +53,27 @@ class Pacer:
         self._patience_s = patience_s
         self._engine_patience_s = engine_patience_s
         self._asked_at = float("-inf")
-        self._missing_since: float | None = None  # time.monotonic(): of the first look that found nobody training
+        self._missing_since: float | None = None  # time.monotonic() of the first poll without a training trainer
         self.status: Status | None = None
         self.waited_s = 0.0
-        self._ready = 0  # rows, as the explorer said last
-        self._open = 0  # runs that started and are not committed
-        self._groups: deque[tuple[int, int]] = deque(maxlen=_GROUPS)  # runs, and their rows
+        self._ready = 0  # rows, as the explorer last reported
+        self._open = 0  # runs that have started and are not committed
+        self._groups: deque[tuple[int, int]] = deque(maxlen=_GROUPS)  # number of runs, and of their rows
         self._changed = asyncio.Event()
         self._is_warned = False
         self._held_poll_s = _HELD_POLL_S[1]
 
     def starts(self) -> None:
-        """A run starts."""
+        """Count the start of a run."""
         self._open += 1
 
     def committed(self, runs: int, rows: int, said: Committed) -> None:
-        """So many runs were committed, of which so many replies are known here; said: the explorer's answer."""
+        """Count committed runs. rows: replies that this process saw; said: the explorer's answer."""
         self._open -= runs
         self._ready = said.ready
         self._changed.set()
         rows = max(rows, said.committed)
-        if runs and rows:  # no runs: an earlier start's group; no rows: all of them broke
+        if runs and rows:  # no runs: a group of an earlier start; no rows: all of them failed
             self._groups.append((runs, rows))
 
     def _has_room(self, runs: int) -> bool:
@@ -85,18 +85,18 @@ class Pacer:
         ended, rows = (sum(column) for column in zip(*self._groups, strict=True)) if self._groups else (0, 0)
         rows_of_run = rows / ended if ended else _ROWS_OF_FIRST_RUNS
         waiting = self._ready + self._open * rows_of_run
-        return waiting <= max(size or 0, self.bound - (runs - 1) * rows_of_run)  # with less a trainer would wait
+        return waiting <= max(size or 0, self.bound - (runs - 1) * rows_of_run)  # with less, a trainer would wait
 
     @property
     def bound(self) -> int:
-        """READY rows above which nothing is started."""
+        """READY rows above which no run is started."""
         if self._bound is not None:
             return self._bound
         size = self.status.batch_size if self.status is not None else None
         return 2 * size if size else DEFAULT_READY_ROWS
 
     async def look(self, max_age_s: float = math.inf) -> Status:
-        """The status, asked for again when it is older than poll_s. Raises NotTraining, Away and Unreachable."""
+        """Return the status, polled again if it is older than poll_s. Raises NotTraining, Away and Unreachable."""
         if self.status is None or time.monotonic() - self._asked_at >= min(max_age_s, self._poll_s):
             began = time.monotonic()
             self.status = await self._client.status()
@@ -119,7 +119,7 @@ class Pacer:
             )  # fmt: skip
 
     def _require_patience(self, held: str | None) -> None:
-        """Nobody trains. Raises NotTraining when that has been seen for too long."""
+        """Raise NotTraining if no trainer has been training for too long."""
         if self._missing_since is None:
             self._missing_since = self._asked_at
         if self._require_trainer and self._asked_at - self._missing_since >= self._patience_s:
@@ -137,7 +137,7 @@ class Pacer:
         )
 
     async def wait(self, stopping: asyncio.Event, runs: int = 1) -> None:
-        """Return when a group of so many runs may be started, or work is stopping."""
+        """Return when a group of this many runs may start, or work is stopping."""
         began, age_s = time.monotonic(), self._poll_s
         while not stopping.is_set():
             await self.until_served(stopping)
@@ -152,7 +152,7 @@ class Pacer:
         self.waited_s += time.monotonic() - began
 
     async def until_served(self, stopping: asyncio.Event) -> None:
-        """Return when an engine answers chats, or work is stopping. Raises Away when that takes too long."""
+        """Return when an engine serves chats, or work is stopping. Raises Away if that takes too long."""
         began = time.monotonic()
         while not stopping.is_set() and not (await self.look()).has_engine:
             if time.monotonic() - began >= self._engine_patience_s:
@@ -164,7 +164,7 @@ class Pacer:
             await _first_of((stopping,), self._poll_s)
 
     async def version(self, max_age_s: float = math.inf) -> int | None:
-        """The version in service, as `look` sees it; the last one known while the explorer is away."""
+        """Return the version in service, from `look`; the last known one while the explorer is unavailable."""
         try:
             return (await self.look(max_age_s)).serving
         except (Away, Unreachable):
@@ -172,7 +172,7 @@ class Pacer:
 
 
 async def _first_of(events: Iterable[asyncio.Event], timeout_s: float) -> None:
-    """Wait for one of them, for so long."""
+    """Wait until one of the events is set, or the timeout."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for one in waits:

@@ -1,4 +1,4 @@
-"""The report of learn as a page: a picture of the rewards, the figures, and the evaluations."""
+"""The report of learn as a page: a plot of the rewards, the figures, and the evaluations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EVALUATED = "#c2410c"
 
 
 def page(report: Report, rewards: list[float]) -> str:
-    """The page. rewards: of the runs, in the order in which they ended."""
+    """Return the page. rewards: of the runs, in the order of their ends."""
     figures = [
         (name.replace("_", " "), _text(value)) for name, value in asdict(report).items() if name != "evaluations"
     ]
@@ -41,7 +41,7 @@ def _cells(one: Evaluation) -> list[Any]:
 
 
 def picture(rewards: list[float], evaluations: Iterable[Evaluation]) -> str:
-    """The mean reward over the runs, in a hundred steps, and what evaluations gave, with their standard errors."""
+    """Plot the mean reward over the runs, in a hundred steps, and the evaluations with their standard errors."""
     if len(rewards) < 2:
         return ""
     steps = min(100, len(rewards))
@@ -76,7 +76,7 @@ def _row(cells: Iterable[Any], kind: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """A figure as it is read: numbers rounded, counts by cause in words.
+    """Format a figure: numbers are rounded, counts by cause are listed.
 
     >>> _text(0.0535931790499391), _text({"TimedOut": 2}), _text({}), _text(None)
     ('0.05359', 'TimedOut: 2', 'none', '')

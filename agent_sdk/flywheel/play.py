@@ -1,4 +1,4 @@
-"""play: a model in an environment that speaks text, turn by turn, with the whole history in each chat."""
+"""play: lets a model act in a text environment, turn by turn, with the whole history in each chat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flywheel.model import Model
 
 
 class TextEnvironment(Protocol):
-    """Gymnasium's interface, with text as observations and as actions.
+    """Gymnasium's interface, with text as observations and actions.
 
     >>> class Echo:
     ...     def reset(self, *, seed=None):
@@ -22,12 +22,13 @@ class TextEnvironment(Protocol):
     """
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin: the first observation, and whatever else there is to know."""
+        """Start an episode. Returns the first observation, and further information."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """The next observation, what the action earned, whether the episode has ended, or was cut off, and the rest.
+        """Return the next observation, the reward, whether the episode has ended, whether it was truncated, and
+        further information.
 
-        action: the model's whole answer; what is no action is for the environment to say.
+        action: the model's whole answer; the environment decides whether it is a valid action.
         """
 
 
@@ -39,10 +40,10 @@ class Played:
     1.0
     """
 
-    reward: float  # the sum over all turns
+    reward: float  # sum over all turns
     turns: int
-    terminated: bool  # False: the environment or max_turns cut the episode off
-    info: Mapping[str, Any] = field(default_factory=dict)  # of the last turn
+    terminated: bool  # False: the environment or max_turns truncated the episode
+    info: Mapping[str, Any] = field(default_factory=dict)  # from the last turn
     messages: list[dict[str, str]] = field(default_factory=list, repr=False)
 
 

@@ -1,4 +1,4 @@
-"""Reads chat completions as they came over the wire: whole replies, and streams put together."""
+"""Parses chat completions as received: whole replies, and streams, which are joined."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 
 def read_reply(content: bytes) -> tuple[str | None, str | None, list[Message]]:
-    """The id, the model, and the assistant's message of each choice. Raises ValueError for what is no chat.
+    """Return the id, the model, and each choice's assistant message. Raises ValueError for anything but a chat.
 
     >>> read_reply(b'{"id": "c1", "choices": [{"message": {"role": "assistant", "content": "hi"}}]}')
     ('c1', None, [{'role': 'assistant', 'content': 'hi'}])
@@ -67,7 +67,7 @@ def _finished(message: Message) -> Message:
 
 
 def thoughts_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The reasoning of the assistant's messages, numbered by step.
+    """Return the reasoning in the assistant's messages, numbered by step.
 
     >>> thoughts_of([{"role": "assistant", "reasoning_content": "a tool is needed"}])
     [{'step': 1, 'content': 'a tool is needed'}]
@@ -80,7 +80,7 @@ def thoughts_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def tool_calls_of(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """The tool calls of a conversation with their results; None where no result is known.
+    """Return the tool calls of a conversation with their results; None if a result is unknown.
 
     >>> call = {"id": "c", "function": {"name": "search", "arguments": '{"q": "a"}'}}
     >>> result = {"role": "tool", "tool_call_id": "c", "content": "b"}

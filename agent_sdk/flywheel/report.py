@@ -1,4 +1,4 @@
-"""The report of learn: what the runs earned, what became of the model, and what failed."""
+"""The report of learn: the rewards of the runs, the versions of the model, and the failures."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from flywheel.page import page
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one version earned on tasks, without being trained on them.
+    """The rewards of one version on tasks, without training on them.
 
     >>> Evaluation(version=3, n=2, mean=0.5, standard_error=0.5, solved=0.5, metrics={}).mean
     0.5
     """
 
     version: int | None
-    n: int  # runs that gave a reward
+    n: int  # number of runs with a reward
     mean: float
     standard_error: float
-    solved: float  # the share of tasks of which at least one run earned 1 or more: pass@k for k runs a task
+    solved: float  # share of tasks on which at least one run got 1 or more: pass@k with k runs a task
     metrics: dict[str, float]
     failed: int = 0
-    failures: dict[str, int] = field(default_factory=dict)  # runs that gave no reward, by cause
-    after_runs: int | None = None  # of learn, that had ended before it
-    rewards: dict[str, float] = field(default_factory=dict, repr=False)  # the mean of each task, by its digest
+    failures: dict[str, int] = field(default_factory=dict)  # runs without a reward, by cause
+    after_runs: int | None = None  # number of runs of learn before it
+    rewards: dict[str, float] = field(default_factory=dict, repr=False)  # mean of each task, by its digest
 
     @property
     def main_failure(self) -> str | None:
-        """The most frequent cause of runs that gave no reward; None when all did."""
+        """The most frequent cause of runs without a reward; None if all have one."""
         return max(self.failures, key=self.failures.__getitem__) if self.failures else None
 
 
 @dataclass
 class Report:
-    """What learn did. reward_first and reward_last are means over the first and the last tenth of the rewarded runs.
+    """The result of learn. reward_first and reward_last are means over the first and last tenth of the rewarded runs.
 
     >>> Report(name="math", runs=10, rewarded=10, reward_first=0.1, reward_last=0.9).reward_last
     0.9
     """
 
     name: str
-    runs: int = 0  # that ended, each counted once
+    runs: int = 0  # ended runs, each counted once
     rewarded: int = 0
     reward_first: float | None = None
     reward_last: float | None = None
-    dropped: int = 0  # that failed to the last retry
+    dropped: int = 0  # runs whose last retry failed
     failures: dict[str, int] = field(default_factory=dict)  # failed attempts, by cause
     version_first: int | None = None
     version_last: int | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
     seconds: float = 0.0
-    waited_s: float = 0.0  # in which nothing new was started, so that training keeps up
-    stopped: str = "done"  # done | early | time | interrupted | failed: and why
+    waited_s: float = 0.0  # time without starts, so that training keeps up
+    stopped: str = "done"  # reason of the end: done | early | time | interrupted | failed: error
 
     def write(self, folder: Path, journal: Path) -> None:
-        """report.json, report.html, and episodes.jsonl with a line for each run."""
+        """Write report.json, report.html, and episodes.jsonl with a line for each run."""
         plain = asdict(self)
         (folder / "report.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
         rewards = []
@@ -74,7 +74,7 @@ class Report:
 
 
 def episodes(journal: Path) -> Iterator[dict[str, Any]]:
-    """The runs of a journal, each once, in the order in which they ended. Reads it twice and holds only places."""
+    """Yield the runs of a journal, each once, in the order of their ends. Reads it twice to store only places."""
     last: dict[str, int] = {}
     for number, line in enumerate(read_lines(journal)):
         if line["kind"] == "ended":
@@ -87,7 +87,7 @@ def episodes(journal: Path) -> Iterator[dict[str, Any]]:
 
 
 def summarize(report: Report, journal: Path, failures: Counter[str]) -> Report:
-    """Fill in what the journal knows, over all starts."""
+    """Fill in the totals of the journal, over all starts."""
     outcomes: Counter[str] = Counter()
     rewards = []
     for episode in episodes(journal):

@@ -1,4 +1,4 @@
-"""What the explorer answers, as values."""
+"""Responses of the explorer, as values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Receipt:
-    """What became of a feedback at one message.
+    """The result of a feedback for one message.
 
     >>> Receipt("chatcmpl-1", "applied").state
     'applied'
@@ -21,7 +21,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Receipts:
-    """The answer to feedback: how many targets it changed, and a receipt for each one.
+    """The response to feedback: the number of changed targets, and a receipt for each target.
 
     >>> Receipts(1, (Receipt("chatcmpl-1", "applied"),)).msg_ids
     ['chatcmpl-1']
@@ -38,7 +38,7 @@ class Receipts:
 
 @dataclass(frozen=True)
 class Committed:
-    """The answer to a commit: rows that became ready with it, and rows that are ready.
+    """The response to a commit: rows that became READY, and all READY rows.
 
     >>> Committed(committed=2, ready=5).ready
     5
@@ -65,7 +65,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Status:
-    """Where things stand; `raw` is all that the explorer said.
+    """The explorer's status; `raw` is its whole response.
 
     >>> status = Status({"rows": {"READY": 7}, "versions": {"serving": 3}, "trainers": [{"alive": True}]})
     >>> status.ready, status.serving, status.is_training
@@ -76,7 +76,7 @@ class Status:
 
     @property
     def ready(self) -> int:
-        """Rows that wait for a trainer."""
+        """Number of rows that wait for a trainer."""
         return int(self.raw.get("rows", {}).get("READY", 0))
 
     @property
@@ -93,7 +93,7 @@ class Status:
 
     @property
     def has_engine(self) -> bool:
-        """Whether chats are answered: not while every engine is away, or has not proven yet what it holds.
+        """Whether chats are served: not while every engine is unavailable, or has not proven its weights yet.
 
         >>> Status({"engines": [{"state": "unavailable"}]}).has_engine, Status({}).has_engine
         (False, True)
@@ -108,7 +108,7 @@ class Status:
 
     @property
     def held(self) -> str | None:
-        """Why every trainer that is alive waits for somebody to look: its breaker has tripped. None when one trains.
+        """Why every live trainer waits for an operator: its breaker has tripped. None if one of them trains.
 
         >>> Status({"trainers": [{"alive": True, "tripped": {"reason": "reward_drop=2 is above 1.5"}}]}).held
         'reward_drop=2 is above 1.5'
@@ -120,6 +120,6 @@ class Status:
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a batch of the trainer; None when the explorer does not say."""
+        """Rows in a batch of the trainer; None if the explorer does not report it."""
         found = self.raw.get("batch_size")
         return int(found) if isinstance(found, int) else None

@@ -1,4 +1,4 @@
-"""What a reward function returns, and how it is read."""
+"""The return values of reward functions, and their conversion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flywheel.errors import ConfigError
 
 @dataclass(frozen=True)
 class Reward:
-    """What a reward function may return: a number, the parts it is made of, a comment. value None: only metrics.
+    """A return value for reward functions: a number, its parts, a comment. value None: only metrics.
 
     >>> Reward(0.8, {"steps": 4}).value
     0.8
@@ -24,10 +24,10 @@ class Reward:
 
 
 def read_reward(result: object, where: str = "the reward function") -> Reward | None:
-    """What a reward function returned, as a Reward; None where it gave none. Raises ConfigError naming `where`.
+    """Convert a reward function's result to a Reward; None if it gave none. Raises ConfigError naming `where`.
 
-    A number or a truth value is the reward; a mapping has it under "reward" and metrics beside it, or is named parts
-    whose sum is the reward.
+    A number or a truth value is the reward. A mapping has it under "reward", next to metrics; or it contains named
+    parts whose sum is the reward.
 
     >>> read_reward({"reward": 1, "steps": 4})
     Reward(value=1.0, metrics={'steps': 4.0}, comment=None)

@@ -1,7 +1,7 @@
 """Rewards: plain functions that score answers and tool calls.
 
-The scores are functions of what was said and what is true; each gives 0.0 to 1.0. `Weighted` makes one reward of named
-parts. What a reward function returns is in reward.py, OpenAI's graders are in graders.py, judges in judge.py.
+The scores compare an answer with the truth; each returns 0.0 to 1.0. `Weighted` combines named parts to one reward.
+reward.py converts results of reward functions; OpenAI's graders are in graders.py, judges in judge.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def exact(said: str, truth: str) -> float:
-    """1.0 when both are the same but for spaces around them.
+    """Return 1.0 if both are equal, ignoring surrounding whitespace.
 
     >>> exact(" Paris\\n", "Paris"), exact("paris", "Paris")
     (1.0, 0.0)
@@ -31,7 +31,7 @@ def exact(said: str, truth: str) -> float:
 
 
 def contains(said: str, truth: str | Iterable[str]) -> float:
-    """1.0 when the answer has the text, or one of the texts, in any case of letters.
+    """Return 1.0 if the answer contains the text, or one of the texts, ignoring case.
 
     >>> contains("It is Paris.", "paris"), contains("It is Rome.", ["Paris", "Lyon"])
     (1.0, 0.0)
@@ -41,7 +41,7 @@ def contains(said: str, truth: str | Iterable[str]) -> float:
 
 
 def one_of(said: str, truths: Iterable[str]) -> float:
-    """1.0 when the answer is one of these.
+    """Return 1.0 if the answer is one of these.
 
     >>> one_of("b", ["a", "b"])
     1.0
@@ -53,7 +53,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text, commas between digits left out.
+    """Return the last number in a text; commas between digits are ignored.
 
     >>> last_number("first 12, in all $1,234.50.")
     1234.5
@@ -63,7 +63,7 @@ def last_number(text: str) -> float | None:
 
 
 def number(said: str, truth: float | str, *, tolerance: float = 1e-9) -> float:
-    """1.0 when the last number of the answer is the true one, within a relative and absolute tolerance.
+    """Return 1.0 if the last number in the answer is the true one, within a relative and absolute tolerance.
 
     >>> number("so it is 42.0", 42), number("no idea", 42)
     (1.0, 0.0)
@@ -76,7 +76,7 @@ def number(said: str, truth: float | str, *, tolerance: float = 1e-9) -> float:
 
 
 def in_box(text: str) -> str | None:
-    r"""What stands in the last \boxed{…} of a text, braces inside included; None when there is none.
+    r"""Return the contents of the last \boxed{…} in a text, including nested braces; None if there is none.
 
     >>> in_box(r"thus \boxed{\frac{1}{2}}")
     '\\frac{1}{2}'
@@ -93,7 +93,7 @@ def in_box(text: str) -> str | None:
 
 
 def boxed(said: str, truth: float | str, *, tolerance: float = 1e-9) -> float:
-    r"""1.0 when the last \boxed{…} has the truth, as a number or word for word.
+    r"""Return 1.0 if the last \boxed{…} contains the truth, as a number or word for word.
 
     >>> boxed(r"\boxed{ 7 }", 7), boxed("7", 7)
     (1.0, 0.0)
@@ -108,9 +108,9 @@ def boxed(said: str, truth: float | str, *, tolerance: float = 1e-9) -> float:
 
 
 def gsm8k(said: str, truth: str) -> Reward:
-    r"""GSM8K: the number after `####` in the truth, in the answer's \boxed{…}, after its `####`, or its last one.
+    r"""GSM8K: compare the number after `####` in the truth with the answer's \boxed{…}, `####`, or last number.
 
-    The reward is correctness plus a tenth of whether the answer has one of the two forms.
+    The reward is correctness plus 0.1 if the answer has one of the two formats.
 
     >>> gsm8k(r"So \boxed{18}", "9 * 2 = <<9*2=18>>18\n#### 18").value
     1.1
@@ -124,9 +124,9 @@ def gsm8k(said: str, truth: str) -> Reward:
 
 @dataclass(frozen=True)
 class Weighted:
-    """One reward of named parts: the sum of each part by its weight; parts without a weight are metrics alone.
+    """Combines named parts to one reward: the weighted sum of the parts; parts without a weight are only metrics.
 
-    rule "server" sends the parts only: the explorer weighs them by its `reward.metrics`, which may change later.
+    rule "server" sends only the parts: the explorer weights them by its `reward.metrics`, which may change later.
 
     >>> rule = Weighted({"correctness": 3.0, "steps": -0.1, "format": 0.5})
     >>> rule({"correctness": 1.0, "steps": 4.0, "format": 1.0}).value
@@ -137,7 +137,7 @@ class Weighted:
     rule: Literal["here", "server"] = "here"
 
     def __call__(self, parts: Mapping[str, float]) -> Reward:
-        """Raises ConfigError for a part that is missing."""
+        """Return the reward. Raises ConfigError for a missing part."""
         if missing := sorted(set(self.weights) - set(parts)):
             raise ConfigError(f"parts {missing} are missing: give each part of {sorted(self.weights)}")
         metrics = {name: float(value) for name, value in parts.items()}
@@ -147,11 +147,11 @@ class Weighted:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Scores the tool calls of a run against those that were wanted: the weights of the article's ToolUseTrainer.
+    """Scores the tool calls of a run against the wanted ones, with the weights of the article's ToolUseTrainer.
 
-    A call is `{"name": …, "arguments": {…}}`, and may have `"ok"`: whether the tool succeeded. correct_tool and
-    tool_success are shares of the wanted calls, correct_args of those whose tool is right; invalid_tool counts calls of
-    unknown tools.
+    A call is `{"name": …, "arguments": {…}}`, optionally with `"ok"`: whether the tool succeeded. correct_tool and
+    tool_success are shares of the wanted calls, correct_args is a share of those with the right tool; invalid_tool is
+    the number of calls of unknown tools.
 
     >>> score = ToolUse(tools=["search", "read"])
     >>> said = [{"name": "search", "arguments": '{"q": "a"}', "ok": True}, {"name": "fly", "arguments": {}}]
@@ -168,7 +168,7 @@ class ToolUse:
     invalid_tool: float = -2.0
 
     def __call__(self, said: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]]) -> Reward:
-        """The reward, with its parts as metrics."""
+        """Return the reward, with its parts as metrics."""
         left, by_tool, by_args, succeeded = list(said), 0, 0, 0
         for want in wanted:
             same = [call for call in left if call["name"] == want["name"]]
@@ -189,7 +189,7 @@ class ToolUse:
 
 
 def _arguments(call: Mapping[str, Any]) -> Any:
-    """The arguments as an object; as the text that they are where that is no JSON."""
+    """Return the arguments as an object; as text if they are not JSON."""
     arguments = call.get("arguments") or {}
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -200,9 +200,9 @@ def _arguments(call: Mapping[str, Any]) -> Any:
 def from_openai_grader(
     grader: str | Mapping[str, Any], *, model: Model | None = None, run_python: bool = False
 ) -> Grader:
-    """One of OpenAI's graders, its JSON or the object, as a reward function of (task, reply); see graders.py.
+    """Return one of OpenAI's graders, from JSON or an object, as a reward function of (task, reply); see graders.py.
 
-    model: who answers score_model graders. run_python: whether a grader's Python source may run in this process.
+    model: for score_model graders. run_python: whether a grader's Python source may run in this process.
 
     >>> import asyncio
     >>> check = {"type": "string_check", "operation": "eq", "input": "{{ sample.output_text }}"}

@@ -1,4 +1,4 @@
-"""Run: the chats of one attempt at a task, and the reward that reaches them."""
+"""Run: the chats of one attempt at a task, and their reward."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flywheel")
 Credit = Literal["once", "each"] | Callable[[float, Sequence[str]], Sequence[float]]
-Feedback = tuple[str, dict[str, Any]]  # an Idempotency-Key and a body
+Feedback = tuple[str, dict[str, Any]]  # Idempotency-Key and body
 
 
 def new_task_id() -> str:
-    """A name that sorts by time and that nobody else has."""
+    """Return a unique name that sorts by time."""
     return f"task-{int(time.time() * 1000):012x}-{uuid.uuid4().hex[:12]}"
 
 
 class Run:
-    """The chats of one attempt at a task. Made by Client.run and AsyncClient.run; leave it to send what was said.
+    """The chats of one attempt at a task, created by Client.run and AsyncClient.run. Leaving it sends the feedback.
 
-    credit: "once", a run's reward counts once, where the trainer places it; "each", at each message; or a function from
-    the reward and the message ids to a reward for each of them. Rewards of single turns stay at their turns.
+    credit: "once": a run's reward counts once, where the trainer places it; "each": at each message; or a function from
+    the reward and the message ids to a reward for each message. Rewards of single turns stay at their turns.
 
     >>> import flywheel
     >>> client = flywheel.Client("http://127.0.0.1:8010")
@@ -54,10 +54,10 @@ class Run:
             raise ConfigError(f'credit={credit!r}: give "once", "each" or a function of the reward and the message ids')
         self.task_id = new_task_id() if task_id is None else str(task_id)
         self.run_id = "0" if run_id is None else str(run_id)
-        self.msg_ids: list[str] = []  # of replies that this process saw, in their order
+        self.msg_ids: list[str] = []  # of replies that this process saw, in order
         self.unrecorded = 0  # replies that were not to be recorded, or have no id
         self.guard: Guard | None = None
-        self.pinned: Model | None = None  # instead of the trainee as it is: with parameters, or a version of it
+        self.pinned: Model | None = None  # replaces the trainee: with parameters, or a version of it
         self.attempts: list[
             tuple[str, Mapping[str, Any]]
         ] = []  # writing tools that a shadow run called: name, arguments
@@ -75,30 +75,30 @@ class Run:
 
     @property
     def model(self) -> Model:
-        """The trainee: its chats are recorded as this run's."""
+        """The trainee; its chats are recorded as this run's."""
         return self._explorer.model(run=self) if self.pinned is None else self.pinned
 
     @property
     def outcome(self) -> Reward | None:
-        """What was said of the run so far."""
+        """The run's feedback so far."""
         said = self._said.get(None)
         return None if said is None else Reward(said.get("reward"), said.get("metrics", {}), said.get("comment"))
 
     @property
     def path_url(self) -> str:
-        """An OpenAI base URL that names this run, for programs that know nothing else."""
+        """An OpenAI base URL that names this run, for programs that can only set a base URL."""
         return path_url(self._explorer.url, self.task_id, self.run_id)
 
     def untrained(self) -> Model:
-        """The trainee's model for chats that are not recorded: another player, or a look ahead."""
+        """Return the trainee for chats that are not recorded: another player, or a lookahead."""
         return self.model.untrained()
 
     def env(self) -> dict[str, str]:
-        """Environment for an agent that is a program: OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL."""
+        """Return the environment for an agent program: OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL."""
         return self.model.env()
 
     def child(self, name: str) -> Run:
-        """A run of the same task beside this one, with rewards of its own; it is left together with this one."""
+        """Return another run of the same task with its own rewards; it is left together with this one."""
         child = type(self)(self._explorer, self.task_id, f"{self.run_id}/{name}", self._credit)
         child.guard = self.guard
         child.pinned = None if self.pinned is None else replace(self.pinned, run=self.pinned.run and child)
@@ -106,7 +106,7 @@ class Run:
         return child
 
     def note_reply(self, msg_id: str | None, recorded: bool) -> None:
-        """A reply has begun; called by the transport."""
+        """Called by the transport at the start of a reply."""
         if msg_id is None or not recorded:
             self.unrecorded += 1
         else:
@@ -121,7 +121,7 @@ class Run:
         comment: str | None = None,
         correction: str | None = None,
     ) -> None:
-        """Say how good the run was, or with `of` how good one reply was. The last value said counts.
+        """Set the run's reward, or with `of` that of one reply. The last value counts.
 
         Raises ConfigError for a number that is not finite.
         """
@@ -132,31 +132,31 @@ class Run:
         self._said.setdefault(of, {}).update(given)
 
     def take(self, reward: Reward | None) -> None:
-        """Say what a reward function returned; None says nothing."""
+        """Set the result of a reward function; None changes nothing."""
         if reward is not None:
             self.reward(reward.value, metrics=reward.metrics, comment=reward.comment)
 
     @property
     def chats(self) -> int:
-        """How many recorded replies this process saw, those of its children included."""
+        """Number of recorded replies that this process saw, including those of its children."""
         return len(self.msg_ids) + sum(child.chats for child in self._children)
 
     @property
     def spoken(self) -> int:
-        """How many of them are of runs of which something was said; a child is a run of its own."""
+        """Number of those in runs with feedback; a child is a run of its own."""
         own = len(self.msg_ids) if self._said else 0
         return own + sum(child.spoken for child in self._children)
 
     def forget(self) -> None:
-        """Take back all that was said: a broken run is not rewarded."""
+        """Delete all feedback: a failed run is not rewarded."""
         self._said.clear()
         for child in self._children:
             child.forget()
 
     def feedback(self) -> list[Feedback]:
-        """What leaving sends: Idempotency-Keys and bodies. The outcome comes first, then what was said of turns.
+        """Return what leaving sends: Idempotency-Keys and bodies; the outcome first, then the feedback about turns.
 
-        A run whose chats are all its children's sends no outcome of its own: there is nothing that it would reward.
+        A run whose chats all belong to its children sends no outcome, because it would have no target.
         """
         is_parent_alone = not self.msg_ids and any(child.chats for child in self._children)
         bodies = self._outcome() if None in self._said and not is_parent_alone else []
@@ -177,7 +177,7 @@ class Run:
         return ([feedback_body([], self.task_id, self.run_id, rest)] if rest else []) + own
 
     def finish(self) -> Steps[None]:
-        """Send what was said. Raises NothingRecorded when the explorer knows no chat of this run."""
+        """Send the feedback. Raises NothingRecorded if the explorer knows no chat of this run."""
         feedback = self.feedback()
         if not (yield from send_all(feedback, self._explorer.retry_s)):
             raise self._nothing_recorded()
@@ -195,9 +195,9 @@ class Run:
 
 
 def send_all(feedback: Sequence[Feedback], retry_s: float) -> Steps[bool]:
-    """Send what was said of a run, its turns and its children. Returns False when the explorer knows none of them.
+    """Send the feedback about a run, its turns and its children. Returns False if the explorer knows none of them.
 
-    What it does not know beside others, such as a child that never spoke, is logged.
+    If it knows only some of them, the others, such as a child without chats, are logged.
     """
     unknown = []
     for key, body in feedback:
@@ -251,5 +251,5 @@ class AsyncRun(Run):
 
 def _leave_context(token: Token[Any] | None) -> None:
     if token is not None:
-        with contextlib.suppress(ValueError):  # a generator may be closed in another context than it was entered in
+        with contextlib.suppress(ValueError):  # a generator may be closed in a context other than that of its entry
             current_run.reset(token)

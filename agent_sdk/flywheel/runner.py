@@ -1,4 +1,4 @@
-"""TrainingRunner: production answers as ever; the trainee replays a share of its requests, and learns from that."""
+"""TrainingRunner: production answers as before; the trainee replays a share of its requests, and learns from them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from flywheel.workflow import Caller, Function, is_async
 
 
 class TrainingRunner:
-    """Shadow traffic that cannot hurt: what production's agent answers is what callers get, at its speed.
+    """Shadow traffic without risk for production: callers get the answers of production's agent, at its speed.
 
-    url, key, model: as of Client. agent: `agent(request, model)`, sync or async, the one that learns. reward: a
-    function of (run, reply) or (run, reply, call) that returns what a reward function may, or None for none now; call
-    has the request and production's reply. select: a strategy, or a function of a Call. repeat_time: runs of each
-    chosen request. tools: what happens to writing tools. copy: how a request is copied, before production can change
-    it. Everything but the copy of a chosen request happens in a thread and an event loop of the runner's own.
+    url, key, model: see Client. agent: `agent(request, model)`, sync or async, the one that learns. reward: a function
+    of (run, reply) or (run, reply, call) that returns a reward, or None for none now; call has the request and
+    production's reply. select: a strategy, or a function of a Call. repeat_time: runs of each selected request. tools:
+    policy for writing tools. copy: copies a request before production can change it. Everything except the copy of a
+    selected request happens in the runner's own thread and event loop.
 
     >>> runner = TrainingRunner("http://127.0.0.1:8010", reward=lambda run, reply: 1.0)
     >>> serve = runner.watch(lambda request, model: f"reply to {request}", production=None)
@@ -73,26 +73,26 @@ class TrainingRunner:
 
     @property
     def running(self) -> bool:
-        """Whether chosen calls are replayed."""
+        """Whether selected calls are replayed."""
         return self._shadow is not None
 
     def start(self) -> None:
-        """Begin to select and replay; a second call does nothing. Production is served before, too."""
+        """Start to select and replay; a second call does nothing. Production is served without it, too."""
         with self._lock:
             if self._shadow is None:
-                import openai.resources.chat.completions  # noqa: F401 — a first replay would hold production up by it
+                import openai.resources.chat.completions  # noqa: F401 — the first replay would delay production
 
                 self._shadow = Shadow(self._options, self.stats)
 
     def stop(self, drain_s: float = 30.0) -> None:
-        """Select no more, wait at most drain_s for what is queued and in flight, then commit, in as long or 5 s."""
+        """Stop selecting, wait up to drain_s for queued and running replays, then commit within that time or 5 s."""
         with self._lock:
             shadow, self._shadow = self._shadow, None
         if shadow is not None:
             shadow.stop(drain_s)
 
     def commit(self) -> None:
-        """Commit now; a failure is counted in stats, and the clock tries again."""
+        """Commit now; a failure is counted in stats, and the next periodic commit retries."""
         if self._shadow is not None:
             self._shadow.commit()
 
@@ -106,10 +106,10 @@ class TrainingRunner:
         self.stop()
 
     def watch(self, agent: Function, *, production: Model | None = None) -> Function:
-        """The production function: `serve(request)` calls `agent(request, production)`, and shadows it.
+        """Return the production function: `serve(request)` calls `agent(request, production)`, and shadows it.
 
-        Of a sync agent it is a sync function, of an async one an async one. It returns what the agent returned, or
-        raises what the agent raised.
+        It is sync for a sync agent and async for an async one. It returns what the agent returns, and raises what the
+        agent raises.
         """
         trainee = functools.partial(Caller, self.trainee_of(agent), ("request", "model"))
 
@@ -142,29 +142,29 @@ class TrainingRunner:
     def conversation(
         self, agent: Function, *, production: Model | None = None, user: User | None = None, turns: int = 20
     ) -> Conversation:
-        """A conversation with an agent of (messages, model): `reply = chat.say(text)`, and at its end `chat.end()`.
+        """Return a conversation with an agent of (messages, model): `reply = chat.say(text)`, at the end `chat.end()`.
 
         user: None replays each turn on the recorded history; "recorded", or a function of (messages, recorded) such as
-        SimulatedUser, replays the whole with that user, for at most so many turns.
+        SimulatedUser, replays the whole with that user, for at most `turns` turns.
         """
         return Conversation(self, agent, production, user, turns)
 
     def trainee_of(self, agent: Function) -> Function:
-        """The agent that replays in the place of this one."""
+        """Return the agent that replays in place of this one."""
         return self._agent or agent
 
     def offer(self, agent: Agent, request: Any, reply: Any, recorded: Recording) -> None:
-        """Replay a request that production has answered, if it is selected. Raises nothing and does not wait."""
+        """Replay a request that production has answered, if it is selected. Raises no error, and does not wait."""
         chosen = self._before(request)
         if chosen is not None:
             chosen = (*chosen[:2], recorded if self._tools.records else None)
         self._after(agent, chosen, reply)
 
     def _before(self, request: Any) -> tuple[Call, Selected | None, Recording | None] | None:
-        """The copy of a call that is chosen, or may be; None for every other. Raises nothing."""
+        """Return a copy of a call that is, or may be, selected; None for others. Raises no error."""
         try:
             if self._shadow is None or current_run.get() is not None:
-                return None  # not running; or a run's own call, which is no production
+                return None  # not running; or a call of a run, which is not production
             self.stats.seen += 1
             call = Call(request, mark=current_mark())
             selected = None
@@ -174,12 +174,12 @@ class TrainingRunner:
                     return None
             copied = Call(self._copy(request), mark=call.mark)
             return copied, selected, [] if self._tools.records else None
-        except Exception as exc:  # noqa: BLE001 — a user's strategy or copy: production goes on
+        except Exception as exc:  # noqa: BLE001 — a user's strategy or copy: production continues
             self._count("watch", exc)
             return None
 
     def _after(self, agent: Agent, chosen: tuple[Call, Selected | None, Recording | None] | None, reply: Any) -> None:
-        """Hand a chosen call over. Raises nothing and does not wait."""
+        """Submit a selected call. Raises no error, and does not wait."""
         if chosen is None:
             return
         try:
@@ -189,7 +189,7 @@ class TrainingRunner:
             seen = Call(call.request, reply, call.mark)
             if shadow is None or not shadow.offer(Replay(agent, call.request, seen, selected, recorded or [])):
                 self.stats.dropped += 1
-        except Exception as exc:  # noqa: BLE001 — production goes on
+        except Exception as exc:  # noqa: BLE001 — production continues
             self._count("watch", exc)
 
     def _count(self, cause: str, error: Exception) -> None:

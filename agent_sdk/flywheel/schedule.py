@@ -1,4 +1,4 @@
-"""The work of learn: which run starts when, what is committed, when a version is evaluated, and how it ends."""
+"""The schedule of learn: starts of runs, commits, evaluations, and the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flywheel.report import Evaluation, Report
 from flywheel.run import send_all
 from flywheel.tasks import NamedTask, shuffled
 
-_BREAK_OFF_S = 10.0  # what runs in flight have to finish in, once the work has failed
+_BREAK_OFF_S = 10.0  # how long runs in flight may take to finish after a failure
 
 
 @dataclass(eq=False)
@@ -24,14 +24,14 @@ class _Group:
     """Runs of a task that are committed together."""
 
     task_id: str
-    begun: int = 0  # runs
-    is_whole: bool = False  # no more of them will begin
+    begun: int = 0  # number of started runs
+    is_whole: bool = False  # no more of them will start
     ended: int = 0
     rows: int = 0
 
 
 class Learning:
-    """One learn: what its parts share."""
+    """One call of learn, with the state that its parts share."""
 
     def __init__(
         self, how: LearnConfig, attempts: Attempts, trial: Trial, pacer: Pacer, eval_tasks: list[NamedTask]
@@ -44,14 +44,14 @@ class Learning:
         self.planned = 0
         self._trial = trial
         self._eval_tasks = eval_tasks
-        self._evaluated: int | None = -1  # the version; -1: none yet
+        self._evaluated: int | None = -1  # version; -1: none yet
         self._slots = asyncio.Semaphore(how.at_once)
         self._running: set[asyncio.Task[None]] = set()
-        self._open: list[_Group] = []  # not committed
+        self._open: list[_Group] = []  # not committed yet
         self._error: BaseException | None = None
 
     async def go(self, tasks: list[NamedTask]) -> None:
-        """Everything that the journal does not have. Raises LearnError and what the explorer refuses."""
+        """Run everything that is not in the journal. Raises LearnError, and errors of the explorer."""
         try:
             await self._send_again()
             await self.pacer.until_served(self.stopping)
@@ -63,7 +63,7 @@ class Learning:
                     await self._group(task, f"{self.how.name}/{epoch}/{task.digest}")
             await self._until_ended()
             self._raise_error()
-            for group in [one for one in self._open if one.ended]:  # the rest of which was not started
+            for group in [one for one in self._open if one.ended]:  # the rest of the group was not started
                 await self._commit(group)
             await self._evaluate()
         except asyncio.CancelledError:
@@ -73,15 +73,15 @@ class Learning:
             await self._drain(_BREAK_OFF_S)
 
     async def _send_again(self) -> None:
-        """What ended in an earlier start and may not have been sent: the keys are the same, so that it counts once."""
+        """Send feedback again that an earlier start may not have sent; its keys are the same, so it counts once."""
         client, journal = self.attempts.client, self.attempts.journal
         for place, line in list(journal.unsent.items()):
-            # where nothing is known the ledger was emptied since, and there is nothing to reward
+            # if no target is known, the ledger was emptied since, and nothing can be rewarded
             await client.drive(send_all(line["feedback"], client.explorer.retry_s))
             journal.note({"kind": "sent", "place": place})
 
     async def _group(self, task: NamedTask, task_id: str) -> None:
-        """Start the runs of a task that the journal does not have, together; they are committed together."""
+        """Start those runs of a task that are not in the journal, together; they are committed together."""
         journal = self.attempts.journal
         missing = [n for n in range(self.how.runs_per_task) if f"{task_id}#{n}" not in journal.ended]
         group = _Group(task_id)
@@ -134,7 +134,7 @@ class Learning:
             raise self._error
 
     async def _until_ended(self) -> None:
-        """Wait for the runs in flight; once the work is stopped, as long as a run may take."""
+        """Wait for the runs in flight; after a stop, at most as long as a run may take."""
         stop = asyncio.create_task(self.stopping.wait())
         while self._running and not self.stopping.is_set():
             await asyncio.wait({*self._running, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -142,7 +142,7 @@ class Learning:
         await self._drain(self.how.timeout_s)
 
     async def _drain(self, seconds: float) -> None:
-        """Wait for what runs, after an error not for long. What does not end in time is broken, and never rewarded."""
+        """Wait for running runs, after an error only briefly. Those that do not end in time fail, without a reward."""
         began = time.monotonic()
         while self._running:
             limit_s = seconds if self._error is None else min(seconds, _BREAK_OFF_S)
@@ -161,7 +161,7 @@ class Learning:
             await self._evaluate()
 
     async def _evaluate(self, first: bool = False) -> None:
-        """Evaluate the version in service, unless that has been done."""
+        """Evaluate the version in service, unless it was evaluated before."""
         version = await self.pacer.version(0.0)
         if self.report.version_first is None:
             self.report.version_first = version
@@ -183,14 +183,14 @@ class Learning:
 
 
 def _told(found: Evaluation) -> str:
-    """An evaluation on one line, with the most frequent cause of what failed."""
+    """Format an evaluation on one line, with the most frequent cause of failures."""
     failed = f", {found.failed} failed" if found.failed else ""
     cause = f", such as {found.main_failure}" if found.failures else ""
     return f"version {found.version}: {found.mean:.3f} ± {found.standard_error:.3f} over {found.n} runs{failed}{cause}"
 
 
 async def show(learning: Learning) -> None:
-    """One line of progress on a terminal, else one every ten seconds."""
+    """Show progress: one line on a terminal, or else one every ten seconds."""
     live, began = sys.stderr.isatty(), time.monotonic()
     while True:
         await asyncio.sleep(1.0 if live else 10.0)

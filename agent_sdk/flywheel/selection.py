@@ -1,4 +1,4 @@
-"""Which production calls are replayed for training: strategies, and marks that a caller sets."""
+"""Selects the production calls that are replayed for training: strategies, and marks that a caller sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flywheel.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mark:
-    """What a caller said of the calls that follow in its context."""
+    """A caller's mark for the following calls in its context."""
 
     labels: tuple[str, ...]
     task_id: str | None
@@ -29,12 +29,12 @@ _mark: ContextVar[Mark | None] = ContextVar("flywheel_mark", default=None)
 
 
 def current_mark() -> Mark | None:
-    """The mark of this context."""
+    """Return the mark of this context."""
     return _mark.get()
 
 
 def mark(*labels: str, task_id: str | None = None, **metadata: Any) -> None:
-    """Mark the calls that follow in this context (this task or thread) for `Marked`.
+    """Mark the following calls in this context (this task or thread) for `Marked`.
 
     >>> mark("high-quality", task_id="t-1")
     >>> current_mark().labels
@@ -45,7 +45,7 @@ def mark(*labels: str, task_id: str | None = None, **metadata: Any) -> None:
 
 @contextmanager
 def marked(*labels: str, task_id: str | None = None, **metadata: Any) -> Iterator[None]:
-    """Mark the calls of a block.
+    """Mark the calls inside a block.
 
     >>> with marked("refund"):
     ...     current_mark().labels
@@ -60,7 +60,7 @@ def marked(*labels: str, task_id: str | None = None, **metadata: Any) -> Iterato
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a watched agent. reply: None for a strategy that decides before it.
+    """One call of a watched agent. reply: None for a strategy that decides before the reply.
 
     >>> Call({"user": "u1"}).request["user"]
     'u1'
@@ -73,7 +73,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Selected:
-    """Why a call is replayed; task_id names its task, or None for a new one.
+    """The reason to replay a call; task_id names its task, or None for a new one.
 
     >>> Selected("sampling-rate", labels=("sampled",)).reason
     'sampling-rate'
@@ -86,7 +86,7 @@ class Selected:
 
 
 class Selection:
-    """A strategy: `|`, `&` and `~` combine them. `early` ones decide before the reply: only chosen calls are copied.
+    """A strategy; `|`, `&` and `~` combine them. `early` ones decide before the reply, so that fewer calls are copied.
 
     >>> (SamplingRate(0.0) | ~SamplingRate(0.0)).pick(Call("hello")).reason
     'not'
@@ -95,11 +95,11 @@ class Selection:
     early = True
 
     def pick(self, call: Call) -> Selected | None:
-        """The decision of an early strategy."""
+        """Return the decision of an early strategy."""
         raise NotImplementedError
 
     async def decide(self, call: Call) -> Selected | None:
-        """The decision."""
+        """Return the decision."""
         return self.pick(call)
 
     def __or__(self, other: Selection | Chooser) -> Selection:
@@ -116,12 +116,12 @@ Chooser = Callable[[Call], "Selected | bool | Awaitable[Selected | bool | None] 
 
 
 def as_selection(strategy: Selection | Chooser) -> Selection:
-    """A strategy of any function of a Call, sync or async, that returns Selected, a truth value or None."""
+    """Convert a function of a Call, sync or async, that returns Selected, a truth value or None to a strategy."""
     return strategy if isinstance(strategy, Selection) else _Function(strategy)
 
 
 class SamplingRate(Selection):
-    """A share of the calls. by: a function of the Call; calls of the same value are taken or left together.
+    """Selects a share of the calls. by: a function of the Call; calls with equal values are treated alike.
 
     >>> SamplingRate(1.0).pick(Call("hello")).reason
     'sampling-rate'
@@ -139,7 +139,7 @@ class SamplingRate(Selection):
         self._random = random.Random(seed)
 
     def pick(self, call: Call) -> Selected | None:
-        """By chance, or by a hash of what `by` gives."""
+        """Decide at random, or by a hash of the value of `by`."""
         if self._by is None:
             chosen = self._random.random() < self.p
         else:
@@ -149,7 +149,7 @@ class SamplingRate(Selection):
 
 
 class Marked(Selection):
-    """Calls that were marked, at most ttl_s ago.
+    """Selects calls that were marked at most ttl_s ago.
 
     >>> with marked("refund", task_id="t-1"):
     ...     Marked().pick(Call("hello", mark=current_mark())).task_id
@@ -160,7 +160,7 @@ class Marked(Selection):
         self.ttl_s = ttl_s
 
     def pick(self, call: Call) -> Selected | None:
-        """By the mark of the call."""
+        """Decide by the mark of the call."""
         found = call.mark
         if found is None or time.monotonic() - found.at_s > self.ttl_s:
             return None

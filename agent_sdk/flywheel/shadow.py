@@ -1,6 +1,6 @@
-"""The shadow side of TrainingRunner: a thread with a loop of its own, in which chosen requests are replayed.
+"""The shadow side of TrainingRunner: a thread with its own event loop, in which selected requests are replayed.
 
-Nothing here is ever raised into production; what fails is counted by its cause.
+No error here reaches production; failures are counted by cause.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from flywheel.transport import current_run
 from flywheel.workflow import Caller, Function, within
 
 log = logging.getLogger("flywheel")
-Agent = Callable[[Executor], Callable[[Any, Model], Awaitable[Any]]]  # of the threads for its sync functions
-LAST_S = 5.0  # at least, for the commit of stop; and for runs to end that were cancelled
+Agent = Callable[[Executor], Callable[[Any, Model], Awaitable[Any]]]  # from the threads for its sync functions
+LAST_S = 5.0  # minimum time for the commit of stop, and for cancelled runs to end
 
 
 @dataclass
 class Stats:
-    """What a TrainingRunner has seen and done. Read it at any time; it counts up.
+    """Counters of a TrainingRunner, which can be read at any time.
 
-    Each run is counted once: as rewarded, unrewarded, unsafe, or in failed by its error's type or as "stopped". What
-    "watch", "select" and "commit" count in failed are no runs.
+    Each run is counted once: as rewarded, unrewarded or unsafe, or in failed by its error's type or as "stopped". The
+    counts of "watch", "select" and "commit" in failed are not runs.
 
     >>> Stats(rewarded=2, reward_sum=1.0).reward_mean
     0.5
@@ -45,14 +45,14 @@ class Stats:
 
     seen: int = 0  # production calls
     selected: int = 0
-    dropped: int = 0  # chosen and not replayed: the queue was full, or stop waited no longer
-    runs: int = 0  # shadow runs that ended
+    dropped: int = 0  # selected, but not replayed: the queue was full, or stop did not wait longer
+    runs: int = 0  # ended shadow runs
     rewarded: int = 0
-    unrewarded: int = 0  # the reward function gave none
-    unsafe: int = 0  # ended at a tool; nothing of them is trained
+    unrewarded: int = 0  # the reward function returned none
+    unsafe: int = 0  # ended at a tool; not trained on
     failed: Counter[str] = field(default_factory=Counter)
     commits: int = 0
-    committed: int = 0  # recorded replies of its own runs of which something was said, that a commit followed
+    committed: int = 0  # recorded replies of its own runs with feedback that were committed
     reward_sum: float = 0.0
     last_error: str | None = None
 
@@ -64,7 +64,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Replay:
-    """A production call to replay: a copy of its request, and why. selected: None when that is still to be decided."""
+    """A production call to replay: a copy of its request, and the reason. selected: None if not decided yet."""
 
     agent: Agent
     request: Any
@@ -75,7 +75,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class ShadowOptions:
-    """The arguments of TrainingRunner that concern its shadow side."""
+    """The arguments of TrainingRunner for its shadow side."""
 
     url: str | None
     key: str | None
@@ -94,7 +94,7 @@ class ShadowOptions:
 
 
 class Shadow:
-    """The thread. offer() may be called from any thread and never waits."""
+    """The shadow thread. offer() may be called from any thread and never waits."""
 
     def __init__(self, options: ShadowOptions, stats: Stats) -> None:
         self._options = options
@@ -102,8 +102,8 @@ class Shadow:
         self._waiting: deque[Replay] = deque()
         self._started = threading.Event()
         self._draining = False
-        self._is_over = False  # no run begins any more
-        self._spoken = 0  # recorded replies that the next commit makes ready
+        self._is_over = False  # no more runs start
+        self._spoken = 0  # recorded replies that the next commit makes READY
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool = DaemonThreads(options.at_once, "flywheel-shadow")
         self._reward = Caller(options.reward, ("run", "reply", "call"), self._pool)
@@ -113,20 +113,20 @@ class Shadow:
         self._started.wait()
 
     def offer(self, replay: Replay) -> bool:
-        """Queue a replay; False when the queue is full, or the thread is ending."""
+        """Queue a replay. Returns False if the queue is full, or the thread is ending."""
         if self._draining or len(self._waiting) >= self._options.queue or self._loop is None:
             return False
         self._waiting.append(replay)
         try:
             self._loop.call_soon_threadsafe(self._wake.set)
-        except RuntimeError:  # the loop has just been closed
+        except RuntimeError:  # the loop was just closed
             return False
         return True
 
     def stop(self, drain_s: float) -> None:
-        """Take nothing new, wait for what is queued and in flight, commit, and end.
+        """Accept no more replays, wait for queued and running ones, commit, and end.
 
-        A run that ignores that it was cancelled is left behind in its thread, which ends with the process.
+        A run that ignores its cancellation is abandoned in its thread, which ends with the process.
         """
         self._draining = True
         assert self._loop is not None
@@ -138,7 +138,7 @@ class Shadow:
             log.warning("a shadow run does not end though it was cancelled; its thread is left behind")
 
     def commit(self) -> None:
-        """Commit now; what fails is counted and tried again by the clock."""
+        """Commit now; a failure is counted, and the next periodic commit retries."""
         assert self._loop is not None
         asyncio.run_coroutine_threadsafe(self._commit(), self._loop).result()
 
@@ -174,7 +174,7 @@ class Shadow:
             await self._replay(self._waiting.popleft())
 
     async def _replay(self, replay: Replay) -> None:
-        """Select if that is still to be done, then run as often as repeat_time says: a group of one task."""
+        """Select if not decided yet, then run repeat_time times: a group of one task."""
         try:
             selected = replay.selected or await self._options.select.decide(replay.call)
         except Exception as exc:  # noqa: BLE001 — a user's strategy
@@ -184,7 +184,7 @@ class Shadow:
             return
         self._stats.selected += replay.selected is None
         task_id = selected.task_id or new_task_id()
-        prefix = "" if selected.task_id is None else f"{new_task_id()}."  # a task that a user names has other calls
+        prefix = "" if selected.task_id is None else f"{new_task_id()}."  # a task with a user's name has other calls
         for number in range(self._options.repeat_time):
             if self._is_over:
                 return
@@ -192,7 +192,7 @@ class Shadow:
             await self._shadow_run(replay, run)
 
     async def _shadow_run(self, replay: Replay, run: AsyncRun) -> None:
-        """One run, counted once by what became of it."""
+        """Run once, and count the result."""
         try:
             reward = await self._attempt(replay, run)
         except UnsafeTool as exc:
@@ -212,7 +212,7 @@ class Shadow:
             self._stats.runs += 1
 
     async def _attempt(self, replay: Replay, run: AsyncRun) -> Reward | None:
-        """The reward of a run, which was sent."""
+        """Run once and send the reward. Returns it."""
         guard = ShadowGuard(run, self._options.tools, replay.recorded)
         run.guard = guard
         token = current_run.set(run)
@@ -226,7 +226,7 @@ class Shadow:
         return reward
 
     async def _answer(self, replay: Replay, run: AsyncRun, guard: ShadowGuard) -> Any:
-        """The trainee's reply; None when the run ended at a tool and is to be rewarded. Raises UnsafeTool."""
+        """Return the trainee's reply; None if the run ended at a tool and is to be rewarded. Raises UnsafeTool."""
         agent = replay.agent(self._pool)
         request = replay.request if self._options.repeat_time == 1 else self._options.copy(replay.request)
         try:
@@ -248,7 +248,7 @@ class Shadow:
             failures = 0 if await self._commit() else failures + 1
 
     async def _commit(self) -> bool:
-        spoken, self._spoken = self._spoken, 0  # the explorer's answer counts everybody's rows
+        spoken, self._spoken = self._spoken, 0  # the explorer's answer counts rows of all callers
         try:
             await self._client.commit()
         except FlywheelError as exc:
@@ -260,7 +260,7 @@ class Shadow:
         return True
 
     async def _commit_last(self, timeout_s: float) -> None:
-        """Production ends: it does not wait for an explorer that hangs."""
+        """Commit at the end, without waiting for an explorer that hangs."""
         try:
             await asyncio.wait_for(self._commit(), timeout_s)
         except asyncio.TimeoutError:

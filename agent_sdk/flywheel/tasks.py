@@ -1,4 +1,4 @@
-"""Tasks: where they come from, and names for them that stay the same from one start to the next."""
+"""Loads tasks, and gives them names that stay the same from one start to the next."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Task = Mapping[str, Any]
 
 
 class NamedTask(NamedTuple):
-    """A task and its digest: of its content, and of how often it came before."""
+    """A task and its digest: of its content, and of how often it occurred before."""
 
     digest: str
     task: Task
 
 
 def load_tasks(source: str | Path | Iterable[Task]) -> list[NamedTask]:
-    """Tasks of a .jsonl or .csv file, or of any iterable of mappings: a list, a generator, a Hugging Face dataset.
+    """Load tasks from a .jsonl or .csv file, or any iterable of mappings: a list, a generator, a Hugging Face dataset.
 
-    Raises ConfigError for a file that cannot be read, naming the line, and when there is no task.
+    Raises ConfigError for an unreadable file, naming the line, and if there is no task.
 
     >>> [named.task for named in load_tasks([{"question": "1+1", "answer": "2"}])]
     [{'question': '1+1', 'answer': '2'}]
@@ -72,12 +72,12 @@ def _read_line(path: Path, number: int, line: str) -> Task:
 
 
 def shuffled(tasks: list[NamedTask], seed: int, epoch: int) -> list[NamedTask]:
-    """The tasks in the order of an epoch: the same one each time."""
+    """Return the tasks in the order of an epoch, which is the same each time."""
     order = list(tasks)
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
 def digest_of(tasks: list[NamedTask]) -> str:
-    """One name for a set of tasks, whatever its order."""
+    """Return a digest of a set of tasks in any order."""
     return hashlib.sha256("".join(sorted(task.digest for task in tasks)).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Threads for a user's sync functions. A function that hangs holds up neither who leaves them nor the process's end.
+"""Threads for a user's sync functions. A function that hangs delays neither the pool's exit nor the process's.
 
 The threads of concurrent.futures are joined when the process ends. These are daemon threads, which end with it.
 """
@@ -19,7 +19,7 @@ _Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class DaemonThreads(Executor):
-    """At most so many daemon threads, started as they are needed. A function that hangs keeps one of them.
+    """A pool of up to `at_once` daemon threads, started on demand. A function that hangs occupies one of them.
 
     >>> with DaemonThreads(2, "example") as threads:
     ...     threads.submit(sum, [1, 2]).result()
@@ -31,14 +31,14 @@ class DaemonThreads(Executor):
             raise ConfigError(f"at_once={at_once}: give 1 or more")
         self._at_once = at_once
         self._name = name
-        self._jobs: deque[_Job] = deque()  # that wait for a thread
-        self._started = 0  # threads
-        self._idle = 0  # threads that wait for a job
+        self._jobs: deque[_Job] = deque()  # waiting for a thread
+        self._started = 0  # number of threads
+        self._idle = 0  # number of threads that wait for a job
         self._is_shut = False
         self._changed = threading.Condition()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """The future of a call. Raises RuntimeError after shutdown."""
+        """Return the future of a call. Raises RuntimeError after shutdown."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_shut:
@@ -51,7 +51,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
-        """Cancel the calls that have not begun, and end the threads. Never waits for a call, whatever is asked."""
+        """Cancel the calls that have not begun, and end the threads. Never waits for a call, even with `wait`."""
         with self._changed:
             self._is_shut = True
             jobs = list(self._jobs)
@@ -66,15 +66,15 @@ class DaemonThreads(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     result = function()
-                except BaseException as exc:  # noqa: BLE001 — who awaits the future gets it
+                except BaseException as exc:  # noqa: BLE001 — delivered by the future
                     future.set_exception(exc)
                 else:
                     future.set_result(result)
                     del result
-            del job, future, function  # an idle thread holds nothing of a call
+            del job, future, function  # an idle thread keeps no reference to a call
 
     def _next(self) -> _Job | None:
-        """The next call, when there is one; None after shutdown."""
+        """Return the next call, when there is one; None after shutdown."""
         with self._changed:
             self._idle += 1
             self._changed.wait_for(lambda: self._jobs or self._is_shut)

@@ -1,8 +1,8 @@
-"""Tools in shadow runs: which only read, and what happens to a call that would write.
+"""Tools in shadow runs: which of them only read, and what happens to a call that would write.
 
-Three things stand between a shadow run and a write. A declared tool asks the policy before it runs. A chat that offers
-a tool which nobody declared is stopped before its first token. And where no writing call is to be answered, a reply
-that has one never reaches the agent, so that it does not matter in which thread a framework would have run it.
+Three barriers prevent writes of a shadow run. A declared tool asks the policy before it runs. A chat that offers an
+undeclared tool is stopped before its first token. And if the policy answers no writing call, a reply that contains one
+never reaches the agent, so that it does not matter in which thread a framework would have run it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from flywheel.workflow import is_async
 
 F = TypeVar("F", bound=Callable[..., Any])
 Recording = list[tuple[str, str, Any]]  # name, arguments, result of production's calls
-_declared: dict[str, bool] = {}  # whether a tool only reads, by name: chats name tools, and nothing else of them
+_declared: dict[str, bool] = {}  # whether a tool only reads, by name: chats contain only the names of tools
 recording: ContextVar[Recording | None] = ContextVar("flywheel_recording", default=None)
 _NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
-_CARRY = 200  # characters of a piece that are looked at again together with the next one
+_CARRY = 200  # characters of a piece that are searched again together with the next one
 
 
 def declare(name: str, *, read_only: bool) -> None:
-    """Say of a tool, by the name that the model sees, whether it only reads. Of two declarations the stricter holds.
+    """Declare whether a tool, by the name that the model sees, only reads. Of two declarations the stricter one wins.
 
     >>> declare("docs_search", read_only=True)
     >>> is_read_only("docs_search"), is_read_only("docs_unknown")
@@ -40,14 +40,14 @@ def declare(name: str, *, read_only: bool) -> None:
 
 
 def is_read_only(name: str) -> bool | None:
-    """What is declared of a tool; None when nothing is."""
+    """Return a tool's declaration; None if there is none."""
     return _declared.get(name)
 
 
 def tool(*, read_only: bool, name: str | None = None) -> Callable[[F], F]:
-    """Declare a function as a tool, sync or async. In a shadow run a writing one is answered by the policy.
+    """Declare a function, sync or async, as a tool. In a shadow run, the policy answers calls of a writing tool.
 
-    name: the one that the model sees, where that is not the function's.
+    name: the tool's name for the model, if it is not the function's.
 
     >>> @tool(read_only=False)
     ... def refund(order: str) -> str:
@@ -65,13 +65,13 @@ def tool(*, read_only: bool, name: str | None = None) -> Callable[[F], F]:
 
 
 def _guarded(function: F, name: str, read_only: bool) -> F:
-    """The function, behind the policy of the run that calls it."""
+    """Wrap a function by the policy of the run that calls it."""
     signature = inspect.signature(function)
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
         try:
             return signature.bind(*args, **kwargs).arguments
-        except TypeError:  # smolagents' `forward` names a `self` that its callers do not give
+        except TypeError:  # smolagents' `forward` declares a `self` that its callers do not pass
             return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
 
     @functools.wraps(function)
@@ -98,7 +98,7 @@ def _guarded(function: F, name: str, read_only: bool) -> F:
 
 
 def _policy(name: str, read_only: bool) -> ShadowGuard | None:
-    """The guard that has to answer, or None when the tool may run. What is declared of the name counts, too."""
+    """Return the guard that must answer; None if the tool may run. Declarations of the name count, too."""
     run = current_run.get()
     guard = run.guard if run is not None else None
     if not isinstance(guard, ShadowGuard) or (read_only and _declared.get(name, True)):
@@ -116,15 +116,15 @@ def _canonical(arguments: Mapping[str, Any]) -> str:
     return json.dumps(dict(arguments), sort_keys=True, default=repr)
 
 
-# Where frameworks keep a tool's function.
+# Attributes in which frameworks store a tool's function.
 _CALLS = ("on_invoke_tool", "coroutine", "func", "_func", "function", "forward")
 
 
 def guard(tools: Iterable[Any]) -> list[Any]:
-    """Copies of a framework's tools behind the policy; their own flags say which only read.
+    """Return copies of a framework's tools with the policy; their own flags tell which only read.
 
-    Read are AgentScope 2's `is_read_only`, MCP's `annotations.readOnlyHint` and LangChain's `metadata["read_only"]`; a
-    tool without any of them counts as writing. Raises ConfigError for a tool whose function cannot be found.
+    The flags: AgentScope 2's `is_read_only`, MCP's `annotations.readOnlyHint` and LangChain's `metadata["read_only"]`;
+    a tool without any of them counts as writing. Raises ConfigError for a tool whose function cannot be found.
 
     >>> class Tool:
     ...     name, is_read_only, func = "lookup", True, staticmethod(lambda key: key)
@@ -156,7 +156,7 @@ def _guard_one(given: Any) -> Any:
 
 
 def _flag(given: Any) -> bool:
-    """Whether a tool's own flags say that it only reads; False when they disagree, or when there are none."""
+    """Whether a tool's own flags declare that it only reads; False if they disagree or are missing."""
     hint = getattr(getattr(given, "annotations", None), "readOnlyHint", None)
     metadata = getattr(given, "metadata", None)
     noted = metadata.get("read_only", metadata.get("readOnlyHint")) if isinstance(metadata, Mapping) else None
@@ -165,7 +165,7 @@ def _flag(given: Any) -> bool:
 
 
 class ReadOnlyTools:
-    """The default: a shadow run that reaches for a writing tool ends as unsafe, and nothing of it is trained.
+    """The default policy: a shadow run that calls a writing tool ends as unsafe, and is not trained on.
 
     >>> ReadOnlyTools().answer("refund", {}, [])
     Traceback (most recent call last):
@@ -173,18 +173,18 @@ class ReadOnlyTools:
     """
 
     answers_writes = False  # whether a reply with a writing call may reach the agent
-    rewards_attempts = False  # whether a run that ended at a writing call is shown to the reward function
+    rewards_attempts = False  # whether the reward function gets a run that ended at a writing call
     records = False  # whether production's results are needed
 
     def answer(self, name: str, arguments: Mapping[str, Any], recorded: Recording) -> Any:
-        """The result of a writing call. Raises UnsafeTool when there is none."""
+        """Return the result of a writing call. Raises UnsafeTool if there is none."""
         raise UnsafeTool(name, f"{name} writes, and shadow runs only read: nothing of this run is trained")
 
 
 class RecordedTools(ReadOnlyTools):
-    """A writing call gets the result that production got for the same name and arguments; any other ends the run there.
+    """A writing call gets production's result for the same name and arguments; any other one ends the run there.
 
-    The reward function then gets no reply, and sees the call in `run.attempts`.
+    The reward function then gets no reply, and finds the call in `run.attempts`.
 
     >>> RecordedTools().answer("refund", {"order": "A1"}, [("refund", '{"order": "A1"}', "refunded")])
     'refunded'
@@ -195,7 +195,7 @@ class RecordedTools(ReadOnlyTools):
     records = True
 
     def answer(self, name: str, arguments: Mapping[str, Any], recorded: Recording) -> Any:
-        """Production's result."""
+        """Return production's result."""
         wanted = _canonical(arguments)
         for known, said, result in recorded:
             if (known, said) == (name, wanted):
@@ -204,7 +204,7 @@ class RecordedTools(ReadOnlyTools):
 
 
 class SubstituteTools(ReadOnlyTools):
-    """A writing call runs a function in its place; a tool without one ends the run as unsafe.
+    """A writing call runs a function instead; a tool without one ends the run as unsafe.
 
     >>> SubstituteTools({"refund": lambda order: "refunded"}).answer("refund", {"order": "A1"}, [])
     'refunded'
@@ -216,24 +216,24 @@ class SubstituteTools(ReadOnlyTools):
         self._functions = dict(functions)
 
     def answer(self, name: str, arguments: Mapping[str, Any], recorded: Recording) -> Any:
-        """What the function returns for the same arguments by name."""
+        """Return the function's result for the same arguments, by name."""
         if name not in self._functions:
             raise UnsafeTool(name, f"{name} writes and has no substitute: give SubstituteTools({{'{name}': function}})")
         return self._functions[name](**arguments)
 
 
 class ShadowGuard:
-    """The guard of one shadow run: what the transport and the tools ask. Once it has refused, it refuses everything."""
+    """The guard of one shadow run, used by the transport and the tools. After one refusal, it refuses everything."""
 
     def __init__(self, run: Run, policy: ReadOnlyTools, recorded: Recording) -> None:
         self.unsafe: UnsafeTool | None = None
         self._run = run
         self._policy = policy
         self._recorded = recorded
-        self.rewards = False  # whether the reward function is to see the run although it was ended
+        self.rewards = False  # whether the reward function gets the run although it was ended
 
     def attempt(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """A declared writing tool was called. Raises UnsafeTool."""
+        """Answer a call of a declared writing tool. Raises UnsafeTool."""
         self._again()
         self._run.attempts.append((name, dict(arguments)))
         try:
@@ -244,7 +244,7 @@ class ShadowGuard:
             raise
 
     def check_request(self, body: Mapping[str, Any]) -> None:
-        """A chat is to go out. Raises UnsafeTool for a tool that nobody declared."""
+        """Check a chat before it is sent. Raises UnsafeTool for an undeclared tool."""
         self._again()
         offered = [one.get("function", one) for one in body.get("tools") or []] + list(body.get("functions") or [])
         for one in offered:
@@ -257,7 +257,10 @@ class ShadowGuard:
                 )
 
     def watch_reply(self) -> Callable[[bytes], None]:
-        """A reply comes: a writing call in it is stopped here where the policy answers none. Raises UnsafeTool."""
+        """Return a check for the pieces of a reply, which stops writing calls if the policy answers none.
+
+        The check raises UnsafeTool.
+        """
         if self._policy.answers_writes:
             return lambda piece: None
         tail = ""

@@ -1,7 +1,7 @@
-"""The way of a chat: httpx transports that name the run, apply what its model sets, and take note of replies.
+"""httpx transports that add the run to chats, apply the model's fields, and register replies.
 
-What belongs to a run is decided here alone, whatever framework makes the request: headers go out, message ids come in,
-and a guard may refuse. A request to any other host than the run's explorer passes untouched.
+This module alone decides what belongs to a run, for any framework: it sends headers, reads message ids from responses,
+and a guard may refuse. A request to any host but the run's explorer is not changed.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from flywheel.connections import AsyncHttpClient, Connections, HttpClient
 TASK_HEADER = "X-Flywheel-Task"
 RUN_HEADER = "X-Flywheel-Run"
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]+)"')
-_HEAD_BYTES = 8192  # of an answer: its id stands first, also in a stream's first event
+_HEAD_BYTES = 8192  # of a response: its id is at the start, also in a stream's first event
 
 
 class Guard(Protocol):
-    """Looks at the chats of a shadow run; may raise UnsafeTool."""
+    """Checks the chats of a shadow run; may raise UnsafeTool."""
 
     def check_request(self, body: Mapping[str, Any]) -> None:
-        """Before the request goes out."""
+        """Called before the request is sent."""
 
     def watch_reply(self) -> Callable[[bytes], None]:
-        """What to call with each piece of one reply, before it reaches the agent."""
+        """Return a function for each piece of one reply, to call before the piece reaches the agent."""
 
 
 class Attributed(Protocol):
-    """What the transport asks of a run."""
+    """The attributes of a run that the transport uses."""
 
     @property
     def task_id(self) -> str: ...
@@ -47,23 +47,23 @@ class Attributed(Protocol):
     def guard(self) -> Guard | None: ...
 
     def note_reply(self, msg_id: str | None, recorded: bool) -> None:
-        """A reply has begun."""
+        """Called at the start of a reply."""
 
 
 current_run: ContextVar[Attributed | None] = ContextVar("flywheel_run", default=None)
 
 
 class Chats:
-    """What a transport does to the chats of a model: whose run they are, and what their bodies have to say."""
+    """How a transport changes a model's chats: the run that they belong to, and fields of their bodies."""
 
     def __init__(self, run: Attributed | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """run: None takes the run of the context at each request. overrides, defaults: fields of bodies."""
+        """run: None: the context's run at each request. overrides, defaults: fields of bodies."""
         self._run = run
         self._overrides = dict(overrides)
         self._defaults = dict(defaults)
 
     def prepare(self, request: httpx.Request) -> tuple[httpx.Request, Attributed | None]:
-        """The request as it goes out, and the run that it belongs to. Raises UnsafeTool."""
+        """Return the request to send, and the run that it belongs to. Raises UnsafeTool."""
         run = self._run or current_run.get()
         if run is not None and not _is_for(request.url, run.origin):
             run = None
@@ -72,10 +72,10 @@ class Chats:
         if run is not None:
             headers = request.headers
             if TASK_HEADER not in headers:
-                headers.encoding = "utf-8"  # as the explorer reads them
+                headers.encoding = "utf-8"  # the explorer decodes them as UTF-8
                 headers[TASK_HEADER] = run.task_id
                 headers[RUN_HEADER] = run.run_id
-            headers["Accept-Encoding"] = "identity"  # the id is read as it passes
+            headers["Accept-Encoding"] = "identity"  # the id is read from the passing bytes
         return request, run
 
     def _rewritten(self, request: httpx.Request, run: Attributed | None) -> httpx.Request:
@@ -106,14 +106,14 @@ def _is_for(url: httpx.URL, origin: str) -> bool:
 
 
 def origin_of(url: str) -> str:
-    """scheme://host:port of an address, the port always named."""
+    """Return scheme://host:port of an address, always with the port."""
     parsed = httpx.URL(url)
     port = parsed.port if parsed.port is not None else {"http": 80, "https": 443}.get(parsed.scheme)
     return f"{parsed.scheme}://{parsed.host}:{port}"
 
 
 class _Watch:
-    """Takes the id out of an answer's first bytes and shows each piece to the guard."""
+    """Reads the id in a response's first bytes, and passes each piece to the guard."""
 
     def __init__(self, run: Attributed, response: httpx.Response) -> None:
         self._run = run
@@ -165,7 +165,7 @@ class _AsyncStream(httpx.AsyncByteStream):
 
 
 class RunTransport(httpx.BaseTransport):
-    """Sends over a transport that others use, too."""
+    """Sends over a transport that others may share."""
 
     def __init__(self, inner: httpx.BaseTransport, chats: Chats) -> None:
         self._inner, self._chats = inner, chats
@@ -201,7 +201,7 @@ class AsyncRunTransport(httpx.AsyncBaseTransport):
 
 
 def http_client(**options: Any) -> httpx.Client:
-    """An httpx client whose chats belong to the run of the context: for a model object that lives for ever.
+    """Return an httpx client whose chats belong to the context's run, for a model object that is never rebuilt.
 
     options: of httpx.Client, without `transport`.
 
@@ -213,7 +213,7 @@ def http_client(**options: Any) -> httpx.Client:
 
 
 def async_http_client(**options: Any) -> httpx.AsyncClient:
-    """The same for asyncio.
+    """Return the same for asyncio.
 
     >>> import openai
     >>> url = "http://127.0.0.1:8010/v1"

@@ -1,7 +1,7 @@
-"""What is said to the explorer and what it answers: bodies, retries and results, without any I/O.
+"""Requests to the explorer and its responses: bodies, retries and results, without any I/O.
 
-A call is a generator: it yields an `Ask` (send this) or a `Pause` (wait so long), is sent what came of it, and returns
-the result. Client and AsyncClient drive the same generators, so that each rule stands once.
+A call is a generator: it yields an `Ask` (send this) or a `Pause` (wait this long), receives the outcome, and returns
+the result. Client and AsyncClient drive the same generators, so that each rule exists once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict
 
     class Saying(TypedDict, total=False):
-        """What feedback may say; see Client.feedback."""
+        """The fields of feedback; see Client.feedback."""
 
         reward: float | None
         rating: Literal["up", "down"] | None
@@ -57,7 +57,7 @@ class Pause(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """A response."""
 
     status: int
     headers: Mapping[str, str]
@@ -65,12 +65,12 @@ class Answer(NamedTuple):
 
 
 T = TypeVar("T")
-Outcome = Answer | Exception | None  # of an Ask: an answer, or why there is none; of a Pause: None
+Outcome = Answer | Exception | None  # of an Ask: a response or an error; of a Pause: None
 Steps = Generator[Ask | Pause, Outcome, T]
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """JSON, the same bytes for the same body: an Idempotency-Key holds for them. Raises ConfigError."""
+    """Encode JSON, with equal bytes for equal bodies, as an Idempotency-Key requires. Raises ConfigError."""
     try:
         return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as exc:
@@ -80,7 +80,7 @@ def encode(body: Mapping[str, Any]) -> bytes:
 def feedback_body(
     msg_ids: str | Sequence[str], task_id: str | None, run_id: str | None, said: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The body of a feedback, checked. A truth value is the number 1 or 0. Raises ConfigError naming the argument."""
+    """Build and check the body of a feedback. A truth value becomes 1 or 0. Raises ConfigError naming the argument."""
     ids = [msg_ids] if isinstance(msg_ids, str) else list(msg_ids)
     metrics = {name: _number(value) for name, value in (said.get("metrics") or {}).items()}
     said = {**said, "reward": _number(said.get("reward")), "metrics": metrics or None}
@@ -103,7 +103,7 @@ def _number(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """The value with "?" for each half of a pair of surrogates: a model's JSON may have one, and UTF-8 has none."""
+    """Replace each lone surrogate by "?": a model's JSON may contain one, and UTF-8 cannot encode it."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, Mapping):
@@ -112,7 +112,7 @@ def _as_text(value: Any) -> Any:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raises ConfigError unless the value is None or a finite number."""
+    """Raise ConfigError unless the value is None or a finite number."""
     if value is None or isinstance(value, bool):
         return
     if not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -120,9 +120,9 @@ def check_number(name: str, value: object) -> None:
 
 
 def exchange(ask: Ask, retry_s: float) -> Steps[Answer]:
-    """Send a request; again while there is no answer, or 408, 429 or 503, until retry_s have passed.
+    """Send a request; retry without a response, or after 408, 429 or 503, until retry_s have passed.
 
-    Raises Unreachable and Away. Every POST carries an Idempotency-Key, so that a repeat says nothing twice.
+    Raises Unreachable and Away. Every POST has an Idempotency-Key, so that repeats have no effect.
     """
     deadline, pause_s = time.monotonic() + retry_s, _FIRST_PAUSE_S
     while True:
@@ -130,7 +130,7 @@ def exchange(ask: Ask, retry_s: float) -> Steps[Answer]:
         if isinstance(outcome, Answer) and outcome.status not in (408, 429, 503):
             return outcome
         asked_s = _retry_after_s(outcome) if isinstance(outcome, Answer) else None
-        wait_s = max(asked_s or 0.0, pause_s) * random.uniform(1.0, 1.25)  # so that callers do not come in step
+        wait_s = max(asked_s or 0.0, pause_s) * random.uniform(1.0, 1.25)  # so that callers do not retry in step
         if time.monotonic() + wait_s > deadline:
             raise _gave_up(ask, outcome, asked_s)
         yield Pause(wait_s)
@@ -157,7 +157,7 @@ def _gave_up(ask: Ask, outcome: Outcome, retry_after_s: float | None) -> Flywhee
 
 
 def call_json(ask: Ask, retry_s: float) -> Steps[dict[str, Any]]:
-    """A request whose answer is a JSON object. Raises Refused, Away and Unreachable."""
+    """Send a request whose response is a JSON object. Raises Refused, Away and Unreachable."""
     answer = yield from exchange(ask, retry_s)
     if answer.status >= 400:
         message, code, param = _read_error(answer)
@@ -166,7 +166,7 @@ def call_json(ask: Ask, retry_s: float) -> Steps[dict[str, Any]]:
 
 
 def read_object(answer: Answer) -> dict[str, Any]:
-    """The JSON object of an answer. Raises Refused for anything else: a proxy's page, for one."""
+    """Return the JSON object of a response. Raises Refused for anything else, such as a proxy's page."""
     try:
         content = json.loads(answer.content)
     except ValueError:
@@ -186,7 +186,7 @@ def _read_error(answer: Answer) -> tuple[str, str | None, str | None]:
 
 
 def send_feedback(body: Mapping[str, Any], key: str | None, unknown_ok: bool, retry_s: float) -> Steps[Receipts]:
-    """POST /feedback. Raises NothingKnown, unless unknown_ok, when the explorer knows none of the targets."""
+    """POST /feedback. Raises NothingKnown, unless unknown_ok, if the explorer knows none of the targets."""
     if key is not None and not _KEY.fullmatch(key):
         raise ConfigError(f"idempotency_key={key!r}: give 1 to 80 letters, digits, _ or -")
     answer = yield from exchange(Ask("POST", "/feedback", encode(body), key or uuid.uuid4().hex), retry_s)
@@ -202,7 +202,7 @@ def send_feedback(body: Mapping[str, Any], key: str | None, unknown_ok: bool, re
 
 
 def send_commit(task_id: str | None, run_id: str | None, before: float | None, retry_s: float) -> Steps[Committed]:
-    """POST /commit: repeats of it do no harm."""
+    """POST /commit, which may be repeated."""
     check_number("before", before)
     body = encode({"task_id": task_id, "run_id": run_id, "time_threshold": before})
     content = yield from call_json(Ask("POST", "/commit", body), retry_s)
@@ -221,7 +221,7 @@ def get_status(retry_s: float) -> Steps[Status]:
 
 
 def get_ready(timeout_s: float, poll_s: float = 0.5) -> Steps[None]:
-    """Wait for GET /ready. Raises Unreachable or Away after timeout_s with what it said last."""
+    """Wait for GET /ready. Raises Unreachable or Away after timeout_s, with its last response."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -236,7 +236,7 @@ def get_ready(timeout_s: float, poll_s: float = 0.5) -> Steps[None]:
 
 
 def get_run(task_id: str, run_id: str | None, retry_s: float) -> Steps[list[dict[str, Any]] | None]:
-    """GET /runs: what was recorded of a run; None of an explorer that has no such route."""
+    """GET /runs: the recorded rows of a run; None if the explorer has no such route."""
     query = {"task_id": task_id, **({} if run_id is None else {"run_id": run_id})}
     answer = yield from exchange(Ask("GET", "/runs", query=query), retry_s)
     if answer.status in (404, 405, 501):
@@ -249,7 +249,7 @@ def get_run(task_id: str, run_id: str | None, retry_s: float) -> Steps[list[dict
 
 
 def read_url(url: str) -> str:
-    """The explorer's address without a path. Raises ConfigError."""
+    """Return the explorer's address without a path. Raises ConfigError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"url={url!r}: give http://HOST:PORT, as in FLYWHEEL_URL=http://127.0.0.1:8010")

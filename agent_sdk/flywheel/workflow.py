@@ -1,4 +1,4 @@
-"""Calling a user's functions: workflows, judges, reward functions; sync or async, with the arguments that they name."""
+"""Calls a user's functions: workflows, judges, reward functions; sync or async, with the arguments that they name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Result:
-    """What a workflow may return: its reward, the answer for a judge, and metrics.
+    """A return value for workflows: the reward, the answer for a judge, and metrics.
 
     >>> Result(response="42").response
     '42'
@@ -31,7 +31,7 @@ class Result:
 
 
 def is_async(function: Function) -> bool:
-    """Whether a call has to be awaited: of a coroutine function, or of an object whose `__call__` is one."""
+    """Whether a call must be awaited: for a coroutine function, or an object whose `__call__` is one."""
     target = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(target)
 
@@ -40,7 +40,7 @@ class Caller:
     """Calls one function with those of the offered arguments that it takes: by their names, or else by position.
 
     offered: the names of the arguments, in their order. Sync functions run in the pool, within the caller's context;
-    None is the event loop's own pool, which waits for a function that hangs.
+    None is the event loop's default pool, which waits for a function that hangs.
 
     >>> caller = Caller(lambda task: task["n"] + 1, ("task", "model", "run"), None)
     >>> caller.arguments({"n": 1}, None, None)
@@ -54,11 +54,11 @@ class Caller:
         self._places = _places(function, offered)
 
     def arguments(self, *values: Any) -> tuple[Any, ...]:
-        """The values that the function takes, in its order."""
+        """Return the values that the function takes, in its order."""
         return tuple(values[place] for place in self._places)
 
     async def __call__(self, *values: Any) -> Any:
-        """What the function returns."""
+        """Return the function's result."""
         arguments = self.arguments(*values)
         if self._is_async:
             return await self.function(*arguments)
@@ -69,7 +69,7 @@ class Caller:
 
 
 def _without_stop(function: Function, arguments: tuple[Any, ...]) -> Any:
-    """What the function returns. A future cannot hold StopIteration, and whoever awaits it would wait for ever."""
+    """Return the function's result. A future cannot store StopIteration: awaiting it would never end."""
     try:
         return function(*arguments)
     except StopIteration as exc:
@@ -97,9 +97,9 @@ def _places(function: Function, offered: tuple[str, ...]) -> tuple[int, ...]:
 
 
 async def within(call: Awaitable[T], timeout_s: float | None) -> T:
-    """The result of a call, or TimedOut. A sync function goes on in its thread, and nobody waits for it.
+    """Return the result of a call, or raise TimedOut. A sync function continues in its thread, without a waiter.
 
-    A call that ends as cancelled, which nobody here has asked for, is a RunError: the work goes on.
+    A call that ends as cancelled without a request from here raises RunError, and the work continues.
     """
     job = asyncio.ensure_future(call)
     try:
@@ -114,13 +114,13 @@ async def within(call: Awaitable[T], timeout_s: float | None) -> T:
 
 
 def name_of(function: Function) -> str:
-    """module:name of a function, the same at each start."""
-    inner = getattr(function, "func", function)  # of a functools.partial
+    """Return module:name of a function, which is the same at each start."""
+    inner = getattr(function, "func", function)  # for a functools.partial
     return f"{getattr(inner, '__module__', '')}:{getattr(inner, '__qualname__', type(inner).__qualname__)}"
 
 
 async def score(result: Any, judge: Caller | None, task: Any, run: Any) -> Reward | None:
-    """The reward of a workflow's result; a judge's wins. Raises ConfigError for a result that is none."""
+    """Return the reward of a workflow's result; a judge's wins. Raises ConfigError for an invalid result."""
     response = result.response if isinstance(result, Result) else result
     if judge is not None:
         judged = read_reward(await within(judge(task, response, run), None), "the judge")

@@ -1,7 +1,7 @@
-"""What the agent's side costs: `python -m benchmarks.agent_sdk [--share N] [--only PART …]` prints one JSON object.
+"""The cost of the agent's side: `python -m benchmarks.agent_sdk [--share N] [--only PART …]` prints one JSON object.
 
-Explorer, engine and trainer run in processes of their own; a peer is the same calls without the package, from the same
-run. Parts: import, wheel, production, chat, learn, memory, overload.
+Explorer, engine and trainer run in their own processes; each figure is compared with the same calls without the
+package, in the same run. Parts: import, wheel, production, chat, learn, memory, overload.
 """
 
 from pathlib import Path

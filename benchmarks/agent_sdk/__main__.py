@@ -26,7 +26,7 @@ DEAD = "http://127.0.0.1:9"
 
 
 def import_s() -> dict[str, float]:
-    """Seconds of imports in a fresh process, the best of five."""
+    """Seconds that the imports take in a fresh process; the best of five."""
 
     def best(code: str) -> float:
         found = []
@@ -41,9 +41,9 @@ def import_s() -> dict[str, float]:
 
 
 def wheel_kb() -> float:
-    """Size of the wheel, in thousands of bytes."""
+    """Size of the wheel, in kB."""
     with tempfile.TemporaryDirectory() as folder:
-        source = shutil.copytree(ROOT / "agent_sdk", Path(folder) / "source")  # a build leaves files beside it
+        source = shutil.copytree(ROOT / "agent_sdk", Path(folder) / "source")  # a build leaves files there
         command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
         subprocess.run([*command, str(source)], check=True)
         (wheel,) = Path(folder).glob("*.whl")
@@ -51,7 +51,7 @@ def wheel_kb() -> float:
 
 
 def beside_production(url: str, share: int) -> dict[str, Any]:
-    """What production notices of a runner, in all states of the explorer."""
+    """How a runner affects production, in each state of the explorer."""
     seconds = 15 / share
     found: dict[str, Any] = {"nothing_selected_added_us": production.added_us(url, 20_000 // share)}
     found["nothing_selected"] = production.latencies_ms(url, seconds, 0.0)

@@ -1,4 +1,4 @@
-"""What learn costs more than a bare loop that makes the same calls, what it keeps in memory, and the pace it keeps."""
+"""The cost of `learn` above a bare loop with the same calls, its memory, and its pace."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ async def four_turns(task: dict[str, Any], model: flywheel.Model) -> float:
 
 
 def learn(url: str, runs: int, folder: Path, **options: Any) -> flywheel.Report:
-    """learn over so many runs of four turns, 32 at once."""
+    """Run `learn` over this many runs of four turns, 32 at once."""
     given = {**COLLECT, "url": url, "folder": folder / f"learn-{next(_names)}", **options}
     return flywheel.learn(four_turns, [{"n": n} for n in range(runs)], **given)
 
 
 async def bare_loop(url: str, runs: int) -> None:
-    """A plain loop that makes the same calls: chats, one feedback and one commit for each run."""
+    """A plain loop with the same calls: chats, one feedback and one commit for each run."""
     import httpx
     import openai
 
@@ -56,7 +56,7 @@ async def bare_loop(url: str, runs: int) -> None:
 
 
 def beside_bare(url: str, runs: int, folder: Path) -> dict[str, float]:
-    """Wall and CPU seconds of learn and of the bare loop, each twice, in turns: the better ones."""
+    """Wall and CPU seconds of `learn` and of the bare loop: the better of two alternating runs."""
     ours, bare = [], []
     for _ in range(2):
         bare.append(_clocked(lambda: asyncio.run(bare_loop(url, runs))))
@@ -78,7 +78,7 @@ def _clocked(call: Any) -> tuple[float, float]:
 
 
 def memory(url: str, runs: int, folder: Path) -> dict[str, Any]:
-    """Resident memory of this process while learn makes so many runs: after the first twentieth, and the most."""
+    """Resident memory of this process during this many runs: after the first twentieth, and the peak."""
     seen: list[float] = []
     begun = itertools.count()
 
@@ -100,7 +100,7 @@ def _resident_mb() -> float:
 
 
 def overload(runs: int, folder: Path) -> dict[str, Any]:
-    """What became of rows when workers are faster than the trainer: with the pace that learn keeps, and without."""
+    """What happens to rows if workers are faster than the trainer: with the pace of `learn`, and without."""
     paced: dict[str, Any] = {"max_ready_rows": None}
     cases: dict[str, dict[str, Any]] = {
         "paced": paced,

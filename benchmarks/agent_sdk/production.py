@@ -1,4 +1,4 @@
-"""What a watched production call costs more than a bare one, and a chat through the package than one without it."""
+"""The cost of a watched production call above a bare one, and of a chat with the package above one without."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def watched(select: Any, url: str) -> tuple[flywheel.TrainingRunner, Callable[[A
 
 
 def added_us(url: str, calls: int) -> float:
-    """Microseconds that a watched call takes more than a bare one when nothing is selected."""
+    """Microseconds that a watched call adds to a bare one if nothing is selected."""
     runner, served = watched(flywheel.SamplingRate(0.0), url)
     request = {"text": "hello"}
 
@@ -47,9 +47,9 @@ def added_us(url: str, calls: int) -> float:
 
 
 def latencies_ms(url: str, seconds: float, share: float) -> dict[str, float]:
-    """Latencies of production calls at 100 a second, a share of which is replayed; a bare call after each of them.
+    """Latencies of production calls at 100 a second, a share of which is replayed; a bare call follows each.
 
-    late: how long after its time a call began, for both.
+    late: how much later than scheduled a call began, for both.
     """
     runner, served = watched(flywheel.SamplingRate(share, seed=1), url)
     found: list[float] = []
@@ -66,7 +66,7 @@ def latencies_ms(url: str, seconds: float, share: float) -> dict[str, float]:
             late.append(max(0.0, began - begin - number / 100) * 1e3)
             try:
                 await served(request)
-            except Exception:  # noqa: BLE001 — of production: counted
+            except Exception:  # noqa: BLE001 — an error of production: counted
                 failed += 1
             ended = time.perf_counter()
             await agent(request, None)
@@ -84,7 +84,7 @@ def latencies_ms(url: str, seconds: float, share: float) -> dict[str, float]:
 
 
 async def _chats(client: Any, number: int) -> float:
-    """CPU seconds of this thread for so many chats, one after the other."""
+    """CPU seconds of this thread for this many chats, one after the other."""
     began = time.thread_time()
     for _ in range(number):
         await client.chat.completions.create(model="agent", messages=HI)
@@ -92,7 +92,7 @@ async def _chats(client: Any, number: int) -> float:
 
 
 async def chat_cpu(url: str, chats: int) -> dict[str, float]:
-    """CPU of a chat through run.model.async_openai() and through a bare AsyncOpenAI, in turns."""
+    """CPU of a chat through run.model.async_openai() and through a bare AsyncOpenAI, alternating."""
     import openai
 
     ours, theirs = [], []

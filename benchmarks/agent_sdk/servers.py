@@ -1,7 +1,7 @@
-"""What the figures are taken against: python -m benchmarks.agent_sdk.servers KIND prints an address.
+"""Servers to measure against: `python -m benchmarks.agent_sdk.servers KIND` prints an address.
 
-KIND: explorer, over a scripted engine; trained, with a real trainer beside it, which prints what became of the rows at
-the end of its input; hanging, which takes every request and never answers; broken, which answers 500.
+KIND: explorer, over a scripted engine; trained, the same with a real trainer, which prints what happened to the rows
+when its input ends; hanging, which accepts every request and never answers; broken, which answers 500.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from sqlalchemy import func, select
 
 from benchmarks.agent_sdk import ROOT
 
-# Rows of an update and passes over them: such that the workers are at least three times as fast as the trainer.
+# Rows of an update, and passes over them: chosen so that the workers are at least three times as fast as the trainer.
 BATCH = 16
 EPOCHS = 4
 
 
 @contextmanager
 def server(kind: str, found: dict[str, Any] | None = None) -> Iterator[str]:
-    """The address of a server in a process of its own. found: takes what it prints at its end."""
+    """The address of a server in its own process. found: receives what it prints at its end."""
     command = [sys.executable, "-m", "benchmarks.agent_sdk.servers", kind]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield next(line.strip() for line in process.stdout if line.startswith("http"))  # libraries print, too
+            yield next(line.strip() for line in process.stdout if line.startswith("http"))  # libraries also print
         finally:
             said, _ = process.communicate("")
         if found is not None:
@@ -52,7 +52,7 @@ def serve_explorer() -> None:
 
 
 def serve_trained() -> None:
-    """Explorer and trainer as processes; then the rows that were trained, their staleness, and those thrown away."""
+    """Run explorer and trainer; then report the trained rows, their staleness, and the discarded rows."""
     from shared.ledger.connect import Ledger
     from tests.support.models import make_tiny_model
     from tests.support.scripted_engine import ScriptedEngine
@@ -90,7 +90,7 @@ def _trains(url: str) -> Iterator[bool]:
 
 
 def _staleness(ledger: Any) -> dict[str, Any]:
-    """A row's staleness: versions between the one that sampled it and the one it was trained on top of."""
+    """A row's staleness: versions between the one that sampled it and the parent of the one that trained on it."""
     from shared.ledger.tables import experiences
 
     behind = experiences.c.consumed_version - 1 - experiences.c.version
@@ -105,7 +105,7 @@ def _staleness(ledger: Any) -> dict[str, Any]:
 
 
 async def serve_nothing(answer: bytes) -> None:
-    """Take every request; answer it, or never."""
+    """Accept every request and send `answer`; empty: never answer."""
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -25,8 +25,8 @@ from benchmarks.front_door.gateways import OTHER_CORE, REPOSITORY, Gateway, star
 from benchmarks.front_door.load import measure_chats
 
 HONEST = 32
-STEADY_PAUSE_S = 0.05  # from a caller's chat to its next one
-AT_MOST = 2.0  # times the p99 of the same callers alone
+STEADY_PAUSE_S = 0.05  # between two chats of a caller
+AT_MOST = 2.0  # relative to the p99 of the same callers alone
 PROMPT, REPLY = 100, 64  # tokens
 
 
@@ -64,12 +64,12 @@ def _arguments() -> argparse.Namespace:
 
 
 async def measure(gateway: Gateway, folder: Path, crowd: Crowd, seconds: float, pause_s: float) -> dict[str, float]:
-    """The honest callers' chats beside a crowd."""
+    """Measure the honest callers' chats beside a crowd."""
     request = http_request(gateway)
     latencies: list[float] = []
     failed = 0
     async with connected(gateway, HONEST) as clients:
-        for client in clients:  # not counted: a connection's first chat
+        for client in clients:  # a connection's first chat is not counted
             await client.send(request)
         async with crowd(gateway, folder) as figures:
             until = time.perf_counter() + seconds
@@ -92,7 +92,7 @@ async def measure(gateway: Gateway, folder: Path, crowd: Crowd, seconds: float, 
 
 
 def summary(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians of the turns, and of the turns' ratios."""
+    """Medians over the turns, of the figures and of the ratios."""
     medians = {
         who: {key: statistics.median(each[key] for each in figures) for key in figures[0]}
         for who, figures in turns.items()

@@ -1,4 +1,4 @@
-"""The crowds: each lasts while its context is open. Knows nothing of honest callers."""
+"""The crowds: each lasts while its context is open. Independent of the honest callers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from benchmarks.front_door.gateways import Gateway
 
 SILENT, SLOW, DEAF, TARGETS = 2_000, 200, 50, 10_000
 DRIP_S = 0.1  # between two bytes of a slow body
-SETTLE_S = 6.0  # until the buffers of those who do not read are full
+SETTLE_S = 6.0  # until the buffers of callers that do not read are full
 RECEIVE_BUFFER = 4096
 
 
 class Misbehaviour(Exception):
-    """A crowd was not what it should be."""
+    """A crowd did not behave as intended."""
 
 
 @asynccontextmanager
@@ -32,7 +32,7 @@ async def nobody(_gateway: Gateway, _folder: Path) -> AsyncIterator[dict[str, fl
 
 @asynccontextmanager
 async def silent(gateway: Gateway, _folder: Path) -> AsyncIterator[dict[str, float]]:
-    """Half of them have begun the head of a request."""
+    """Half of the connections have sent the beginning of a request's head."""
     sockets = [await _connect(gateway) for _ in range(SILENT)]
     for opened in sockets[::2]:
         opened.send(b"POST /chat HTTP/1.1\r\nHost: ")
@@ -74,7 +74,7 @@ async def deaf(gateway: Gateway, _folder: Path) -> AsyncIterator[dict[str, float
 
 @asynccontextmanager
 async def raters(gateway: Gateway, folder: Path) -> AsyncIterator[dict[str, float]]:
-    """One feedback after the other, each of the same rows with another reward."""
+    """One feedback after the other on the same rows, each with another reward."""
     names = _recorded(folder)
     taken: list[float] = []
     ended = False

@@ -1,4 +1,4 @@
-"""The fake engine of crowds: a stream of it never ends, and is as fast as its reader.
+"""The fake engine of crowds: its streams never end, and are as fast as their readers.
 
 python -m benchmarks.crowds.engine PORT PROMPT_TOKENS REPLY_TOKENS
 """
@@ -15,7 +15,7 @@ HIGH_WATER = 256 * 1024  # bytes not yet taken by the kernel
 
 
 class FloodingUpstream(Upstream):
-    """Whole replies as the fake engine gives them, and streams without end."""
+    """The fake engine's whole replies, and endless streams."""
 
     async def _stream(self, name: bytes) -> None:
         transport = self._transport

@@ -55,7 +55,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _file(text: str) -> str:
-    """Absolute, and not resolved: a virtual environment's Python is a link."""
+    """An absolute path, links not resolved: a virtual environment's Python is a link."""
     path = Path(text).absolute()
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{text} is not a file")
@@ -74,7 +74,7 @@ def _named(size: tuple[int, int]) -> str:
 
 
 def run_size(args: argparse.Namespace, size: tuple[int, int], loads: dict[str, load.Load]) -> dict[str, Any]:
-    """Every load of every gateway, in turns."""
+    """Run every load of every gateway, in turns."""
     turns: Turns = {}
     with tempfile.TemporaryDirectory(prefix="flywheel-front-door-", dir=REPOSITORY) as name, ExitStack() as stack:
         gateways = _ready(args, size, args.only, Path(name), stack)
@@ -88,12 +88,12 @@ def run_size(args: argparse.Namespace, size: tuple[int, int], loads: dict[str, l
             for what, by_gateway in measured.items():
                 for gateway, figures in by_gateway.items():
                     turns.setdefault(gateway, {}).setdefault(what, []).append(figures)
-            gateways.reverse()  # so that none always follows the same one
+            gateways.reverse()  # so that no gateway always follows the same one
     return summarize(turns)
 
 
 def run_turn(gateways: list[Gateway], loads: dict[str, load.Load], requests: int) -> dict[str, dict[str, load.Figures]]:
-    """Every load of every gateway once: load -> gateway -> figures."""
+    """Run every load of every gateway once: load -> gateway -> figures."""
     measured = {}
     for what, measure in loads.items():
         by_gateway = {each.name: uvloop.run(load.run_load(measure, each, requests)) for each in gateways}

@@ -1,4 +1,4 @@
-"""A client that is quick, so that the gateway is what is measured. Knows HTTP/1.1 as far as the gateways speak it."""
+"""A fast client, so that the measurement is of the gateway. Supports only the HTTP/1.1 that the gateways use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ EVENT = b"data: "
 
 
 class ChatFailed(Exception):
-    """The gateway closed the connection in the middle, or answered with another status than 200."""
+    """The gateway closed the connection during an answer, or answered with a status other than 200."""
 
 
 class Client(asyncio.Protocol):
-    """One keep-alive connection, made anew when the gateway has closed it. It notes when each event arrives."""
+    """One keep-alive connection, reopened if the gateway closed it. Records when each event arrives."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -28,14 +28,14 @@ class Client(asyncio.Protocol):
         self._buffer = bytearray()
         self._done: asyncio.Future[None] | None = None
         self._need = -1  # bytes of the whole response; -1: not known yet; -2: ends with the last chunk
-        self.arrivals: list[float] = []  # of a stream's events
+        self.arrivals: list[float] = []  # of the events of a stream
         self.status = 0
 
     async def connect(self) -> None:
         await asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", self._port)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's has the methods, but is no subclass
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's has the methods, but is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -64,7 +64,7 @@ class Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        searched = max(0, len(self._buffer) - len(EVENT) + 1)  # an event's first bytes may have come before
+        searched = max(0, len(self._buffer) - len(EVENT) + 1)  # the event's first bytes may have arrived earlier
         self._buffer += data
         if self._need == -1:
             end = self._buffer.find(b"\r\n\r\n")
@@ -82,7 +82,7 @@ class Client(asyncio.Protocol):
 
 
 def http_request(gateway: Gateway, **more: Any) -> bytes:
-    """A chat. The engine, called directly, is asked for its token ids and logprobs, as the gateways ask it."""
+    """A chat. Sent directly to the engine, it requests token ids and logprobs, as the gateways do."""
     if gateway.process is None:
         more |= {"logprobs": True, "return_token_ids": True}
     messages = [{"role": "user", "content": "Where is my parcel? " * 20}]
@@ -93,7 +93,7 @@ def http_request(gateway: Gateway, **more: Any) -> bytes:
 
 @asynccontextmanager
 async def connected(gateway: Gateway, count: int) -> AsyncIterator[list[Client]]:
-    """So many clients. Their connections are closed at the end: open ones would count as the gateway's memory."""
+    """Several clients. Their connections close at the end: open ones would count as the gateway's memory."""
     clients = [Client(gateway.port) for _ in range(count)]
     for client in clients:
         await client.connect()
@@ -105,7 +105,7 @@ async def connected(gateway: Gateway, count: int) -> AsyncIterator[list[Client]]
 
 
 async def wait_ready(gateway: Gateway, limit_s: float = 300.0) -> None:
-    """Until a chat is answered. Ends the program, with the gateway's log, when its process ends before."""
+    """Wait until a chat is answered. If the gateway's process ends first, exit with its log."""
     deadline = time.monotonic() + limit_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""From the figures of all turns to the report: medians, ratios, and whether each target holds."""
+"""Makes the report from the figures of all turns: medians, ratios, and whether each target holds."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from benchmarks.front_door.load import Figures
 Turns = dict[str, dict[str, list[Figures]]]  # gateway -> load -> the figures of each turn
 ADDED = ("p50_ms", "p99_ms", "first_event_p50_ms", "gap_p50_ms")
 PEERS = ("trinity", "litellm")
-# Differences around nothing and counts have no ratio that says anything.
+# The ratio of differences near 0, or of counts, has no meaning.
 NO_RATIO = ("added_gap_p50_ms", "events_min", "events_max", "failed")
 PICK: dict[str, Callable[[list[float]], float]] = {
     "events_min": min,
     "events_max": max,
     "failed": sum,
-}  # of all turns; of every other figure the median
+}  # over all turns; for every other figure the median
 
 
 def add_latencies(measured: dict[str, Figures]) -> None:
-    """What each gateway adds to the engine's own latency, of one load in one turn."""
+    """Add what each gateway adds to the engine's own latency, for one load in one turn."""
     direct = measured["direct"]
     for name, figures in measured.items():
         if name != "direct":
@@ -29,7 +29,7 @@ def add_latencies(measured: dict[str, Figures]) -> None:
 
 
 def summarize(turns: Turns) -> dict[str, Any]:
-    """For each gateway the medians of its turns; for each pair to compare the ratios of both kinds."""
+    """For each gateway, the medians over its turns; for each compared pair, both kinds of ratios."""
     report: dict[str, Any] = {
         name: {load: _medians(figures) for load, figures in loads.items()} for name, loads in turns.items()
     }
@@ -66,7 +66,7 @@ def _ratio(value: float, other: float) -> float | None:
 
 
 def targets(report: dict[str, Any], n_reply: int, small: str, large: str) -> list[dict[str, Any]]:
-    """Each target with ours, the figure of the older commit, the bound, and whether ours holds; None: not measured.
+    """Each target: our figure, the older commit's, the bound, and whether ours holds; None: not measured.
 
     small, large: the names of the two sizes. Shares are medians of the ratios within each turn.
     """
@@ -96,7 +96,7 @@ def _share(report: dict[str, Any], size: str, load: str, figure: str, bound: flo
 
 
 def _both(figure: Callable[[str], float | None]) -> dict[str, float | None]:
-    """Ours, and that of the older commit."""
+    """Our figure, and that of the older commit."""
     return {name: figure(name) for name in ("flywheel", "before")}
 
 

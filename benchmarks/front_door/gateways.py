@@ -1,4 +1,4 @@
-"""The gateways as processes: their commands, their cores, their start and their end. Knows nothing of load."""
+"""The gateways as processes: their commands, cores, start and end. Independent of the loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("flywheel", "before", "trinity", "litellm")
 
 @dataclass(frozen=True)
 class Gateway:
-    """Something that answers chats. The engine itself, called directly, is one without a process."""
+    """Answers chats. The engine itself, called directly, is a gateway without a process."""
 
     name: str
     port: int
@@ -32,7 +32,7 @@ class Gateway:
     log: Path | None = None
 
     def cpu_s(self) -> float:
-        """CPU seconds of the gateway and its children, user and system, ended threads included."""
+        """CPU seconds of the gateway and its children, user and system, including ended threads."""
         if self.process is None:
             return 0.0
         return sum(_cpu_s(process.pid) for process in [self.process, *self.process.children(recursive=True)])
@@ -42,7 +42,7 @@ class Gateway:
         return float(self.process.memory_info().rss) / 2**20
 
     def why_not_running(self) -> str | None:
-        """The end of its log when its process has ended; None while it runs."""
+        """The end of its log if its process has ended; None while it runs."""
         if self.process is None or self.process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return None
         return self.log.read_text(errors="replace")[-2000:] if self.log else ""
@@ -58,7 +58,7 @@ def _cpu_s(pid: int) -> float:
 def start_gateways(
     names: tuple[str, ...], peers: str | None, against: Path | None, upstream: int, folder: Path, stack: ExitStack
 ) -> list[Gateway]:
-    """The engine itself, and those of `names` whose files were given. The stack ends them."""
+    """Start the engine, and the gateways of `names` whose files are given. The stack ends them."""
     makers: dict[str, Callable[[int], list[str]]] = {
         "flywheel": lambda port: _flywheel_command(upstream, port, folder / "flywheel"),
     }
@@ -80,7 +80,7 @@ def start_gateways(
 def start_upstream(
     n_prompt: int, n_reply: int, folder: Path, stack: ExitStack, module: str = "benchmarks.upstream"
 ) -> int:
-    """The fake engine; its port."""
+    """Start the fake engine. Returns its port."""
     port = free_port()
     command = [sys.executable, "-m", module, str(port), str(n_prompt), str(n_reply)]
     stack.enter_context(_running(command, OTHER_CORE, folder / "upstream.log", REPOSITORY))
@@ -95,7 +95,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def _running(command: list[str], core: int, log: Path, checkout: Path) -> Iterator[psutil.Process]:
-    """A process pinned to one core, that imports our packages from one checkout. It and its children are ended."""
+    """Run a process that is pinned to one core and imports our packages from one checkout; end it and its children."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

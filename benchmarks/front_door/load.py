@@ -1,4 +1,4 @@
-"""The loads: what is sent to a gateway and what is measured of it. One call measures one gateway for a few seconds."""
+"""The loads: requests to a gateway, and the figures measured. One call measures one gateway for a few seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.front_door.client import ChatFailed, Client, connected, http_req
 from benchmarks.front_door.gateways import Gateway
 
 Figures = dict[str, float]
-# One load each: the gateway, and how many plain chats. Streams do not depend on that number.
+# A load takes the gateway, and the number of plain chats. Streams do not depend on this number.
 Load = Callable[[Gateway, int], Coroutine[Any, Any, Figures]]
 
 LIMIT_S = 300.0  # for one load of one gateway
@@ -24,7 +24,7 @@ class LoadFailed(Exception):
 
 
 async def run_load(measure: Load, gateway: Gateway, requests: int) -> Figures:
-    """One load of one gateway, within LIMIT_S. Raises LoadFailed."""
+    """Run one load of one gateway, within LIMIT_S. Raises LoadFailed."""
     try:
         async with asyncio.timeout(LIMIT_S):
             return await measure(gateway, requests)
@@ -33,7 +33,7 @@ async def run_load(measure: Load, gateway: Gateway, requests: int) -> Figures:
 
 
 async def measure_chats(gateway: Gateway, in_flight: int, requests: int) -> Figures:
-    """Plain chats, so many at once. One that fails is counted and nothing else: a peer may refuse some under load."""
+    """Plain chats, `in_flight` at once. A failed one is only counted: a peer may refuse some under load."""
     request = http_request(gateway)
     latencies: list[float] = []
     failures: list[ChatFailed] = []
@@ -46,7 +46,7 @@ async def measure_chats(gateway: Gateway, in_flight: int, requests: int) -> Figu
                 failures.append(error)
 
     async with connected(gateway, in_flight) as clients:
-        for client in clients:  # not counted: a connection's first chat
+        for client in clients:  # a connection's first chat is not counted
             with contextlib.suppress(ChatFailed):
                 await client.send(request)
         before, started = gateway.cpu_s(), time.perf_counter()
@@ -64,7 +64,7 @@ async def measure_chats(gateway: Gateway, in_flight: int, requests: int) -> Figu
 
 
 async def measure_streams(gateway: Gateway, in_flight: int, rounds: int, within_s: float = 0.02) -> Figures:
-    """Streams of one event each 20 ms. The first ones begin one after the other within so many seconds."""
+    """Streams of one event each 20 ms. The first ones begin one after the other within `within_s`."""
     request = http_request(gateway, stream=True)
     firsts: list[float] = []
     gaps: list[float] = []
@@ -113,19 +113,19 @@ STREAMS: dict[str, Load] = {
     "streams_1": lambda gateway, _: measure_streams(gateway, 1, 6),
     "streams_16": lambda gateway, _: measure_streams(gateway, 16, 2),
     "streams_64": lambda gateway, _: measure_streams(gateway, 64, 2),
-    # as many, but begun over a stream's whole length, as in a steady state
+    # the same number, but with starts spread over a stream's length, as in a steady state
     "streams_64_steady": lambda gateway, _: measure_streams(gateway, 64, 2, within_s=1.28),
 }
 
 
 async def warm_up(gateway: Gateway, requests: int) -> Figures:
-    """Loads like those that are measured afterwards."""
+    """Run loads like those that are measured afterwards."""
     await measure_chats(gateway, 32, requests)
     return await measure_streams(gateway, 16, 1)
 
 
 async def measure_idle(gateways: list[Gateway], seconds: float = 5.0) -> dict[str, Figures]:
-    """CPU of gateways that nobody calls: of all of them at once, since none takes much."""
+    """CPU of idle gateways: of all at once, since none uses much."""
     before = [gateway.cpu_s() for gateway in gateways]
     started = time.perf_counter()
     await asyncio.sleep(seconds)
@@ -137,7 +137,7 @@ async def measure_idle(gateways: list[Gateway], seconds: float = 5.0) -> dict[st
 
 
 async def soak(gateways: list[Gateway], chats: int, parts: int = 10) -> dict[str, dict[str, Any]]:
-    """Resident memory of each gateway after each part of so many chats, 32 in flight; the gateways take turns."""
+    """Resident memory of each gateway after each part of `chats`, 32 in flight; the gateways alternate."""
 
     async def measure_part(gateway: Gateway, requests: int) -> Figures:
         return await measure_chats(gateway, 32, requests)

@@ -1,1 +1,1 @@
-"""How quickly, how well and how robustly each algorithm learns from each form of feedback."""
+"""How fast, how well and how robustly each algorithm learns from each form of feedback."""

@@ -1,13 +1,14 @@
-"""How quickly, how well and how robustly each algorithm learns from each form of feedback.
+"""How fast, how well and how robustly each algorithm learns from each form of feedback.
 
     python -m benchmarks.learning [--cases sparse,wrong/clean] [--first-seed N] [--seeds N] [--curves FOLDER]
                                  [--out FILE] [--peers PYTHON]
 
-The support desk on the trainer's own code, sampled by its own policy (see world.py and run.py). A case is of cases.py,
-or `styles`: two tasks of opposite style learnt one after the other, with and without rehearsal. Prints JSON: of each
-case the figures of each seed, their medians and ranges. A file that exists is completed: its cases are not run again.
+The support desk on the trainer's own code, sampled from its own policy (see world.py and run.py). A case is one of
+cases.py, or `styles`: two tasks of opposite style learnt one after the other, with and without rehearsal. Prints JSON:
+for each case the figures of each seed, their medians and ranges. An existing file is completed: its cases do not run
+again.
 
-Cases of corrections also say what replies are worth in three departments that nobody corrects: `uncorrected_before`,
+Cases of corrections also report the worth of replies in three departments that nobody corrects: `uncorrected_before`,
 `uncorrected_after`, and the difference, `uncorrected_lost`. With --peers, the Python of a virtual environment with
 requirements/peers.txt, TRL's trainers learn from the same customers (see peers.py): `sparse/TRL GRPO` and others.
 """
@@ -32,18 +33,18 @@ from benchmarks.learning.world import DEPARTMENTS, STEPS, World, make_base, wort
 from examples.support_desk import desk
 from examples.support_desk.base_model import base_model, teacher
 
-REACHABLE = 1.0  # a ticket says both, its desk and its priority
+REACHABLE = 1.0  # a ticket determines both, its desk and its priority
 ENOUGH = 0.9
-SMOOTH = 5  # versions that a curve's mean is taken over
+SMOOTH = 5  # versions in the running mean of a curve
 STYLES = ("styles/no rehearsal", "styles/rehearsal")
 OTHERS = ("devices", "network", "travel")  # departments of the second task
 JUDGED = 400  # replies
-CORRECTED = "corrections/"  # cases whose replies elsewhere are judged, too
-JUDGED_ELSEWHERE = 4000  # as many as a difference of 0.02 takes
+CORRECTED = "corrections/"  # cases whose replies in other departments are judged too
+JUDGED_ELSEWHERE = 4000  # enough for a difference of 0.02
 
 
 def main() -> None:
-    """Run what is asked for, and print it."""
+    """Run the requested cases and print their figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", default="")
     parser.add_argument("--first-seed", type=int, default=0)
@@ -77,13 +78,13 @@ def main() -> None:
 
 
 def save(found: dict[str, Any], file: Path) -> None:
-    """Write what was found, a line for each case."""
+    """Write the figures, a line for each case."""
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items())
     file.write_text(f"{{\n{lines}\n}}\n")
 
 
 def run_case(name: str, base: Path, seed: int, peers: str | None = None) -> dict[str, Any]:
-    """The figures of one case with one seed. peers: the Python that runs those of TRL."""
+    """The figures of one case with one seed. peers: the Python that runs TRL's cases."""
     curve = run_styles(base, seed, name) if name in STYLES else play(base, seed, name, peers)
     smooth = [statistics.mean(curve.rewards[max(0, n - SMOOTH + 1) : n + 1]) for n in range(len(curve.rewards))]
     enough = next((n for n, value in enumerate(smooth) if n >= SMOOTH and value >= ENOUGH * REACHABLE), None)
@@ -101,7 +102,7 @@ def run_case(name: str, base: Path, seed: int, peers: str | None = None) -> dict
 
 
 def play(base: Path, seed: int, name: str, peers: str | None) -> Curve:
-    """One case of ours or of a peer."""
+    """Run one case, ours or a peer's."""
     world, elsewhere = World(base), World(base, OTHERS)
     with contextlib.ExitStack() as stack:
         if name in PEERS:
@@ -122,12 +123,12 @@ def play(base: Path, seed: int, name: str, peers: str | None) -> Curve:
 
 
 def mean_worth(world: World, contestant: Contestant) -> float:
-    """What a policy's replies are worth; the tickets are always the same."""
+    """The mean worth of a policy's replies; the tickets are always the same."""
     return statistics.mean(map(worth, world.sample(contestant.policy, random.Random(9), JUDGED_ELSEWHERE)))
 
 
 def run_styles(base: Path, seed: int, name: str) -> Curve:
-    """Two tasks, one after the other; what the first one's replies are worth before and after the second."""
+    """Learn two tasks, one after the other; measure the first one's worth before and after the second."""
     settings = {"algorithm": "sft", "rehearse": 0.25 if name == STYLES[1] else 0.0}
     first = Plan(settings, each(correction), share=0.2, rows=16, versions=100)
     second = replace(first, say=each(reversed_correction))
@@ -144,13 +145,13 @@ def run_styles(base: Path, seed: int, name: str) -> Curve:
 
 
 def is_reversed(reply: Any) -> bool:
-    """Whether it is right in the second task's style."""
+    """Whether the reply is right in the second task's style."""
     priority, _, at = (part.strip() for part in reply.text.partition(","))
     return bool((at, priority) == (reply.ticket.desk, reply.ticket.priority) and at in desk.DESKS)
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median and range of each figure over the seeds; of episodes only of runs that came so far."""
+    """Median and range of each figure over the seeds; of episodes only over runs that reached ENOUGH."""
     figures: dict[str, Any] = {"runs": len(runs), "reached": sum(run["episodes"] is not None for run in runs)}
     for name in runs[0]:
         values = [run[name] for run in runs if isinstance(run[name], int | float)]

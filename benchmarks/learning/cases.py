@@ -1,4 +1,4 @@
-"""What is tried: how customers speak, and which algorithms listen."""
+"""The cases: the feedback of customers, and the algorithms that learn from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reward(reply: Reply, _draw: random.Random) -> list[Signal]:
 
 
 def rating(reply: Reply, draw: random.Random) -> list[Signal]:
-    """Up as often as the answer is good."""
+    """Up with a probability of the reply's worth."""
     return [Signal("rating", text="up" if draw.random() < worth(reply) else "down")]
 
 
@@ -47,12 +47,12 @@ def everything(reply: Reply, draw: random.Random) -> list[Signal]:
 
 
 def each(say: Callable[[Reply, random.Random], list[Signal]]) -> Say:
-    """The same of each reply, without a key."""
+    """The same kind of feedback on each reply, without a key."""
     return lambda replies, draw: [(say(reply, draw), None) for reply in replies]
 
 
 def of_others(say: Callable[[Reply, random.Random], list[Signal]]) -> Say:
-    """The same signals, each of another reply than the one that it is about."""
+    """The same signals, each given to another reply than the one it is about."""
 
     def shuffled(replies: list[Reply], draw: random.Random) -> list[tuple[list[Signal], str | None]]:
         return [(say(reply, draw), None) for reply in draw.sample(replies, len(replies))]
@@ -61,7 +61,7 @@ def of_others(say: Callable[[Reply, random.Random], list[Signal]]) -> Say:
 
 
 def flipped(share: float) -> Say:
-    """Rewards of which so many are the wrong way round."""
+    """Rewards; this share of them is inverted."""
 
     def say(reply: Reply, draw: random.Random) -> list[Signal]:
         value = worth(reply)
@@ -71,7 +71,7 @@ def flipped(share: float) -> Say:
 
 
 def flipped_ratings(share: float) -> Say:
-    """Thumbs, up as often as the answer is good, of which so many are the wrong way round."""
+    """Ratings, up with a probability of the reply's worth; this share of them is inverted."""
 
     def say(reply: Reply, draw: random.Random) -> list[Signal]:
         up = (draw.random() < worth(reply)) != (draw.random() < share)
@@ -81,7 +81,7 @@ def flipped_ratings(share: float) -> Say:
 
 
 def one_hates(share: float) -> Say:
-    """Rewards; so many of the replies are judged by one key, which likes nothing."""
+    """Rewards; one key judges this share of the replies, and gives 0 to all."""
 
     def say(replies: list[Reply], draw: random.Random) -> list[tuple[list[Signal], str | None]]:
         hates = [draw.random() < share for _ in replies]
@@ -100,12 +100,12 @@ def _alone(name: str, **section: Any) -> dict[str, Any]:
 PPO = {"lam": 0.8, "kl_coef": 0.02, "critic_learning_rate": 1e-3, "value_clip": 0.0, "normalize_returns": False}
 SAMPLED: dict[str, Any] = {"top_k": 0, "teacher": "live"}
 HELD: dict[str, Any] = {**SAMPLED, "kl_coef": 0.2}
-FAST: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 4}  # of corrections, which name the right tokens
-WORDS: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 8, "minibatches": 2}  # half of the rows a step
+FAST: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 4}  # for corrections, which name the right tokens
+WORDS: dict[str, Any] = {"learning_rate": 1e-3, "epochs": 8, "minibatches": 2}  # half of the rows in each step
 HINT: dict[str, Any] = {**_alone("hint"), **WORDS}
 MIX: dict[str, Any] = {"algorithms": {"reinforce_pp": 0.3, "hint": 1.0}, "reinforce_pp": STEADY, **WORDS}
-AGAIN: dict[str, Any] = {"rehearse": 4.0, "warmup_updates": 5, "learning_rate": 1.5e-3}  # a few rows, often
-STEPS: dict[str, Any] = {"epochs": 4, "minibatches": 2}  # of policy gradients: half of the rows each
+AGAIN: dict[str, Any] = {"rehearse": 4.0, "warmup_updates": 5, "learning_rate": 1.5e-3}  # few rows, many times
+STEPS: dict[str, Any] = {"epochs": 4, "minibatches": 2}  # for policy gradients: half of the rows in each step
 REINFORCE: dict[str, Any] = {**_alone("reinforce_pp", **STEADY), **STEPS}
 _SPARSE: dict[str, Any] = {"rows": 64, "versions": 80}
 _TASKS: dict[str, Any] = {"say": each(reward), "runs": 4, **_SPARSE}
@@ -113,8 +113,8 @@ _OLD: dict[str, Any] = {"late": (OLD, OLD), "versions": 200 + OLD, "share": 0.5,
 _FIXED: dict[str, Any] = {"share": 0.05, "versions": 80}
 _AT_ONCE: dict[str, Any] = {"late": (0, 0), "versions": 60}
 _WRONG: dict[str, Any] = {"share": 0.5, "rows": 64, "versions": 100}
-_FLIPPED: dict[str, Any] = {**_WRONG, "rows": 128}  # noise is averaged over more rows
-_THUMBS: dict[str, Any] = {**_FLIPPED, "versions": 200}  # which say less than rewards
+_FLIPPED: dict[str, Any] = {**_WRONG, "rows": 128}  # more rows average the noise
+_THUMBS: dict[str, Any] = {**_FLIPPED, "versions": 200}  # ratings carry less information than rewards
 
 
 def _old(**section: Any) -> Plan:
@@ -123,7 +123,7 @@ def _old(**section: Any) -> Plan:
 
 
 CASES: dict[str, Plan] = {
-    # sparse: of 10 % of single samples something is said, up to 4 versions late
+    # sparse: 10 % of single samples get feedback, up to 4 versions late
     "sparse/ppo": Plan(_alone("ppo", **PPO), each(reward), **_SPARSE),
     "sparse/reinforce_pp": Plan(REINFORCE, each(reward), **_SPARSE),
     "sparse/spo": Plan({**_alone("spo", **STEADY), **STEPS}, each(reward), **_SPARSE),
@@ -134,34 +134,34 @@ CASES: dict[str, Plan] = {
     "sparse/hint": Plan({**HINT, **AGAIN}, each(comment), versions=80),
     "sparse/hint without rehearsal": Plan(HINT, each(comment), versions=80),
     "sparse/mix": Plan({**MIX, **AGAIN}, each(everything), versions=80),
-    # rewards of a tenth of the tasks, each attempted four times; those of step_grpo are of two tickets
+    # rewards on a tenth of the tasks, each attempted four times; a task of step_grpo has two tickets
     "tasks/grpo": Plan({**_alone("grpo", **STEADY), **STEPS}, **_TASKS),
     "tasks/rloo": Plan({**_alone("rloo", **STEADY), **STEPS}, **_TASKS),
     "tasks/step_grpo": Plan({**_alone("step_grpo", **STEADY), **STEPS}, **_TASKS, turns=2),
-    # rewards of a tenth, of which the best are learnt, or none: a teacher's opinion is
+    # rewards on a tenth: raft learns the best replies, distill a teacher's opinion instead
     "sparse/raft": Plan({**_alone("raft", above=0.9), **STEPS}, each(reward), **_SPARSE),
     "sparse/distill": Plan({**_alone("distill", path=str(TEACHER), kl_coef=0.0), **STEPS}, each(reward), **_SPARSE),
-    # comments alone, and the same ones of other rows
+    # comments alone, and the same comments on other rows
     "comments/hint": Plan(HINT, each(comment), **_AT_ONCE),
     "comments/hint with a live teacher": Plan(_alone("hint", teacher="live"), each(comment), **_AT_ONCE),
     "comments/hint by sampled tokens": Plan(_alone("hint", **SAMPLED, kl_coef=0.01), each(comment), **_AT_ONCE),
     "comments/hint by sampled tokens and a kl_coef": Plan(_alone("hint", **HELD), each(comment), **_AT_ONCE),
     "comments/hint of other rows": Plan(HINT, of_others(comment), **_AT_ONCE),
-    # corrections of 5 %
+    # corrections of 5 % of the replies
     "corrections/sft": Plan({**_alone("sft"), **FAST}, each(correction), **_FIXED),
     "corrections/dpo": Plan(_alone("dpo"), each(correction), share=0.05, versions=120),
     "corrections/dpo and sft": Plan({"algorithms": {"dpo": 1.0, "sft": 0.2}}, each(correction), **_FIXED),
     "corrections/hint": Plan(HINT, each(correction), **_FIXED),
-    # wrong ones
+    # wrong rewards
     "wrong/clean": Plan(REINFORCE, each(reward), **_WRONG),
     "wrong/one key hates": Plan(REINFORCE, one_hates(0.3), **_WRONG),
     "wrong/one centred key hates": Plan({**REINFORCE, "center_keys": True}, one_hates(0.3), **_WRONG),
-    # a fifth of the rewards or ratings the wrong way round, and none
+    # a fifth of the rewards or ratings inverted, and none
     "flipped/none": Plan(REINFORCE, each(reward), **_FLIPPED),
     "flipped/20 %": Plan(REINFORCE, flipped(0.2), **_FLIPPED),
     "flipped/no ratings": Plan(REINFORCE, flipped_ratings(0.0), **_THUMBS),
     "flipped/20 % of ratings": Plan(REINFORCE, flipped_ratings(0.2), **_THUMBS),
-    # old rows: 200 updates on what was sampled 16 versions before
+    # old rows: 200 updates on replies sampled 16 versions before
     "old/clip": _old(importance_cap=1e9),
     "old/clip truncated": _old(),
     "old/topr": _old(surrogate="topr"),

@@ -1,9 +1,9 @@
 """TRL's trainers in the place of ours: the loop that a user would write around them.
 
 TRL has no stream, so a peer is our case with another learner: the same customers, draws, delays, sampler, seeds and
-base model. Feedback is collected as it comes. Whenever an update's rows are ready, TRL's trainer learns from them in a
-process of the peers' Python (benchmarks/peers/trl_learner.py), and its weights are sampled from then on. Of more rows
-the oldest come first, one update a version. A peer may be handed rows of earlier updates again, as our `rehearse` does.
+base model. Feedback is collected as it arrives. When an update's rows are complete, TRL's trainer learns from them in a
+process of the peers' Python (benchmarks/peers/trl_learner.py), and its weights are sampled from then on. The oldest
+rows come first, one update a version. A peer may get rows of earlier updates again, like our `rehearse`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Peer:
     like: str  # our case, whose customers, delays, versions and rows it shares
     trainer: str  # in trl_learner
     settings: dict[str, Any]  # of trl_learner
-    rows: int | None = None  # in an update; None: as many as our case
-    again: int = 0  # times as many rows of earlier updates in each
+    rows: int | None = None  # in an update; None: as in our case
+    again: int = 0  # rows of earlier updates in each, as a multiple of `rows`
 
     @property
     def plan(self) -> Plan:
-        """What is said, when, and of how many replies."""
+        """The feedback, its delays, and the number of replies with it."""
         ours = CASES[self.like]
         return replace(ours, rows=self.rows or ours.rows)
 
@@ -60,7 +60,7 @@ _SDPO: dict[str, Any] = {
     "teacher_model_kind": "base", "distillation_mode": "full_logits", "distillation_alpha": 0.0,
 }  # fmt: skip
 _WITH_SFT: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]}
-_IN_BALANCE: dict[str, Any] = {"undesirable_weight": 0.25}  # by TRL's advice: a fourth to a third of ratings are up
+_IN_BALANCE: dict[str, Any] = {"undesirable_weight": 0.25}  # as TRL advises: a fourth to a third of ratings are up
 
 PEERS: dict[str, Peer] = {
     "sparse/TRL GRPO": Peer("sparse/reinforce_pp", "grpo", {**_STEPS, "beta": 0.1}),
@@ -75,7 +75,7 @@ PEERS: dict[str, Peer] = {
 
 
 class RowWriter:
-    """Makes rows for TRL of replies and of what is said of them. Texts become tokens as in our trainer."""
+    """Makes rows for TRL from replies and their feedback. Texts become tokens as in our trainer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -83,7 +83,7 @@ class RowWriter:
         self._hints = HintWriter(tokenizer, HintConfig.model_validate(HINT), None)
 
     def row(self, reply: Reply, signals: list[Signal]) -> dict[str, Any]:
-        """A row with all that a trainer may want of it."""
+        """A row with everything that a trainer may need."""
         tokens, said = reply.tokens, tuple(signals)
         row: dict[str, Any] = {"prompt": tokens.prompt_ids.tolist(), "reply": tokens.reply_ids.tolist()}
         row["logprobs"] = [float(one) for one in tokens.logprobs]
@@ -95,7 +95,7 @@ class RowWriter:
                 row["up"] = signal.text == "up"
             elif signal.kind == "correction":
                 (written,) = self._answers.with_corrections([heard])
-                says_the_same = written.correction is None  # which SFT learns from, and DPO has no gradient of
+                says_the_same = written.correction is None  # SFT learns from it, and DPO gets no gradient from it
                 row["correction"] = row["reply"] if says_the_same else written.correction.tolist()
             elif signal.kind == "comment":
                 (written,) = self._hints.write([heard])
@@ -104,7 +104,7 @@ class RowWriter:
 
 
 class TrlDesk:
-    """What a trainer of TRL has in the place of our desk's parts."""
+    """A trainer of TRL in the place of our Desk."""
 
     def __init__(
         self,
@@ -115,9 +115,9 @@ class TrlDesk:
         weights: Path,
         again: int = 0,
     ) -> None:
-        """rows: new ones in an update. again: times as many of earlier updates.
+        """rows: new ones in an update. again: rows of earlier updates, as a multiple of `rows`.
 
-        process: answers each line of rows with one of figures, once the weights are written.
+        process: answers each line of rows with a line of figures, after it has written the weights.
         """
         self.policy = policy
         self._writer, self._process, self._weights = writer, process, weights
@@ -149,20 +149,20 @@ class TrlDesk:
         return figures
 
     def _drawn(self, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows of earlier updates. TRL takes the same number each time: the first few updates repeat some."""
+        """Rows of earlier updates. TRL needs the same number each time, so the first few updates repeat some."""
         wanted = self._again * len(new)
         drawn = self._draw.sample(self._learnt, min(wanted, len(self._learnt)))
         return drawn + self._draw.choices([*new, *self._learnt], k=wanted - len(drawn))
 
 
 def _environment() -> dict[str, str]:
-    """Ours without what a desk of our own says of its ranks: TRL would wait for them."""
+    """Our environment without the variables of our own ranks: TRL would wait for those ranks."""
     return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
 @contextlib.contextmanager
 def open_trl(base: Path, world: World, peer: Peer, seed: int, python: str) -> Iterator[TrlDesk]:
-    """A trainer of TRL in a process of its own. python: that of a virtual environment with requirements/peers.txt."""
+    """A trainer of TRL in its own process. python: of a virtual environment with requirements/peers.txt."""
     policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         weights, rows = Path(folder) / "model.safetensors", peer.plan.rows * (1 + peer.again)

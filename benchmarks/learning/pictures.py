@@ -27,7 +27,7 @@ COLOURS = ("#1f6f8b", "#c8553d", "#588157", "#7d5ba6", "#e09f3e", "#444444")
 
 
 def draw(found: dict[str, Any], folder: Path) -> None:
-    """A picture for each page that has cases."""
+    """Draw a picture for each page that has cases."""
     folder.mkdir(parents=True, exist_ok=True)
     for page, cases in PAGES.items():
         known = [case for case in cases if case in found]

@@ -1,9 +1,9 @@
-"""One run: customers say things of what the policy sampled, and the trainer's own code learns from it.
+"""One run: customers give feedback on what the policy sampled, and the trainer's own code learns from it.
 
-Each version samples a number of replies. Of some of them something is said, at once or versions later; these alone are
-recorded, in a ledger, by the transitions that chats, feedback and commits use. Of the others some are sampled to
-measure a version's reward, and the rest is counted. The claim, the preparations and the update are the trainer's. Of a
-version nothing is written: the policy is sampled as it is in memory.
+Each version samples a number of replies. Some of them get feedback, at once or versions later; only these are recorded,
+in a ledger, by the transitions that chats, feedback and commits use. Some others are sampled to measure a version's
+reward, and the rest is only counted. The claim, the preparations and the update are the trainer's. No version is
+written: the policy is sampled in memory.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
 
 Say = Callable[[list[Reply], random.Random], list[tuple[list[Signal], str | None]]]
-"""What is said of replies, one for each: the signals, and the key that says them."""
+"""The feedback on replies, one for each: the signals, and the key that gives them."""
 Said = tuple[str, list[Signal], str | None]
-"""What is said of one reply, by its name."""
-MEASURED = 200  # replies of a version, whose mean worth is its reward
+"""The feedback on one reply, by its name."""
+MEASURED = 200  # replies of a version; their mean worth is its reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class Plan:
 
     trainer: dict[str, Any]
     say: Say
-    share: float = 0.1  # of the replies, of which something is said
-    late: tuple[int, int] = (0, 4)  # versions after which it is said: from, to
+    share: float = 0.1  # of the replies that get feedback
+    late: tuple[int, int] = (0, 4)  # delay of the feedback in versions: from, to
     versions: int = 120
     rows: int = 16  # in an update
     departments: tuple[str, ...] | None = None  # None: the world's
-    runs: int = 1  # of each task; what is said of them comes together. 1: chats that name no task
-    turns: int = 1  # of a run: tickets of one customer, each in a chat of its own
+    runs: int = 1  # of each task; their feedback arrives together. 1: chats that name no task
+    turns: int = 1  # of a run: tickets of one customer, each in its own chat
 
     @property
     def attempts(self) -> int:
@@ -63,7 +63,7 @@ class Plan:
         return self.runs * self.turns
 
     def names(self, version: int, place: int) -> dict[str, str]:
-        """The task and the run of one of a version's replies, as a sample has them; none without tasks."""
+        """The task and the run of one of a version's replies, as fields of a sample; none without tasks."""
         if self.attempts == 1:
             return {}
         return {"task_id": f"t{version}-{place // self.attempts}", "run_id": f"r{place // self.turns}"}
@@ -73,25 +73,25 @@ class Plan:
 class Curve:
     """What a run measured."""
 
-    rewards: list[float] = field(default_factory=list)  # of each version: the mean worth of its replies
+    rewards: list[float] = field(default_factory=list)  # of each version: its mean worth
     per_version: int = 0  # replies
     seconds: float = 0.0
     last: dict[str, float] = field(default_factory=dict)  # figures of the last update
-    after: dict[str, float] = field(default_factory=dict)  # what else was measured at the end
+    after: dict[str, float] = field(default_factory=dict)  # other figures, measured at the end
 
 
 class Contestant(Protocol):
-    """Who learns: our trainer, or a peer in its place."""
+    """The learner: our trainer, or a peer in its place."""
 
     @property
     def policy(self) -> Any:
         """The module that is sampled."""
 
     def record(self, names: list[str], replies: list[Reply], version: int) -> None:
-        """Keep replies of which something will be said."""
+        """Store replies that will get feedback."""
 
     def hear(self, said: list[Said]) -> bool:
-        """What is said now. Returns whether there is something to learn from."""
+        """Receive feedback. Returns whether there is something to learn from."""
 
     def update(self, version: int) -> dict[str, float]:
         """Learn from an update's rows. Returns figures."""
@@ -99,7 +99,7 @@ class Contestant(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """A trainer's parts in this process."""
+    """The parts of a trainer, in this process."""
 
     config: Config
     plan: Plan
@@ -120,7 +120,7 @@ class Desk:
             transitions.record(connection, samples)
 
     def hear(self, said: list[Said]) -> bool:
-        """Feedback and a commit."""
+        """Apply feedback and commit."""
         about: dict[str, Any] = {"task_id": None, "run_id": None, "rule": RewardConfig()}
         with self.ledger.write() as connection:
             for name, signals, key in said:
@@ -131,7 +131,7 @@ class Desk:
             return transitions.commit(connection)[1] > 0
 
     def update(self, version: int) -> dict[str, float]:
-        """One batch, as the trainer's loop claims it, and the next version's number."""
+        """Train on one batch, claimed as the trainer's loop does, and publish the next version's number."""
         self.claimer.search_anew()
         lease = self.claimer.next()
         assert lease is not None
@@ -168,10 +168,10 @@ def open_desk(base: Path, plan: Plan, seed: int) -> Iterator[Desk]:
 
 
 def learn(contestant: Contestant, world: World, plan: Plan, seed: int, first: int = 0) -> Curve:
-    """The versions of a case, by a contestant that has published `first` of them."""
+    """Run the versions of a case, by a contestant that has published `first` of them."""
     started, draw, curve = time.perf_counter(), random.Random(f"{seed} {first}"), Curve()
     curve.per_version = round(plan.rows / plan.share)
-    sampled = min(curve.per_version, max(plan.rows, MEASURED))  # of the others nobody says anything
+    sampled = min(curve.per_version, max(plan.rows, MEASURED))  # the others get no feedback
     waiting: dict[int, list[Said]] = defaultdict(list)
     for version in range(first, first + plan.versions):
         replies = world.sample(contestant.policy, draw, sampled, plan.runs, plan.turns)

@@ -1,8 +1,8 @@
 """The benchmark's world: tickets of a few departments, a base model that follows hints, and replies sampled by it.
 
-The base is the demo's, warmed up further: behind a block of words that names a desk and a priority it answers with
-these, and without one it answers as before. Replies are sampled as engines sample for the demo's agent, at temperature
-1 without top-p and top-k, at most 12 tokens, by Transformers' own code on a copy of the policy's weights.
+The base is the demo's, trained further: after a block of words with a desk and a priority it answers with these, and
+without one it answers as before. Replies are sampled as engines sample for the demo's agent, at temperature 1 without
+top-p and top-k, at most 12 tokens, by Transformers' own code on a copy of the policy's weights.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shared.experience import Experience, Sampling, Tokens
 from shared.reward import Signal
 from trainer_service.hints import HintWriter
 
-TEACHER = folder_of("support_desk", "teacher")  # a model that answers rightly, with the base's tokenizer
+TEACHER = folder_of("support_desk", "teacher")  # a model with right answers and the base's tokenizer
 DEPARTMENTS = ("billing", "shipping", "account")
 MAX_TOKENS = 12
-WORDING = "right : {text}"  # what the teacher reads of a comment or a correction
+WORDING = "right : {text}"  # how the teacher reads a comment or a correction
 HINT = {"comment": WORDING, "correction": WORDING, "next_message": None}
 STEPS, BATCH, RATE = 1200, 64, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A ticket and what the policy said to it."""
+    """A ticket and the policy's reply."""
 
     ticket: desk.Ticket
     text: str
@@ -66,7 +66,7 @@ class World:
 
     @torch.no_grad()
     def sample(self, policy: Any, draw: random.Random, count: int, runs: int = 1, turns: int = 1) -> list[Reply]:
-        """Replies of the policy as it is now, with the logprobs of their tokens."""
+        """Replies of the current policy, with the logprobs of their tokens."""
         self._model.load_state_dict(policy.state_dict())
         torch.manual_seed(draw.getrandbits(62))
         tickets = in_tasks(lambda: self.ticket(draw), count, runs, turns)
@@ -92,18 +92,18 @@ class World:
 
 
 def in_tasks(ticket: Callable[[], desk.Ticket], count: int, runs: int, turns: int) -> list[desk.Ticket]:
-    """A ticket for each of so many replies: a task is of so many tickets, its turns, and each of its runs has them."""
+    """A ticket for each reply: a task has `turns` tickets, and each of its runs answers the same ones."""
     tasks = ([ticket() for _ in range(turns)] for _ in range(-(-count // (runs * turns))))
     return [one for task in tasks for _ in range(runs) for one in task][:count]
 
 
 def worth(reply: Reply) -> float:
-    """How good an answer is, whatever its customer says of it."""
+    """How good an answer is, independent of its customer's feedback."""
     return desk.satisfaction(reply.ticket, *desk.parse_answer(reply.text))
 
 
 def make_base(source: Path, folder: Path) -> Path:
-    """A model that follows hints, of the demo's base model."""
+    """Make a model that follows hints from the demo's base model."""
     if folder.exists():
         return folder
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -132,7 +132,7 @@ def make_base(source: Path, folder: Path) -> Path:
 
 
 def _example(tokenizer: Any, writer: HintWriter, draw: random.Random, *, hinted: bool) -> tuple[list[int], int]:
-    """Token ids of a ticket with an answer, and where the answer begins. Hinted: words name it, whatever is right."""
+    """Token ids of a ticket with an answer, and where the answer begins. hinted: words name it, right or not."""
     ticket = desk.write_ticket(draw)
     desks = tuple(desk.DESKS) if hinted else tuple(desk.DEPARTMENTS[desk.DESKS[ticket.desk]])
     answer = desk.format_answer(draw.choice(desks), draw.choice(tuple(desk.PRIORITIES)))

@@ -1,7 +1,7 @@
-"""What the ledger costs: empty and full, alone and beside its peer, on SQLite and PostgreSQL. Prints one JSON line.
+"""The cost of the ledger: empty and full, alone and beside its peer, on SQLite and PostgreSQL. Prints one JSON line.
 
     .venv/bin/python -m benchmarks.ledger [--peers PYTHON] [--only PART ...] [--rows 1000000]
 
-Parts: record, transaction, flat, snapshot, size, conversations, status; each says in its file what it measures. All
-databases are durable (fsync on).
+Parts: record, transaction, flat, snapshot, size, conversations, status; the file of each describes it. All databases
+are durable (fsync on).
 """

@@ -27,7 +27,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="flywheel-ledger-") as name:
         folder = Path(name)
-        folder.chmod(0o755)  # PostgreSQL's server is another user
+        folder.chmod(0o755)  # PostgreSQL's server runs as another user
         databases = Databases(folder)
         try:
             report = {part: _measure(part, databases, args) for part in args.only}

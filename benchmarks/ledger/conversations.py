@@ -1,4 +1,4 @@
-"""Ten turns of a conversation: with what their prompts share stored once, and whole."""
+"""Conversations of ten turns: with shared tokens stored once, and with each prompt stored whole."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shared.ledger.connect import Ledger
 from shared.ledger.prefix import load_tokens, share_prefix
 from shared.ledger.tables import experiences
 
-TURNS, FIRST_PROMPT, TOLD = 10, 300, 100  # tokens of a conversation's first prompt, and told before each next turn
+TURNS, FIRST_PROMPT, TOLD = 10, 300, 100  # tokens of the first prompt, and tokens added before each next turn
 
 
 def measure(databases: Databases, kind: str, agents: int = 400) -> Figures:
-    """Ten turns each, linked: with the tokens that their prompts share stored once, and whole."""
+    """Ten linked turns each: with shared tokens stored once, and with each prompt stored whole."""
     result: Figures = {}
     for name, keeps in (
         ("shared", share_prefix),
@@ -37,7 +37,7 @@ def _talk(databases: Databases, kind: str, agents: int) -> Figures:
     took = 0.0
     for _ in range(TURNS):
         turns = [_next_turn(before) for before in last]
-        for start in range(0, agents, WRITERS):  # as a busy explorer commits them
+        for start in range(0, agents, WRITERS):  # in groups, as a busy explorer commits
             started = time.perf_counter()
             with ledger.write() as connection:
                 transitions.record(connection, turns[start : start + WRITERS])
@@ -60,7 +60,7 @@ def _next_turn(before: Sample | None) -> Sample:
 
 
 def _read_ms(ledger: Ledger) -> float:
-    """The tokens of the last turns of 64 conversations, whose other turns are not in the lease."""
+    """Time to read the tokens of the last turns of 64 conversations; their other turns are not read."""
     with ledger.read() as connection:
         newest = select(experiences.c.id).order_by(experiences.c.id.desc()).limit(64)
         ids = connection.execute(newest).scalars().all()

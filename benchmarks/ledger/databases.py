@@ -1,4 +1,4 @@
-"""Empty durable databases, and what they are filled with."""
+"""Empty durable databases, and the rows to fill them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _draw = np.random.default_rng(0)
 
 
 def make_sample(n_prompt: int = N_PROMPT, n_reply: int = N_REPLY, **more: Any) -> Sample:
-    """A chat of its own conversation, with ids of a vocabulary of 150,000."""
+    """A chat in its own conversation, with ids from a vocabulary of 150,000."""
     tokens = Tokens(
         _draw.integers(0, 150_000, n_prompt, dtype=np.int32),
         _draw.integers(0, 150_000, n_reply, dtype=np.int32),
@@ -59,7 +59,7 @@ class Databases:
 
 
 def fill(ledger: Ledger, rows: int) -> None:
-    """Rows that were trained on, as nearly all of an old ledger are."""
+    """Add trained rows, as nearly all rows of an old ledger are."""
     for done in range(0, rows, 5000):
         with ledger.write() as connection:
             transitions.record(connection, [make_sample(32, 16) for _ in range(min(5000, rows - done))])
@@ -69,14 +69,14 @@ def fill(ledger: Ledger, rows: int) -> None:
 
 
 def tidy(ledger: Ledger) -> None:
-    """What PostgreSQL does by itself sooner or later."""
+    """Do what PostgreSQL does by itself sooner or later."""
     if not ledger.shown_url.startswith("sqlite"):
         with ledger._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.execute(text("VACUUM ANALYZE"))
 
 
 def size_of(ledger: Ledger) -> int:
-    """Bytes of rows and payloads, with their indexes."""
+    """Bytes of rows and payloads, including indexes."""
     size = "SELECT pg_total_relation_size('experiences') + pg_total_relation_size('payloads')"
     if ledger.shown_url.startswith("sqlite"):
         size = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"

@@ -1,4 +1,4 @@
-"""The slowest hundredth of record, feedback, claim and publish with many rows, over that with 10,000; in turns."""
+"""p99 of record, feedback, claim and publish with many rows, relative to 10,000 rows; alternating."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def measure(databases: Databases, kind: str, rows: int, rounds: int = 800) -> di
         paces.append(Paces(ledger))
     for _ in range(rounds):
         for _ in range(8):
-            for pace in paces:  # in turns: what the disk and the machine do meets both
+            for pace in paces:  # alternating: other load on disk and machine affects both
                 pace.chat_and_rate()
         for pace in paces:
             pace.commit()

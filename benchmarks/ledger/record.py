@@ -1,6 +1,6 @@
 """Durable records a second, 64 writers of single chats.
 
-Beside them all rows by executemany in one transaction, and Trinity-RFT's recorder on the same disk (--peers: see
+Compared with all rows by executemany in one transaction, and with Trinity-RFT's recorder on the same disk (--peers: see
 front_door, and asyncpg).
 """
 
@@ -29,12 +29,12 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def measure(databases: Databases, kind: str, peers: str | None, seconds: int = 5, turns: int = 3) -> Figures:
-    """In turns: what the disk and the machine do meets both; medians of them. The peer comes last."""
+    """Medians of alternating turns, so that other load on disk and machine affects both. The peer comes last."""
     records, rows_at_once = [], []
-    with closing(databases.open(kind)) as ledger:  # not counted: a new PostgreSQL makes the files of its log first
+    with closing(databases.open(kind)) as ledger:  # not counted: a new PostgreSQL first creates the files of its log
         asyncio.run(_write_with_64(ledger, seconds))
     for _ in range(turns):
-        os.sync()  # nothing of making the database is still on its way to the disk
+        os.sync()  # complete the writes of creating the database
         with closing(databases.open(kind)) as ledger:
             records.append(asyncio.run(_write_with_64(ledger, seconds)))
         with closing(databases.open(kind)) as ledger:
@@ -53,7 +53,7 @@ def measure(databases: Databases, kind: str, peers: str | None, seconds: int = 5
 
 
 def _write_at_once(ledger: Ledger, rows: int) -> float:
-    """Rows a second, all by executemany in one transaction."""
+    """Rows a second by executemany in one transaction."""
     samples = [make_sample() for _ in range(rows)]
     started = time.perf_counter()
     with patch("shared.ledger.transitions.record._COPY_ROWS", math.inf), ledger.write() as connection:

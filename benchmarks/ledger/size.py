@@ -1,4 +1,4 @@
-"""Bytes of an experience, indexes included."""
+"""Bytes of an experience, including indexes."""
 
 from __future__ import annotations
 

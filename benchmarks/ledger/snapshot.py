@@ -1,6 +1,6 @@
-"""Claims a second while someone holds a snapshot open on PostgreSQL.
+"""Claims a second while a snapshot is held open on PostgreSQL.
 
-Over those on a database beside it of which nobody does, in turns.
+Compared, alternating, with claims on a second database without one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer_service.claim import Claimer
 
 
 class Learner:
-    """A trainer that claims and publishes, and trains nothing, on a PostgreSQL database of its own."""
+    """A trainer that claims and publishes but does not train, on its own PostgreSQL database."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -27,11 +27,11 @@ class Learner:
         self._config = TrainerConfig.model_validate({"batch_size": 64, "poll_interval_s": 0.01})
         self._claimer = Claimer(ledger, self._config, StopRequest())
         self._version = 0
-        self.spent = 0.0  # seconds, in claims with loading their rows
+        self.spent = 0.0  # seconds in claims, including loading their rows
         self.claims = 0
 
     def learn(self, batches: int = 20) -> None:
-        """Rows come as fast as they are claimed."""
+        """Claim rows that arrive as fast as they are claimed."""
         with self.ledger.write() as connection:
             transitions.record(connection, [make_sample(32, 16) for _ in range(64 * batches)])
             fresh = update(experiences).where(experiences.c.state == "RECORDED")
@@ -56,7 +56,7 @@ class Learner:
 
 
 def measure(databases: Databases, hold_s: float) -> Figures:
-    """Claims a second on two databases in turns; a snapshot of the first is held open, for so long of its own time."""
+    """Claims a second on two databases, alternating. hold_s: how long a snapshot of the first is open."""
     held, free = (Learner(databases.open("postgresql")) for _ in range(2))
 
     def claims_per_s(seconds: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""What GET /status and GET /metrics ask of a ledger of a million rows."""
+"""The time of the queries of GET /status and GET /metrics on a ledger of a million rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FROM numbers
 
 
 def fill(ledger: Ledger, kind: str, rows: int) -> None:
-    """Narrow rows in all states, two of five READY, recorded at a thousand a second until now."""
+    """Add narrow rows in all states, two of five READY, recorded at a thousand a second until now."""
     with ledger.write() as connection:
         statement = _FILL.format(numbers="" if kind == "postgresql" else _NUMBERS[kind])
         if kind == "postgresql":

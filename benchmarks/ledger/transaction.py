@@ -1,7 +1,7 @@
-"""CPU of storing one chat in a transaction of its own, warm, as the explorer's writer does it.
+"""CPU of storing one chat in its own transaction, warm, as the explorer's writer does.
 
-Beside it the same statements and values given to the driver alone, in turns. CPU of the thread, without the database
-server's; `p05` is the least disturbed twentieth on a machine that does other work.
+Compared, alternating, with the same statements and values sent through the driver alone. CPU of the thread, without the
+database server's; `p05` is the 5th percentile, least disturbed on a machine that does other work.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _Statement = tuple[str, tuple[Any, ...]]
 
 
 def _statements(ledger: Ledger, sample: Sample) -> list[_Statement]:
-    """What the driver is given to store this chat."""
+    """The statements that the driver gets to store this chat."""
     seen: list[_Statement] = [("BEGIN IMMEDIATE", ())] if ledger.is_sqlite else []
 
     def keep(_connection: object, _cursor: object, statement: str, values: Any, *_: object) -> None:

@@ -1,7 +1,7 @@
-"""Trinity-RFT 0.6.0's own serve-mode proxy with its own SQLite recorder, over one fixed engine. Run by front_door/.
+"""Trinity-RFT 0.6.0's own serve-mode proxy with its own SQLite recorder, over one fixed engine. front_door/ runs it.
 
-Its service object is replaced by one that does what its own does for a chat (the same conversion and the same
-recorder), because the real one wants Ray and an engine. vLLM-bound helpers that this path never calls are stubbed.
+A replacement of its service object does the same for a chat (the same conversion and the same recorder), because the
+real one needs Ray and an engine. vLLM-bound helpers that this path never calls are stubs.
 
     PEERS_PYTHON -m benchmarks.peers.trinity_proxy UPSTREAM PORT SQLITE_FILE
 """

@@ -1,8 +1,8 @@
-"""Trinity-RFT 0.6.0's own SQL recorder, asked to store single experiences by many writers. Run by ledger.py.
+"""Trinity-RFT 0.6.0's own SQL recorder, with many writers of single experiences. `benchmarks.ledger` runs it.
 
     PEERS_PYTHON -m benchmarks.peers.trinity_recorder DATABASE_URL WRITERS SECONDS N_PROMPT N_REPLY
 
-Prints the records stored in a second.
+Prints the records stored per second.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     PEERS_PYTHON -m benchmarks.peers.trl_learner '{"base": FOLDER, "trainer": NAME, "settings": {...}, "rows": N,
                                                    "seed": N, "weights": FILE}'
 
-Each line of standard input is the JSON list of the rows of one update, N of them. When TRL has learnt from them, the
-weights are in FILE and a line of figures is on standard output. One trainer with one optimizer makes all updates.
+Each line of standard input is the JSON list of the N rows of one update. After TRL has learnt from them, the weights
+are in FILE and a line of figures is on standard output. One trainer with one optimizer makes all updates.
 
 `settings` holds `learning_rate`, `epochs` and `minibatches`, which mean the same to each trainer; everything else is an
-argument of the trainer's own configuration. Tokens that were sampled are handed to TRL as they are.
+argument of the trainer's own configuration. TRL gets the sampled tokens unchanged.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 from trl.trainer.utils import pad
 
 Row = dict[str, Any]
-STAND_IN = "a"  # text of the rows that a trainer is built with, and that it never learns from
+STAND_IN = "a"  # text of the rows that a trainer is built with; it never learns from them
 
 
 class Peer:
-    """A trainer, and how it is given the rows of an update."""
+    """A trainer, and how it gets the rows of an update."""
 
     def __init__(self, about: dict[str, Any], scratch: str) -> None:
         settings = dict(about["settings"])
@@ -61,11 +61,11 @@ class Peer:
         raise NotImplementedError
 
     def columns(self) -> list[dict[str, Any]]:
-        """The rows as the trainer keeps them once they are tokens."""
+        """The rows as the trainer stores them after tokenisation."""
         raise NotImplementedError
 
     def update(self, rows: list[Row]) -> None:
-        """All optimizer steps on the rows of one update."""
+        """Make all optimizer steps on the rows of one update."""
         assert len(rows) == self.count
         self.rows = rows
         self.trainer.train_dataset = Dataset.from_list(self.columns())
@@ -73,7 +73,7 @@ class Peer:
 
 
 class Sft(Peer):
-    """On the corrections."""
+    """Trains on the corrections."""
 
     def make(self) -> Any:
         config = SFTConfig(**self.settings, max_length=None)
@@ -88,7 +88,7 @@ class Sft(Peer):
 
 
 class Dpo(Peer):
-    """The correction is preferred over the reply."""
+    """Trains on preferences: the correction over the reply."""
 
     def make(self) -> Any:
         stand_in = Dataset.from_list([{"prompt": STAND_IN, "chosen": STAND_IN, "rejected": STAND_IN}])
@@ -103,7 +103,7 @@ class Dpo(Peer):
 
 
 class Kto(Peer):
-    """Ratings. The bound of TRL's loss is estimated with the reply of the row before, within a step's rows."""
+    """Trains on ratings. TRL's loss estimates its bound with the previous row's reply, within a step's rows."""
 
     def make(self) -> Any:
         stand_in = Dataset.from_list([{"prompt": STAND_IN, "completion": STAND_IN, "label": one < 1} for one in (0, 1)])
@@ -126,7 +126,7 @@ class Kto(Peer):
 
 
 class Grpo(Peer):
-    """Rewards. An update's rows are one group: each prompt was sampled once, and a group of one has no advantage."""
+    """Trains on rewards. An update's rows are one group: each prompt has one sample, which has no advantage alone."""
 
     def make(self) -> Any:
         config = GRPOConfig(
@@ -139,7 +139,7 @@ class Grpo(Peer):
         )  # fmt: skip
 
     def columns(self) -> list[dict[str, Any]]:
-        return [{"prompt": STAND_IN}]  # of the group
+        return [{"prompt": STAND_IN}]  # one row for the group
 
     def _rollout(self, _prompts: list[Any], _trainer: Any) -> dict[str, Any]:
         names = {"prompt_ids": "prompt", "completion_ids": "reply", "logprobs": "logprobs"}
@@ -150,7 +150,7 @@ class Grpo(Peer):
 
 
 class Sdpo(Peer):
-    """Comments, as `privileged_context`, which the teacher reads."""
+    """Trains on comments, as `privileged_context`, which the teacher reads."""
 
     def make(self) -> Any:
         config = SDPOConfig(
@@ -170,10 +170,10 @@ class Sdpo(Peer):
 
 
 class _Written:
-    """What the teacher reads, as tokens: a comment where our own teacher reads it, and the prompt.
+    """The teacher's input, as tokens: a comment at the place where our own teacher reads it, and the prompt.
 
-    TRL's own builder joins texts and tokenizes them. Words of a comment then become other tokens than those that the
-    base model has learnt to follow, and the teacher knows little more than the policy.
+    TRL's own builder joins texts and tokenizes them. A comment then becomes other tokens than those that the base model
+    has learnt to follow, and the teacher knows little more than the policy.
     """
 
     def __init__(self) -> None:
@@ -193,12 +193,12 @@ class _Written:
 
 
 def _nothing(completions: list[Any], **_: Any) -> list[float]:
-    """Rewards: the loss is the teacher's alone."""
+    """Rewards of 0: only the teacher determines the loss."""
     return [0.0] * len(completions)
 
 
 class _Sampled(SDPOTrainer):
-    """SDPO on replies that were sampled before; its trainer has no function for rollouts as GRPO's has."""
+    """SDPO on stored replies; its trainer, unlike GRPO's, has no rollout function."""
 
     peer: Sdpo
 

@@ -2,8 +2,8 @@
 
     PEERS_PYTHON -m benchmarks.peers.trl_losses tests/unit/data/trl_losses.json
 
-Each trainer is the one that the benchmarks run, on a tiny model. Its own method computes the loss; what it asks a model
-for, the log-probabilities of tokens, is given by the arrays below, and the gradient is that of the policy's.
+The trainers are those of the benchmarks, on a tiny model. Each trainer's own method computes the loss. The arrays below
+replace the models' log-probabilities of tokens; the gradient is that of the policy's.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from benchmarks.peers.trl_learner import PEERS, STAND_IN, Peer
 from tests.support.models import make_tiny_model
 
 Arrays = list[list[float]]  # one for each reply
-# four replies; DPO prefers the first to the third and the second to the fourth, KTO takes the first two as good
+# four replies; DPO prefers the first to the third and the second to the fourth, KTO treats the first two as good
 POLICY: Arrays = [[-0.9, -2.1, -0.4], [-1.7], [-0.3, -1.2, -2.6, -0.8], [-1.1, -0.3]]
 OLD: Arrays = [[-1.2, -1.6, -0.5], [-1.5], [-0.9, -1.1, -1.0, -1.2], [-1.0, -0.9]]
 SAMPLER: Arrays = [[-1.5, -1.5, -0.7], [-1.1], [-1.9, -1.1, -1.3, -1.1], [-1.2, -0.8]]
 REFERENCE: Arrays = [[-1.4, -1.9, -0.6], [-1.2], [-0.8, -1.5, -2.2, -1.4], [-0.7, -1.3]]
-# the same of each prompt with the reply to another: the fourth, the first, the second, the third
+# each prompt with the reply to another prompt: the fourth, the first, the second, the third
 OTHERS: Arrays = [[-1.3, -0.4], [-0.8, -1.4, -0.9], [-1.9], [-0.5, -1.0, -1.1, -0.9]]
 OTHERS_REFERENCE: Arrays = [[-1.6, -0.9], [-1.1, -1.2, -1.3], [-2.0], [-0.9, -1.3, -1.0, -1.2]]
 ADVANTAGES = [1.2, -0.7, 0.4, -1.5]
@@ -54,7 +54,7 @@ TOP = 2
 
 
 def padded(arrays: Arrays) -> Tensor:
-    """[B, T], float64, 0 behind the end."""
+    """[B, T], float64, padded with 0."""
     width = max(map(len, arrays))
     return torch.tensor([[*one, *[0.0] * (width - len(one))] for one in arrays], dtype=torch.float64)
 
@@ -64,7 +64,7 @@ def mask_of(arrays: Arrays) -> Tensor:
 
 
 class Said:
-    """In a model's place: each call is answered with the next array."""
+    """Stands in for a model: each call returns the next array."""
 
     def __init__(self, *answers: Tensor) -> None:
         self._answers = list(answers)
@@ -76,7 +76,7 @@ class Said:
 
 
 def whole(mask: Tensor) -> dict[str, Tensor]:
-    """A batch as collators make it: a prompt of one token before each reply."""
+    """A batch as from a collator: a prompt of one token before each reply."""
     completion = torch.cat([torch.zeros(len(mask), 1), mask], 1).long()
     ids = torch.zeros_like(completion)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": completion}
@@ -112,12 +112,12 @@ def grpo(trainer: Any, policy: Tensor) -> Tensor:
 
 
 def grpo_of_another_sampler(trainer: Any, policy: Tensor) -> Tensor:
-    trainer.use_vllm = True  # whose samples alone have weights
+    trainer.use_vllm = True  # only samples of vLLM have weights
     return grpo(trainer, policy)
 
 
 class Rloo(Peer):
-    """Which no benchmark runs."""
+    """No benchmark runs it."""
 
     def make(self) -> Any:
         config = RLOOConfig(**self.settings, num_generations=self.count)
@@ -126,7 +126,7 @@ class Rloo(Peer):
 
 
 def rloo(trainer: Any, policy: Tensor) -> Tensor:
-    """At the policy that sampled, where the ratio is 1."""
+    """The loss at the sampling policy, where the ratio is 1."""
     ids = torch.zeros_like(policy).long()
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (policy, torch.zeros_like(policy), None)
     inputs = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": mask_of(POLICY)}
@@ -177,13 +177,13 @@ CASES: dict[str, Case] = {
 
 
 def record(case: Case, base: Path) -> dict[str, Any]:
-    """The loss of one case, and its gradient by what was given."""
+    """The loss of one case, and its gradient by the arrays."""
     name, settings, loss_of = case
     about: dict[str, Any] = {"base": str(base), "rows": len(POLICY), "seed": 0}
     about["settings"] = {"epochs": 1, "minibatches": 1, "learning_rate": 1e-3, **settings}
     with tempfile.TemporaryDirectory() as scratch:
         trainer = {**PEERS, "rloo": Rloo}[name](about, scratch).trainer
-    trainer.model.eval()  # in which no loss is divided by steps of accumulation
+    trainer.model.eval()  # in this mode no loss is divided by accumulation steps
     given = torch.tensor(STUDENT, dtype=torch.float64) if name == "sdpo" else padded(POLICY)
     loss = loss_of(trainer, given.requires_grad_())
     loss.backward()

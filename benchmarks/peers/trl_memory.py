@@ -1,6 +1,6 @@
 """Peak memory of TRL's logprobs in chunks, run by the peers' Python; see benchmarks/trainer/memory.py.
 
-TRL cuts the vocabulary, for 4,096 tokens at once: its chunk is a tile of tokens times columns.
+TRL divides the vocabulary, for 4,096 tokens at once: its chunk is a tile of tokens times columns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TRL's trainers as contestants of `benchmarks.trainer`, run by the peers' Python: the protocol is its worker's."""
+"""TRL's trainers as contestants of `benchmarks.trainer`, run by the peers' Python; the protocol is worker.py's."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def sft(model: Any, tokenizer: Any, found: list[Row], folder: str) -> SFTTrainer
 
 
 def sft_packed(model: Any, tokenizer: Any, found: list[Row], folder: str) -> SFTTrainer:
-    """Without padding: rows as long as the longest sequence, one a micro-batch."""
+    """Without padding: rows of the longest sequence's length, one in each micro-batch."""
     longest = max(row.tokens for row in found)
-    alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(found)}  # at least as many as rows
+    alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(found)}  # at least the number of rows
     config = SFTConfig(**(settings(found, folder) | alone), max_length=longest, completion_only_loss=True, packing=True)
     return SFTTrainer(model, config, train_dataset=_columns(found), processing_class=tokenizer)
 
@@ -68,12 +68,12 @@ def _text(ids: list[int]) -> str:
 
 
 def _written(reply: list[int]) -> str:
-    """A reply as text: the last token is the end of turn, which the trainer would add else."""
+    """A reply as text: it ends with the end-of-turn token, which the trainer would otherwise add."""
     return _text([*reply[:-1], 0])
 
 
 def dpo(model: Any, tokenizer: Any, found: list[Row], folder: str) -> DPOTrainer:
-    """Two sequences for each pair: half as many pairs a micro-batch. Sorted, so that there is little padding."""
+    """Two sequences for each pair: half as many pairs in a micro-batch. Sorted, so there is little padding."""
     ordered = sorted(found, key=lambda row: -row.tokens)
     pairs = [
         {"prompt": _text(row.prompt), "chosen": _written(row.reply), "rejected": _written(row.other or [])}
@@ -88,7 +88,7 @@ def dpo(model: Any, tokenizer: Any, found: list[Row], folder: str) -> DPOTrainer
 
 
 def kto(model: Any, tokenizer: Any, found: list[Row], folder: str) -> KTOTrainer:
-    """Sorted, as far as its pairs of prompts with the replies of others want it: within the order that is given."""
+    """Sorted within the given order, as far as KTO's pairs of prompts with other prompts' replies allow."""
     ordered = sorted(enumerate(found), key=lambda one: -one[1].tokens)
     rated = [
         {"prompt": _text(row.prompt), "completion": _written(row.reply), "label": is_up(number)}
@@ -128,7 +128,7 @@ MAKERS = {"trl_sft": sft, "trl_sft_packed": sft_packed, "trl_grpo": grpo, "trl_d
 def main() -> None:
     name, folder = sys.argv[1:3]
     torch.set_num_threads(1)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # AutoTokenizer takes that of the model's type
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # AutoTokenizer would choose the model type's class
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     for line in sys.stdin:

@@ -23,12 +23,12 @@ from benchmarks.reload.model import make_model
 from benchmarks.reload.service import POLL_INTERVAL_S, Service
 from benchmarks.reload.turn import Callers, Turn
 
-DRAINS = 5  # turns of the peer's way are long, and alike
+DRAINS = 5  # turns of the peer's method are long and similar
 
 
 def main() -> None:
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the processes that it started end with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends the processes that it started
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="flywheel-reload-") as name, ExitStack() as stack:
         folder = Path(name)
@@ -64,12 +64,12 @@ def _arguments() -> argparse.Namespace:
 
 
 async def run_turns(service: Service, streams: int, reloads: int) -> dict[str, Any]:
-    """So many reloads, in turns with runs that reload nothing, and some of the peer's way."""
+    """Reloads, alternating with runs that reload nothing, and some with the peer's method."""
     turns: dict[str, list[Turn]] = {"none": [], "reload": [], "drain": []}
     seconds: list[dict[str, float]] = []
     prefills: list[float] = []
     async with contextlib.aclosing(Callers(service.url)) as callers:
-        await callers.turn(streams, None)  # not counted: it compiles
+        await callers.turn(streams, None)  # not counted: it compiles kernels
         for number in range(reloads):
             print(f"{streams} streams: reload {number + 1} of {reloads}", file=sys.stderr)
             await asyncio.to_thread(service.prepare_version)
@@ -93,7 +93,7 @@ async def run_turns(service: Service, streams: int, reloads: int) -> dict[str, A
 def within_bounds(
     turns: list[Turn], seconds: list[dict[str, float]], prefills: list[float], read_s: float
 ) -> dict[str, Any]:
-    """How many of the reloads were within what they must reach. read_s: of the bytes of a version."""
+    """The share of reloads within their bounds. read_s: time to read the bytes of a version."""
     gap_bounds = [each["pause"] + 1.5 * prefill + 0.1 for each, prefill in zip(seconds, prefills, strict=True)]
     row_bounds = [POLL_INTERVAL_S + 2 * read_s + bound for bound in gap_bounds]
     measured = {
@@ -110,7 +110,7 @@ def within_bounds(
 
 
 def measure_prefill(service: Service, turn: Turn) -> float:
-    """Seconds of one prefill of as many tokens as the streams of a turn had when it happened."""
+    """Seconds of one prefill of as many tokens as the streams of a turn had at its event."""
     streams = len(turn.streams)
     length = turn.frozen_tokens // streams
     prompts = [[(n * 31 + k * 7 + time.time_ns()) % 256 for k in range(length)] for n in range(streams)]

@@ -1,4 +1,4 @@
-"""Adapters as the trainer publishes them, made by hand: random ones over every linear layer but the output layer."""
+"""Random adapters in the trainer's format, over every linear layer except the output layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQUENCES = 4  # of a probe, as the trainer writes it
 
 
 class AdapterPublisher:
-    """Writes versions of the kind `lora`, each another random change of the base."""
+    """Writes versions of the kind `lora`; each is another random change of the base."""
 
     def __init__(self, config: Config, ledger: Ledger, size: float = 0.02) -> None:
         """size: the scale of B's numbers."""
@@ -30,11 +30,11 @@ class AdapterPublisher:
         self._size = size
         self._model = load_causal_lm(config.root / version_path(0))
         self._base = read_manifest(config.root / version_path(0))
-        self.version = 0  # the last one that was prepared
+        self.version = 0  # the last prepared one
         self._about: dict[str, Any] = {}
 
     def prepare(self) -> int:
-        """Write the next version's folder; it counts for nothing until `publish`. Returns its number."""
+        """Write the next version's folder, which has no effect before `publish`. Returns its number."""
         from trainer_service.publish import as_published, compute_probe
 
         with self._ledger.write() as connection:
@@ -85,7 +85,7 @@ class AdapterPublisher:
 
     @contextlib.contextmanager
     def adapted(self, version: int) -> Iterator[Any]:
-        """The base with a version's product added to its weights, in float32, inside the block."""
+        """In the block: the base with a version's product added to its weights, in float32."""
         import torch
 
         lora, tensors, modules = self._config.model.lora, self._tensors(version), self._modules()

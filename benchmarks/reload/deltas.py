@@ -1,6 +1,6 @@
-"""How small deltas are, and what rebuilding costs beside copying: bfloat16, AdamW, no engine.
+"""The size of deltas, and the cost of rebuilding compared with copying: bfloat16, AdamW, no engine.
 
-The gradient is that of a policy: of the log-probabilities of sampled tokens, weighted by advantages whose mean is zero.
+The gradient is that of a policy: of the log-probabilities of sampled tokens, weighted by advantages with mean zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH, LENGTH = 8, 64
 
 
 def measure_deltas(folder: Path, steps: int, rounds: int = 5) -> dict[str, Any]:
-    """Per learning rate: the median share of the bytes over the steps, and the seconds of the last step's delta."""
+    """By learning rate: the median share of the bytes over the steps, and the times of the last step's delta."""
     return {f"{rate:g}": _measure(folder / f"{rate:g}", rate, steps, rounds) for rate in RATES}
 
 
@@ -59,7 +59,7 @@ def _measure(folder: Path, rate: float, steps: int, rounds: int) -> dict[str, An
 
 
 def _loss(model: Any) -> Any:
-    """Of a policy gradient: prompts at random, the next tokens sampled by the model, an advantage for each sequence."""
+    """A policy gradient's loss: random prompts, next tokens sampled by the model, an advantage for each sequence."""
     import torch
 
     ids_BT = torch.randint(0, model.config.vocab_size, (BATCH, LENGTH))
@@ -76,7 +76,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _copy(source: Path, target: Path) -> str:
-    """As an engine's machine copies a whole version: every byte is checked."""
+    """Copy like an engine's machine copies a whole version: every byte is checked."""
     digest = hashlib.sha256()
     with source.open("rb") as reader, target.open("wb") as writer:
         while data := reader.read(1024 * 1024):

@@ -1,6 +1,6 @@
-"""The peer's way to new weights, as Trinity-RFT 0.6's explorer goes it in `_sync_model_weights`, on our engine.
+"""The peer's method for new weights, `_sync_model_weights` of Trinity-RFT 0.6's explorer, on our engine.
 
-It takes the engine out of use, asks it each second whether it is idle, and loads when it is.
+It takes the engine out of use, polls it each second until it is idle, and then loads.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from benchmarks.reload.service import Service
 from benchmarks.reload.turn import Callers
 from shared.versions import version_path
 
-POLL_S = 1.0  # between two looks at the engine's load
+POLL_S = 1.0  # between two polls of the engine's load
 
 
 async def drain_and_load(service: Service, callers: Callers) -> None:
-    """Load the version in service again: what it costs is the same, and the explorer knows of nothing."""
+    """Load the version in service again: the cost is the same, and the explorer does not notice."""
     folder = service.config.root / version_path(await asyncio.to_thread(service.read_version))
     load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     callers.open.clear()
     try:
-        while callers.in_flight:  # noqa: ASYNC110 — it looks each second, and so does this
+        while callers.in_flight:  # noqa: ASYNC110 — the peer polls each second too
             await asyncio.sleep(POLL_S)
         for path, body in (
             ("/pause?mode=keep", None),

@@ -1,4 +1,4 @@
-"""What is told of turns: replies that failed, and the spread of gaps and first tokens."""
+"""The figures of turns: failed replies, and the spread of gaps and first tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shared.ledger.tables import experiences, payloads
 
 
 def row_to_first_token(turn: Turn) -> float:
-    """Seconds from the version's row until somebody had a token of it."""
+    """Seconds from the version's row until a caller received a token of it."""
     assert turn.began_at is not None
     return min(chat.first_token_at for chat in turn.late if chat.version == turn.published) - turn.began_at
 
 
 def read_recorded(service: Service, turns: dict[str, list[Turn]]) -> dict[str, list[int]]:
-    """The reply's tokens that the ledger has, by message id."""
+    """The tokens of replies in the ledger, by message id."""
     ids = {stream.msg_id for of in turns.values() for turn in of for stream in turn.streams}
     with service.ledger.read() as connection:
         rows = connection.execute(select(experiences.c.msg_id, payloads.c.tokens).join(payloads)).all()
@@ -43,5 +43,5 @@ def summarize(turns: list[Turn], recorded: dict[str, list[int]]) -> dict[str, An
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The smallest, the median and the largest."""
+    """Minimum, median and maximum."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}

@@ -1,4 +1,4 @@
-"""The case `lora`: versions are adapters, loaded beside one another under streams."""
+"""The case `lora`: versions are adapters, loaded side by side while streams run."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from shared.experience import Tokens
 from shared.ledger.tables import experiences, payloads
 from shared.versions import version_path
 
-RIGHT = 1e-3  # of a logprob: another adapter is off by a hundred times that
+RIGHT = 1e-3  # of a logprob; another adapter differs a hundred times as much
 SIDE_BY_SIDE = 4  # versions
-BOUND_MS = 50  # above a turn that loads nothing
+BOUND_MS = 50  # above a turn without a load
 AT_ONCE = 16  # rows of a forward pass
 
 
 def measure_adapters(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """With processes of its own, which end with it."""
+    """Measure with its own processes, and end them."""
     with ExitStack() as stack:
         folder.mkdir()
         service = Service(folder / "service", make_model(folder / "base", tied=args.tied), args.engines, stack, "lora")
         report: dict[str, Any] = {}
         for streams in args.streams:
             report[f"{streams} streams"] = asyncio.run(run_turns(service, streams, args.adapters))
-            print(json.dumps(report), file=sys.stderr)  # what is known, should the rest not come
+            print(json.dumps(report), file=sys.stderr)  # the figures so far, in case the rest fails
         report["side_by_side"] = asyncio.run(run_side_by_side(service))
         report["two_explorers"] = asyncio.run(run_two_explorers(service, min(10, args.adapters)))
         return report | check_labels(service)
 
 
 async def run_turns(service: Service, streams: int, loads: int) -> dict[str, Any]:
-    """So many loads, in turns with turns that load nothing."""
+    """Loads, alternating with turns that load nothing."""
     turns: dict[str, list[Turn]] = {"none": [], "load": []}
     async with contextlib.aclosing(Callers(service.url)) as callers:
-        await callers.turn(streams, None)  # not counted: it compiles
+        await callers.turn(streams, None)  # not counted: it compiles kernels
         for number in range(loads):
             print(f"lora, {streams} streams: load {number + 1} of {loads}", file=sys.stderr)
             await asyncio.to_thread(service.prepare_version)
             load = await callers.turn(streams, lambda: asyncio.to_thread(service.publish))
             turns["load"].append(load)
-            turns["none"].append(await callers.turn(streams, None, len(load.late)))  # the slowest of as many chats
+            turns["none"].append(await callers.turn(streams, None, len(load.late)))  # the same number of chats
     recorded = read_recorded(service, turns)
     report: dict[str, Any] = {name: summarize(of, recorded) for name, of in turns.items()}
     pairs = list(zip(turns["load"], turns["none"], strict=True))
@@ -75,13 +75,13 @@ async def run_turns(service: Service, streams: int, loads: int) -> dict[str, Any
 
 
 async def run_side_by_side(service: Service) -> dict[str, Any]:
-    """Four versions with 8 streams each, and one with 32."""
+    """Four versions with 8 streams each, and one version with 32."""
     versions = []
     async with contextlib.aclosing(Callers(service.url)) as callers:
         for _ in range(SIDE_BY_SIDE):
             await asyncio.to_thread(service.prepare_version)
             versions.append(await asyncio.to_thread(service.publish))
-        answered = [await callers.ask(f"agent@{version}") for version in versions]  # which loads them
+        answered = [await callers.ask(f"agent@{version}") for version in versions]  # this loads them
         assert answered == versions
         several = await callers.side_by_side([f"agent@{version}" for version in versions for _ in range(8)])
         alone = await callers.side_by_side(["agent"] * 32)
@@ -96,7 +96,7 @@ async def run_side_by_side(service: Service) -> dict[str, Any]:
 
 
 async def run_two_explorers(service: Service, loads: int) -> dict[str, int]:
-    """Streams at two explorers of one engine while versions come in; of whose rows the labels count."""
+    """Run streams at two explorers of one engine while versions arrive; `check_labels` checks their rows."""
     streams = []
     async with (
         contextlib.aclosing(Callers(service.url)) as one,
@@ -112,9 +112,9 @@ async def run_two_explorers(service: Service, loads: int) -> dict[str, int]:
 
 
 def check_labels(service: Service) -> dict[str, Any]:
-    """Whether the rows' logprobs are those that PEFT computes, in float32, by the version that the row names.
+    """Compare the rows' logprobs with those that PEFT computes, in float32, for the version that the row names.
 
-    The largest difference between engine and PEFT is given, and that between PEFT and the last version merged.
+    Also returns the largest difference between engine and PEFT, and between PEFT and the last version merged.
     """
     from trainer_service.adapters import open_adapter
     from trainer_service.models import load_causal_lm
@@ -136,7 +136,7 @@ def check_labels(service: Service) -> dict[str, Any]:
 
 
 def read_rows(service: Service) -> dict[int, list[Tokens]]:
-    """The tokens of all rows, by the version that they name."""
+    """The tokens of all rows, by their version."""
     with service.ledger.read() as connection:
         query = select(experiences.c.version, payloads.c.tokens).join(payloads).order_by(experiences.c.version)
         rows = connection.execute(query).all()
@@ -147,14 +147,14 @@ def read_rows(service: Service) -> dict[int, list[Tokens]]:
 
 
 def _logprobs(model: Any, rows: list[Tokens]) -> list[npt.NDArray[np.float32]]:
-    """Of the rows' replies."""
+    """The logprobs of the rows' replies."""
     import torch
 
     found = []
     for first in range(0, len(rows), AT_ONCE):
         block = rows[first : first + AT_ONCE]
         texts = [torch.from_numpy(np.concatenate([row.prompt_ids, row.reply_ids]).astype(np.int64)) for row in block]
-        ids_BT = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # what is behind a row changes none of it
+        ids_BT = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # padding after a row does not change it
         with torch.no_grad():
             logprobs_BTV = torch.log_softmax(model(input_ids=ids_BT, use_cache=False).logits.float(), -1)
         logprobs_BT = logprobs_BTV[:, :-1].gather(2, ids_BT[:, 1:, None])[..., 0].numpy()
@@ -171,13 +171,13 @@ def _gap(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
 
 
 def _shares(above_ms: list[float]) -> dict[str, Any]:
-    """How many turns are within the bound, and those that are not."""
+    """The share of turns within the bound, and the differences beyond it."""
     beyond = [round(value) for value in above_ms if value > BOUND_MS]
     return {"within_bound": 1 - len(beyond) / len(above_ms), "beyond": sorted(beyond)}
 
 
 def _longest_gap_s(turn: Turn) -> float:
-    """From the moment on at which all streams were under way: before, each waits for the others' prompts."""
+    """Counted once all streams have begun: before that, each waits for the others' prompts."""
     return max(stream.longest_gap_since(turn.under_way_at) for stream in turn.streams)
 
 

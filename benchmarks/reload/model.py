@@ -1,4 +1,4 @@
-"""The model: about 10 M parameters, the weights random, with a tokenizer of bytes. Made on the spot."""
+"""The model: about 10 M parameters, random weights, with a byte tokenizer. Generated on demand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a Qwen2 model."""
+    """The shape of a Qwen2 model."""
 
     layers: int
     width: int
@@ -18,9 +18,9 @@ class Shape:
     key_heads: int
 
 
-SMALL = Shape(6, 384, 1024, 12, 12)  # 32 wide heads: vLLM's CPU attention takes no narrower ones
-WIDE = Shape(2, 640, 1728, 10, 10)  # as many parameters
-ONE_LAYER = Shape(1, 896, 4864, 14, 2)  # of Qwen2.5-0.5B
+SMALL = Shape(6, 384, 1024, 12, 12)  # heads 32 wide: vLLM's CPU attention supports no narrower ones
+WIDE = Shape(2, 640, 1728, 10, 10)  # the same number of parameters
+ONE_LAYER = Shape(1, 896, 4864, 14, 2)  # that of Qwen2.5-0.5B
 LONGEST = 1024  # tokens
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 def make_model(folder: Path, *, dtype: str = "float32", tied: bool = False, shape: Shape = SMALL) -> Path:
-    """Write the model's folder as Hugging Face does."""
+    """Write the model's folder in Hugging Face format."""
     model = new_model(dtype=dtype, tied=tied, shape=shape)
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
@@ -54,7 +54,7 @@ def new_model(*, dtype: str, tied: bool = False, shape: Shape = SMALL) -> Any:
         num_key_value_heads=shape.key_heads,
         max_position_embeddings=LONGEST,
         tie_word_embeddings=tied,
-        initializer_range=shape.width**-0.5,  # the scale of weights that keep the size of what passes through them
+        initializer_range=shape.width**-0.5,  # the scale at which layers keep the size of activations
         bos_token_id=None,
         eos_token_id=258,
         pad_token_id=256,

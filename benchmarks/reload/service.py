@@ -1,4 +1,4 @@
-"""The service that is measured, as processes: `flywheel engine`, `flywheel explorer`; and what the trainer would do."""
+"""The measured service, as processes: `flywheel engine` and `flywheel explorer`; and the trainer's part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LORA = {"lora": {"rank": 8, "alpha": 16}}
 
 
 class Service:
-    """Engines and an explorer that are ready. The stack ends them."""
+    """Engines and an explorer, ready. The stack ends them."""
 
     def __init__(
         self, folder: Path, model: Path, engines: int, stack: ExitStack, kind: str = "full", streams: str = "go_on"
@@ -73,7 +73,7 @@ class Service:
         self._stack.enter_context(_running(arguments, self._folder / f"{name}.log"))
 
     def start_explorer(self) -> str:
-        """One more, of the same engines. Returns its url."""
+        """Start another explorer of the same engines. Returns its url."""
         file = self._folder / "other.yaml"
         port = _free_port()
         config = yaml.safe_load(self.file.read_text())
@@ -84,7 +84,7 @@ class Service:
         return f"http://127.0.0.1:{port}"
 
     def prepare_version(self) -> None:
-        """Write the next version's folder; it counts for nothing until `publish`."""
+        """Write the next version's folder, which has no effect before `publish`."""
         self.publisher.prepare()
 
     def publish(self) -> int:
@@ -92,7 +92,7 @@ class Service:
         return self.publisher.publish()
 
     def reload_seconds(self) -> dict[str, float]:
-        """Sums of what the explorer measured of reloads so far, by metric."""
+        """Sums of the explorer's reload metrics so far, by metric."""
         text = httpx.get(f"{self.url}/metrics").text
         sums = [
             line.split() for line in text.splitlines() if line.startswith("flywheel_reload_") and "_seconds_sum" in line
@@ -106,7 +106,7 @@ class Service:
         return int(httpx.get(f"{self.url}/status").json()["versions"]["serving"])
 
     def read_seconds(self) -> float:
-        """How long it takes to read the weights of the version in service, without their hashes."""
+        """Time to read the weights of the version in service, without hashing."""
         file = self.config.root / version_path(self.read_version()) / "model.safetensors"
         started = time.perf_counter()
         with file.open("rb") as stream:
@@ -115,12 +115,12 @@ class Service:
         return time.perf_counter() - started
 
     def ask_engine(self, method: str, path: str, body: object = None, url: str | None = None) -> Any:
-        """An engine's answer to a request of the administration."""
+        """An engine's answer to an administration request."""
         reply = httpx.request(method, (url or self.engines[0]) + path, json=body, headers=self.admin, timeout=120)
         return reply.raise_for_status().json() if reply.content else None
 
     def is_fresh_engine_equal(self, model: Path) -> bool:
-        """Whether an engine that is started now holds the same weights as each that went through all reloads."""
+        """Whether a newly started engine holds the same weights as each engine that made all reloads."""
         address = {"name": "fresh", "url": f"http://127.0.0.1:{_free_port()}"}
         file = self._folder / "fresh.yaml"
         self._write_config(file, model, [address])
@@ -132,7 +132,7 @@ class Service:
 
 
 class Publisher:
-    """Writes versions as the trainer does: each a small random step from the one before."""
+    """Writes versions like the trainer; each is a small random step from the one before."""
 
     def __init__(self, config: Config, ledger: Ledger) -> None:
         from trainer_service.models import load_causal_lm

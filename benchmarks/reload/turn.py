@@ -1,4 +1,4 @@
-"""One turn: streams at once, something that happens while they run, and short chats of somebody who comes then."""
+"""One turn: concurrent streams, an event while they run, and short chats that begin during the event."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 import aiohttp
 
 TOKENS = 200  # of each stream
-UNDER_WAY = 40  # tokens of each stream before anything happens
+UNDER_WAY = 40  # tokens of each stream before the event
 LATE_CHATS = 5  # short chats, at least
 
 
 @dataclass
 class Stream:
-    """What a caller saw of one stream."""
+    """One stream as its caller saw it."""
 
     status: int = 0
     msg_id: str = ""
     failed: str | None = None
     token_ids: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
-    begun_at: float = 0.0  # time.monotonic(), as the events
+    begun_at: float = 0.0  # time.monotonic(), like event_times
     event_times: list[float] = field(default_factory=list)
 
     @property
@@ -35,14 +35,14 @@ class Stream:
         return self.longest_gap_since(0.0)
 
     def longest_gap_since(self, moment: float) -> float:
-        """Of those that end after it. moment: as time.monotonic()."""
+        """The longest gap that ends after `moment`, time.monotonic()."""
         gaps = (later - earlier for earlier, later in pairwise(self.event_times) if later > moment)
         return max(gaps, default=0.0)
 
 
 @dataclass
 class LateChat:
-    """A short chat that came while something happened."""
+    """A short chat during the event."""
 
     version: int
     first_token_s: float
@@ -51,18 +51,18 @@ class LateChat:
 
 @dataclass
 class Turn:
-    """What was seen in a turn. began_at: when whatever happens began; None: nothing did."""
+    """The observations of a turn. began_at: when the event began; None: there was none."""
 
     streams: list[Stream]
     late: list[LateChat]
     began_at: float | None = None
     under_way_at: float = 0.0  # when every stream had its first tokens
     published: int | None = None
-    frozen_tokens: int = 0  # what all streams had, prompts included, when it began
+    frozen_tokens: int = 0  # tokens of all streams, including prompts, when it began
 
 
 class Callers:
-    """Those who chat. `closed`: nobody sends a new request until it is open again (the drain's way)."""
+    """The callers. While `open` is not set, nobody sends a new request (drain.py)."""
 
     def __init__(self, url: str) -> None:
         self._url = f"{url}/v1/chat/completions"
@@ -70,7 +70,7 @@ class Callers:
         self.open.set()
         self.in_flight = 0
         gc.collect()
-        gc.freeze()  # this process has a model, too: a collection that goes through it would count as a gap
+        gc.freeze()  # this process also has a model: a garbage collection over it would count as a gap
         self._http = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=300), connector=aiohttp.TCPConnector(limit=0)
         )
@@ -81,9 +81,9 @@ class Callers:
     async def turn(
         self, streams: int, happen: Callable[[], Awaitable[int | None]] | None, chats: int = LATE_CHATS
     ) -> Turn:
-        """Run streams, let something happen when all are under way, and chat shortly until it is over.
+        """Run streams, start the event once all have begun, and send short chats until it is over.
 
-        chats: how many short chats there are at least.
+        chats: the minimum number of short chats.
         """
         running = [Stream() for _ in range(streams)]
         tasks = [asyncio.create_task(self._stream(stream, number)) for number, stream in enumerate(running)]
@@ -106,7 +106,7 @@ class Callers:
         return await self._send(f"somebody asks at {time.time_ns()}", 1, Stream(), model)
 
     async def side_by_side(self, models: list[str]) -> list[Stream]:
-        """A stream of each of these models, at once."""
+        """Run a stream of each of these models, at once."""
         streams = [Stream() for _ in models]
         await asyncio.gather(*(self._stream(s, n, m) for n, (s, m) in enumerate(zip(streams, models, strict=True))))
         return streams
@@ -131,7 +131,7 @@ class Callers:
         return LateChat(version, first - began, first)
 
     async def _send(self, words: str, tokens: int, stream: Stream, model: str | None = None) -> int:
-        """Send a chat and note what comes. Returns the version that the answer's head names, -1 for an error."""
+        """Send a chat and record the answer. Returns the version in the answer's head, -1 for an error."""
         await self.open.wait()
         body = {
             "messages": [{"role": "user", "content": words}],

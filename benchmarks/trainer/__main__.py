@@ -20,7 +20,7 @@ from benchmarks.trainer.clock import seconds
 
 UPDATES = ("dpo", "kto", "reinforce_pp", "hint")
 STEPS = ("plain", "plain_lean", "trl_sft", "trl_sft_packed", "trl_grpo")
-CONTESTANTS = {  # the others' times are given in those of the first
+CONTESTANTS = {  # the others' times are relative to those of the first
     "mix": ("flywheel", "flywheel_2048", "flywheel_512", *STEPS),
     "turns": ("flywheel", *STEPS),
     "system": ("flywheel", "flywheel_unfolded", *STEPS),
@@ -29,7 +29,7 @@ CONTESTANTS = {  # the others' times are given in those of the first
     "said": ("reinforce_pp", "hint"),
 }
 OTHERS = ("fill", "memory", "ranks")
-ON_ACCELERATOR = ("sizes",)  # only where it is asked for
+ON_ACCELERATOR = ("sizes",)  # only on request
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def make_model(folder: Path, device: str) -> None:
-    """The model, and a tokenizer for trainers that want one."""
+    """Write the model, and a tokenizer for trainers that need one."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -87,7 +87,7 @@ def make_model(folder: Path, device: str) -> None:
 
 
 def run_case(case: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Everyone on one case, in turns; one turn before that is not counted, but for the peers, which take longest."""
+    """Run all contestants on one case, alternating. A first turn is not counted; the slow peers skip it."""
     found, contestants = rows(case), CONTESTANTS[case.partition("/")[0]]
     names = [name for name in contestants if (args.peers or not _is_peer(name)) and name in (args.only or [name])]
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -151,7 +151,7 @@ def layer_products(shape: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def needed_flop(found: list[Row], device: str) -> float:
-    """What a step cannot do without: attention and the optimizer aside."""
+    """The minimum of a step, without attention and the optimizer."""
     shape = shape_of(device)
     layers = shape["num_hidden_layers"] * sum(a * b for a, b in layer_products(shape))
     head = shape["hidden_size"] * shape["vocab_size"]
@@ -159,7 +159,7 @@ def needed_flop(found: list[Row], device: str) -> float:
 
 
 def product_rate(device: str) -> float:
-    """Floating-point operations a second of matrix products of the model's shapes, 2,048 tokens at a time."""
+    """Floating-point operations per second of matrix products of the model's shapes, 2,048 tokens at a time."""
     import torch
 
     torch.set_num_threads(1)

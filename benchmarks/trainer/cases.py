@@ -1,4 +1,4 @@
-"""What is trained: rows of prompt and reply, drawn at random. No more than NumPy: the peers' Python imports it too."""
+"""The training data: random rows of prompt and reply. Imports only NumPy: the peers' Python imports it too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-HALF_BILLION: dict[str, Any] = SHAPE | {  # as Qwen2.5-0.5B
+HALF_BILLION: dict[str, Any] = SHAPE | {  # the shape of Qwen2.5-0.5B
     "vocab_size": 151_936,
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -32,7 +32,7 @@ HALF_BILLION: dict[str, Any] = SHAPE | {  # as Qwen2.5-0.5B
 
 
 def shape_of(device: str) -> dict[str, Any]:
-    """The model's; on an accelerator a larger one, so that it has something to do."""
+    """The model's shape; larger on an accelerator, to give it enough work."""
     return SHAPE if device == "cpu" else HALF_BILLION
 
 
@@ -41,8 +41,8 @@ class Row:
     prompt: list[int]
     reply: list[int]
     run: str  # rows of a run are turns of one conversation
-    other: list[int] | None = None  # a reply to the same prompt that this one is preferred over
-    words: list[int] | None = None  # what was said of it
+    other: list[int] | None = None  # a reply to the same prompt; this row's is preferred over it
+    words: list[int] | None = None  # words about it
 
     @property
     def tokens(self) -> int:
@@ -55,7 +55,7 @@ class Row:
 
 
 def rows(case: str) -> list[Row]:
-    """The rows of a case, the same at each call. CASE/N: the first one in N of them."""
+    """The rows of a case, the same at each call. CASE/N: the first 1/N of them."""
     name, _, part = case.partition("/")
     found = CASES[name](np.random.default_rng(0))
     return found[: len(found) // int(part or 1)]
@@ -84,7 +84,7 @@ def _turns(draw: np.random.Generator) -> list[Row]:
 
 
 def _system(draw: np.random.Generator) -> list[Row]:
-    """32 sequences behind one system prompt of 1,024: 64 tokens of a user's, 64 of a reply."""
+    """32 sequences after one system prompt of 1,024 tokens: 64 tokens of the user, 64 of the reply."""
     system = _some(draw, 1024)
     return [Row(system + _some(draw, 64), _some(draw, 64), str(number)) for number in range(32)]
 
@@ -101,7 +101,7 @@ def _pairs(draw: np.random.Generator) -> list[Row]:
 
 
 def _said(draw: np.random.Generator) -> list[Row]:
-    """Half the rows of `mix`, each with 32 tokens of words."""
+    """Half of the rows of `mix`, each with 32 tokens of words."""
     return [Row(row.prompt, row.reply, row.run, words=_some(draw, 32)) for row in _mix(draw)[:32]]
 
 
@@ -109,11 +109,11 @@ CASES = {"mix": _mix, "turns": _turns, "system": _system, "pairs": _pairs, "rate
 
 
 def is_up(number: int) -> bool:
-    """How the rows of `rated` are rated."""
+    """The ratings of the rows of `rated`."""
     return number % 2 == 0
 
 
 def distinct_tokens(found: list[Row]) -> int:
-    """Positions that differ in what stands before them."""
+    """The number of positions with different tokens before them."""
     texts = [row.prompt + reply for row in found for reply in (row.reply, row.other) if reply is not None]
     return len({hash(tuple(text)[:end]) for text in texts for end in range(1, len(text) + 1)})

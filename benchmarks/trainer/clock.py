@@ -1,4 +1,4 @@
-"""What time a step takes. Imports PyTorch alone, for the peers' Python."""
+"""The time of a step. Imports only PyTorch, for the peers' Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def seconds(device: str) -> float:
-    """CPU seconds of this process; on an accelerator, elapsed seconds, once it has done all that it was given."""
+    """CPU seconds of this process; on an accelerator, elapsed seconds after its queue is empty."""
     if device == "cpu":
         return time.process_time()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""How full packed rows are, and how little of what sequences share is computed twice. Nothing is computed but this."""
+"""How full packed rows are, and how little of the shared tokens is computed twice. No model runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUDGET = 4096  # trainer.max_tokens_per_micro_batch's default
 
 
 def figures() -> dict[str, float]:
-    """packing_efficiency of a log-normal mix; of cases that share beginnings the tokens computed, of the distinct."""
+    """packing_efficiency of a log-normal mix; with shared prefixes, computed tokens relative to distinct ones."""
     found = {"efficiency_log_normal": _packed(_log_normal(), BUDGET)["packing_efficiency"]}
     for name, made in (("turns", rows("turns")), ("system", rows("system")), ("agents", _agents())):
         found[f"computed_of_distinct_{name}"] = _packed(made, 8192)["tokens_computed"] / distinct_tokens(made)
@@ -33,7 +33,7 @@ def _log_normal() -> list[Row]:
 
 
 def _agents() -> list[Row]:
-    """4 agents of 300 tokens of system prompt, 4 conversations each, 4 ways to go on from each."""
+    """4 agents with a system prompt of 300 tokens, 4 conversations each, 4 continuations of each."""
     draw, found = np.random.default_rng(0), []
     for _ in range(4):
         system = draw.integers(0, 32_000, 300).tolist()

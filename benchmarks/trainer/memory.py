@@ -1,8 +1,8 @@
-"""The most memory that scoring takes, in units of one float32 array of all tokens' logits.
+"""Peak memory of scoring, in units of one float32 array of all tokens' logits.
 
-A process of its own for each way: 2,048 sampled tokens, vocabulary 151,936, every other token with top-p 0.8, a head
-of 256. "processed" computes logprobs and what the sampler makes of them, "plain" logprobs alone, as TRL does, "update"
-logprobs and their gradient.
+A separate process for each method: 2,048 sampled tokens, vocabulary 151,936, every other token with top-p 0.8, a head
+of 256. "processed" computes logprobs and the sampler's logprobs, "plain" logprobs alone, as TRL does, "update" logprobs
+and their gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def peaks(repository: Path, peers: str | None) -> dict[str, float]:
-    """Of all ways. TRL's are its own logprobs in chunks, with its own chunk and with one of our size."""
+    """The peaks of all methods. TRL computes its own logprobs, in chunks of its own size and of ours."""
     found = {}
     for step in ("processed", "plain", "update"):
         for name, spread in SPREADS.items():

@@ -1,4 +1,4 @@
-"""Peak memory of scoring sampled tokens, whoever scores them. Imports PyTorch alone, for the peers' Python."""
+"""Peak memory of any function that scores sampled tokens. Imports only PyTorch, for the peers' Python."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 TOKENS, VOCABULARY, HIDDEN = 2048, 151_936, 256
-CHUNK_BYTES = 32 * 2**20  # of logits that are computed at once, ours and, where it is to be equal, the peer's
+CHUNK_BYTES = 32 * 2**20  # of logits that are computed at once: ours, and the peer's if both are to be equal
 UNIT = 4 * TOKENS * VOCABULARY  # bytes of one float32 array of all logits
 
 
 def measure(spread: float, score: Callable[[nn.Linear, Tensor, Tensor], Tensor], *, update: bool) -> float:
-    """The highest resident memory above what there was once weights, their gradient and hidden states were there.
+    """Peak resident memory above that with weights, their gradient and hidden states in place.
 
     score: logprobs of actions [K], given the output layer and hidden states. spread: of the logits. update: with the
     gradient.

@@ -1,6 +1,6 @@
-"""What a second rank gains: seconds of one update of `mix` by one rank and by two, one thread each.
+"""The gain from a second rank: seconds of one update of `mix` by one rank and by two, one thread each.
 
-Elapsed time, unlike the other figures, since ranks wait for each other: it wants a core for each rank, and nobody else.
+Unlike the other figures, these are elapsed times, since ranks wait for each other: each rank needs an idle core.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UPDATES = 4  # the first is not counted
 
 
 def measure(repository: Path, folder: Path) -> dict[str, float]:
-    """Seconds of an update, and how much faster two ranks are."""
+    """Seconds of an update, and the speedup from two ranks."""
     found = {}
     for ranks in (1, 2):
         with tempfile.TemporaryDirectory() as root:

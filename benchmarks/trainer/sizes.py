@@ -1,8 +1,8 @@
-"""What an update takes on an accelerator, by the model's size: memory and time, by the trainer's own code.
+"""The cost of an update on an accelerator, by the model's size: memory and time of the trainer's own code.
 
-A process of its own for each size and way. Models have Qwen2.5's shapes and random weights in bfloat16; the rows are
-those of `mix`, two optimizer steps an update, gradient checkpointing on. Bytes are those of PyTorch's tensors: once the
-models and their optimizers are there, and the most within an update.
+A separate process for each size and way. Models have Qwen2.5's shapes and random weights in bfloat16; the rows are
+those of `mix`, two optimizer steps an update, gradient checkpointing on. Bytes are those of PyTorch's tensors: after
+the models and their optimizers are built, and the peak within an update.
 """
 
 from __future__ import annotations

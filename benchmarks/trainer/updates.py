@@ -1,7 +1,8 @@
-"""One contestant's process for whole updates by the trainer's own code: for each line on stdin, a case's name, one
-update; its figures on stdout. An update precomputes, with the base model's or a teacher's opinion, and the steps.
+"""One contestant's process for whole updates by the trainer's own code.
 
-Those that stand beside TRL's make one optimizer step, as these do; the others as many as the defaults say.
+Each line on stdin is the name of a case: the process makes one update and prints its figures. An update precomputes,
+including the base model's or a teacher's logprobs, and then takes its steps: one for those compared with TRL's, as TRL
+takes one, and the default number for the others.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dpo": _ONE_STEP,
     "kto": _ONE_STEP,
     "reinforce_pp": {},
-    "hint": {"hint": {"least_effect": 0.0, "neutral_reward": None}},  # no words are left out
+    "hint": {"hint": {"least_effect": 0.0, "neutral_reward": None}},  # uses all words
 }
 
 
 def experiences(found: list[Row]) -> list[Experience]:
-    """The rows as a trainer reads them from its ledger, with everything that is said of rows of such a case."""
+    """The rows as a trainer reads them from its ledger, with all feedback of such a case."""
     read = []
     for number, row in enumerate(found):
         name, signals = str(number), [Signal("rating", text="up" if is_up(number) else "down")]
@@ -64,7 +65,7 @@ def config_of(name: str, folder: str, root: str) -> Config:
 
 
 def begin(config: Config) -> None:
-    """Put version 0 into the root folder."""
+    """Write version 0 into the root folder."""
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
         ensure_base_version(config, ledger)
 

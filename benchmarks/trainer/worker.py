@@ -1,4 +1,4 @@
-"""One contestant's process: for each line on stdin, a case's name, one optimizer step; its figures on stdout."""
+"""One contestant's process. For each line on stdin, a case's name, it makes one optimizer step and prints figures."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ours(budget: int, kind: Rows) -> Step:
 
 
 def plain(model: Any, found: list[Row], *, lean: bool = False) -> Iterator[Tensor]:
-    """A padded loop as one would write it: sorted by length, 8 sequences at a time. lean: logits of replies alone."""
+    """The usual padded loop: sorted by length, 8 sequences at a time. lean: logits of replies alone."""
     ordered = sorted(found, key=lambda row: -row.tokens)
     figures.update(tokens_computed=0.0)
     for start in range(0, len(ordered), 8):

@@ -1,5 +1,5 @@
--- Run once, on an empty volume: Flywheel's own role, which owns its database and nothing else. The superuser then has no
--- password, so that only a process inside this container is let in as it.
+-- Runs once, on an empty volume: creates Flywheel's own role, which owns its database and nothing else. The superuser
+-- then has no password, so only a process inside this container can log in as it.
 \getenv password POSTGRES_PASSWORD
 CREATE ROLE flywheel LOGIN NOSUPERUSER NOCREATEDB NOCREATEROLE PASSWORD :'password';
 CREATE DATABASE flywheel OWNER flywheel;

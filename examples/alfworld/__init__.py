@@ -1,1 +1,1 @@
-"""ALFWorld: household tasks in words."""
+"""ALFWorld: household tasks described in text."""

@@ -12,12 +12,12 @@ from examples.alfworld.world import downloaded
 from examples.run import Example, parser, run
 
 ABOUT = "A model learns household tasks in ALFWorld's houses: reward 1.0 when done, -0.1 when not, 30 steps at most."
-TRAINING, HELD_OUT = 1000, 100  # generated houses of a model that is not tiny
-LEARN = {"at_once": 16, "timeout_s": 600.0, "params": {"max_tokens": 256}}  # of a model that is not tiny
+TRAINING, HELD_OUT = 1000, 100  # numbers of generated houses, used with --url
+LEARN = {"at_once": 16, "timeout_s": 600.0, "params": {"max_tokens": 256}}  # used with --url
 
 
 def example(args: Namespace) -> Example:
-    """The example, with what makes a tiny model learn it in small houses."""
+    """Return the example. Without --url, a tiny model learns in small houses."""
     seen = args.houses == "seen"
     if args.url:
         tasks = downloaded("train") or [{"seed": seed} for seed in range(TRAINING)]

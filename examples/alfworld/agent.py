@@ -1,4 +1,4 @@
-"""The agent: a model that is told the rules once, and what it sees after each action."""
+"""The agent: the model gets the rules once, and an observation after each action."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ You may think first. End with the action, and nothing after it: <action>go to ca
 
 
 class Agent:
-    """The agent, with the households in which it works."""
+    """The agent, with a pool of households to work in."""
 
     def __init__(self, rules: str = RULES, max_steps: int = MAX_STEPS) -> None:
         self._rules, self._max_steps, self._households = rules, max_steps, Households(max_steps)

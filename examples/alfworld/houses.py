@@ -1,10 +1,10 @@
-"""Games of ALFWorld from what its wheel carries: floor plans, the domain, the grammar and the templates of goals.
+"""ALFWorld games generated from the files in its wheel: floor plans, domain, grammar and goal templates.
 
-A house has the receptacles of one floor plan, at their places. Objects of that plan are put by a draw where ALFWorld's
-table allows, one or two of them wanted by the goal, and these not where it asks for them. ALFWorld's training plans are
-the seen houses, its test plans the unseen ones.
+A house has the receptacles of one floor plan, at their locations. Objects of that plan are placed at random where
+ALFWorld's table allows. The one or two objects that the goal asks for are not placed where the goal wants them. Seen
+houses use ALFWorld's training plans, unseen houses its test plans.
 
-    python -m examples.alfworld.houses FOLDER [COUNT]      writes games as ALFWorld's AlfredTWEnv reads them
+    python -m examples.alfworld.houses FOLDER [COUNT]      writes games that ALFWorld's AlfredTWEnv can read
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ KINDS = (PICK, LIGHT, CLEAN, HEAT, COOL, TWO)
 STATIONS = {CLEAN: ("SinkBasin", "Cleanable"), HEAT: ("Microwave", "Heatable"), COOL: ("Fridge", "Coolable")}
 SURFACES = {"SideTable", "Desk", "Dresser", "CoffeeTable", "DiningTable", "TVStand", "Shelf", "CounterTop"}  # for lamps
 ROOMS = {"Kitchen": 0, "LivingRoom": 200, "Bedroom": 300, "Bathroom": 400}
-FEWEST = 3  # receptacles of a house
+FEWEST = 3  # receptacles in a house
 _HERE = Path(alfworld.__file__).parent
 _MANGLED = {"|": "_bar_", "+": "_plus_", "-": "_minus_", ".": "_dot_", ",": "_comma_"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A floor plan: its receptacles by id, with the place from which each is reached, and the types of its objects."""
+    """A floor plan: its receptacles by id, with the location from which each is reached, and its types of objects."""
 
     number: int
     receptacles: Mapping[str, tuple[int, ...]]
@@ -43,7 +43,7 @@ class Plan:
 
 @functools.cache
 def plan(number: int) -> Plan:
-    """The floor plan of this number."""
+    """Return the floor plan with this number."""
     stem = _HERE / "gen" / "layouts" / f"FloorPlan{number}"
     places = json.loads(stem.with_name(f"{stem.name}-openable.json").read_text())
     types = json.loads(stem.with_name(f"{stem.name}-objects.json").read_text())
@@ -52,42 +52,42 @@ def plan(number: int) -> Plan:
 
 
 def type_of(name: str) -> str:
-    """The type of an object or receptacle, of its id."""
+    """Return the type of an object or receptacle from its id."""
     first, *_, last = name.split("|")
-    return f"{first}Basin" if last.endswith("Basin") else first  # one bathtub ends in SinkBasin
+    return f"{first}Basin" if last.endswith("Basin") else first  # one bathtub's id ends in SinkBasin
 
 
 def may_hold(kind: str) -> set[str]:
-    """The types of objects that a type of receptacle may hold."""
+    """Return the types of objects that a type of receptacle may hold."""
     return set(constants.VAL_RECEPTACLE_OBJECTS.get(kind, ())) & pickable()
 
 
 @functools.cache
 def pickable() -> frozenset[str]:
-    """The types of objects that can be carried: what lies in receptacles, and is neither sliced nor a container."""
+    """Return the types of objects that can be carried: objects in receptacles, neither sliced nor containers."""
     held = set().union(*constants.VAL_RECEPTACLE_OBJECTS.values())
     return frozenset(one for one in held - constants.MOVABLE_RECEPTACLES_SET if not one.endswith("Sliced"))
 
 
 @dataclass
 class House:
-    """One game: its goal, and where everything is."""
+    """One game: its goal and the locations of all objects."""
 
     kind: str
-    wanted: str  # a type of object
-    target: str  # a type of receptacle; of a lamp for LIGHT
+    wanted: str  # type of the wanted object
+    target: str  # type of receptacle; for LIGHT, of the lamp
     plan: int
     receptacles: dict[str, tuple[int, ...]]
-    objects: dict[str, str]  # id → the receptacle in which it lies
+    objects: dict[str, str]  # id → id of its receptacle
     goal: str = ""
 
 
 def make_house(
     seed: int, kind: str | None = None, seen: bool = True, most: int | None = None, room: str | None = None
 ) -> House:
-    """The house of this seed. kind: of KINDS, else drawn. most: receptacles; the others of the plan are left out.
+    """Make the house of this seed. kind: one of KINDS; default: random. most: maximum number of receptacles.
 
-    room: of ROOMS, else any in which there are tasks of that kind.
+    room: one of ROOMS; default: any room with tasks of this kind.
     """
     draw = random.Random(f"house {seed} {kind} {seen} {most}")
     while True:
@@ -103,12 +103,12 @@ def make_house(
 
 
 def room_of(number: int) -> str:
-    """The room of a floor plan."""
+    """Return the room of a floor plan."""
     return max((room for room, first in ROOMS.items() if number > first), key=lambda room: ROOMS[room])
 
 
 def _furnish(draw: random.Random, kind: str, of: Plan, most: int | None) -> House | None:
-    """A house of this plan with this kind of goal; None where the plan, or what was drawn of it, allows none."""
+    """Make a house from this plan with this kind of goal. Returns None if the plan or the random draw has none."""
     ids = list(of.receptacles)
     if most is not None and len(ids) > most:
         ids = sorted(draw.sample(ids, draw.randint(FEWEST, most)))
@@ -156,7 +156,7 @@ def _id(draw: random.Random, kind: str) -> str:
 
 
 def game_of(house: House) -> dict[str, Any]:
-    """The game as ALFWorld's game.tw-pddl has it."""
+    """Return the game in the format of ALFWorld's game.tw-pddl."""
     grammar = (_HERE / "data" / "alfred.twl2").read_text()
     return {
         "pddl_domain": (_HERE / "data" / "alfred.pddl").read_text(),
@@ -168,7 +168,7 @@ def game_of(house: House) -> dict[str, Any]:
 
 
 def problem_of(house: House) -> str:
-    """The house in PDDL."""
+    """Return the house in PDDL."""
     places = sorted({_place(at) for at in house.receptacles.values()} | {"loc|start"})
     carried = sorted({type_of(name) for name in house.objects} | {house.wanted})
     holders = sorted({type_of(name) for name in house.receptacles} | {house.target, "SinkBasin", "Microwave", "Fridge"})
@@ -213,14 +213,14 @@ def _place(at: Sequence[int]) -> str:
 
 
 def mangled(text: str) -> str:
-    """A text whose ids are names of PDDL."""
+    """Replace characters that PDDL names cannot contain."""
     for sign, word in _MANGLED.items():
         text = text.replace(sign, word)
     return text
 
 
 def write(folder: Path, house: House) -> Path:
-    """Write game.tw-pddl and traj_data.json into a folder. Returns the game's file."""
+    """Write game.tw-pddl and traj_data.json to a folder. Returns the path of game.tw-pddl."""
     folder.mkdir(parents=True, exist_ok=True)
     is_light = house.kind == LIGHT
     params = {

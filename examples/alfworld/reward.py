@@ -1,4 +1,4 @@
-"""The reward: 1 when the task is done, -0.1 when it is not; the rest are metrics alone."""
+"""The reward: 1 when the task is done, -0.1 when it is not. All other figures are only metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from examples.alfworld.world import read_action
 
 
 def reward(reply: Played) -> Reward:
-    """What an episode earned."""
+    """Return the reward of an episode."""
     said = [message["content"] for message in reply.messages if message["role"] == "assistant"]
     answered = [message["content"] for message in reply.messages if message["role"] == "user"][1:]
     formed = sum(read_action(one) is not None for one in said) / max(1, len(said))

@@ -1,4 +1,4 @@
-"""What makes a tiny model for small houses: it goes about, opens, takes and puts things down, whatever the task is."""
+"""The warm start of a tiny model for small houses: it goes, opens, takes and moves things, mostly at random."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from examples import group_learning
 from examples.alfworld.houses import PICK, House, make_house, mangled, may_hold, pickable, type_of
 from examples.tiny_model import Demonstration, Recipe
 
-ROOM = "Bathroom"  # which has the fewest types of things
+ROOM = "Bathroom"  # the room with the fewest types of things
 MOST = 4  # receptacles
-MAX_STEPS = 12  # in place of the world's 30
+MAX_STEPS = 12  # replaces the world's 30
 STEPS, BATCH = 700, 24
-FEW, SHORT, LONG = 500, 5, 10  # so many steps with short walks, in which it learns names; then with long ones
-SHARE = 0.35  # of demonstrated choices that serve the task
-REFUSED = 0.1  # of steps before which something impossible is tried, which is not taught: what follows it is
-TRAINING = range(400)  # seeds of houses: each is loaded for every episode in it
+FEW, SHORT, LONG = 500, 5, 10  # first FEW steps of SHORT walks, to learn the names; then LONG walks
+SHARE = 0.35  # fraction of demonstrated actions that serve the task
+REFUSED = 0.1  # probability of an impossible action before a step; the action is not learned, the step after it is
+TRAINING = range(400)  # seeds of houses; each house is loaded for every episode in it
 HELD_OUT = range(1_000_000, 1_000_100)
-DEMONSTRATED = 2_000_000  # the first seed of houses that are neither
-NOTHING = "Nothing happens."  # what is told after something impossible
-RULES = "House."  # in place of the agent's own: a tiny model has no use for the words
+DEMONSTRATED = 2_000_000  # first seed of the demonstration houses, which are in neither range
+NOTHING = "Nothing happens."  # the reply to an impossible action
+RULES = "House."  # replaces the agent's rules: a tiny model cannot use the words
 
 ENGINE = {"max_model_len": 1536}
 TRAINER = group_learning.TRAINER | {"batch_size": 384, "learning_rate": 1.5e-4}
@@ -31,12 +31,12 @@ LEARN = group_learning.LEARN | {"max_ready_rows": 768, "timeout_s": 120.0, "para
 
 
 def task(seed: int) -> dict[str, Any]:
-    """A small bathroom with a thing to be put somewhere."""
+    """Return a task: put a thing somewhere in a small bathroom."""
     return {"seed": seed, "kind": PICK, "most": MOST, "room": ROOM}
 
 
 def recipe() -> Recipe:
-    """Walks through houses."""
+    """Return the recipe: walks through houses."""
     return Recipe(
         demonstrations=[_walk(DEMONSTRATED + n, SHORT if n < FEW * BATCH else LONG) for n in range(STEPS * BATCH)],
         teaches="to go about, open, take and put down",
@@ -48,7 +48,7 @@ def recipe() -> Recipe:
 
 
 def _walk(seed: int, steps: int) -> Demonstration:
-    """An episode whose choices are random among those that do something, now and then what the task asks for."""
+    """Return an episode: possible actions at random, and sometimes the next action of the task's plan."""
     draw, house = random.Random(seed), SmallHouse(make_house(**task(seed)))
     messages: list[dict[str, Any]] = [{"role": "system", "content": RULES}]
     observation = house.intro()
@@ -71,7 +71,7 @@ def _walk(seed: int, steps: int) -> Demonstration:
 
 
 def _choose(draw: random.Random, house: SmallHouse) -> str:
-    """Something that can be done here, more often than going elsewhere."""
+    """Choose an action: most often one that is possible here, else moving to another place."""
     here = house.possible_here()
     if here and draw.random() < 0.6:
         return draw.choice(here)
@@ -79,16 +79,16 @@ def _choose(draw: random.Random, house: SmallHouse) -> str:
 
 
 def _mistake(draw: random.Random, house: SmallHouse) -> str:
-    """Something that cannot be done here."""
+    """Choose an action that is not possible here."""
     thing, place = draw.choice(sorted(house.lying) or [house.held]), draw.choice(house.furniture)
     tried = [f"take {thing} from {place}", f"move {thing} to {place}", f"open {place}", f"go to {house.place}"]
     return draw.choice([one for one in tried[: None if house.place else -1] if one not in house.possible_here()])
 
 
 class SmallHouse:
-    """A house of the tiny model's tasks in ALFWorld's words, without its engine: demonstrations are made in seconds.
+    """A house of the tiny model's tasks with ALFWorld's wording but not its engine, to make demonstrations in seconds.
 
-    It knows to go, open, take and move; a test compares its words with the game's.
+    It supports go, open, take and move. A test compares its wording with the game's.
     """
 
     def __init__(self, house: House) -> None:
@@ -102,13 +102,13 @@ class SmallHouse:
         self._order = list(things.values())
 
     def intro(self) -> str:
-        """What is told first."""
+        """Return the first observation."""
         seen = _list(self.furniture)
         goal = f"Your task is to: {self._house.goal}."
         return f"You are in the middle of a room. Looking quickly around you, you see {seen}.\n{goal}"
 
     def possible_here(self) -> list[str]:
-        """What can be done where one stands, with furniture as such or with a thing."""
+        """Return the possible actions at the current place, on the furniture or on a thing."""
         if not self.place:
             return []
         if self.place in self.closed:
@@ -118,7 +118,7 @@ class SmallHouse:
         return [f"take {name} from {self.place}" for name in self._here()]
 
     def do(self, action: str) -> str:
-        """What is told after an action, which is a possible one."""
+        """Do a possible action. Returns the observation."""
         verb, rest = action.split(maxsplit=1)
         if verb == "go":
             self.place = rest.removeprefix("to ")
@@ -135,7 +135,7 @@ class SmallHouse:
         return f"You move the {name} to the {self.place}."
 
     def next_of_plan(self) -> str:
-        """What the task asks for next."""
+        """Return the next action that serves the task."""
         wanted, target = self._house.wanted.lower(), self._house.target.lower()
         if self.held and self.held.split()[0] != wanted:
             return self.possible_here()[0] if self.possible_here() else self._go(self._fitting(self.held))
@@ -147,7 +147,7 @@ class SmallHouse:
         return self._go([one for one in self.furniture if one.startswith(goal)])
 
     def is_done(self) -> bool:
-        """Whether a wanted thing lies where it should."""
+        """Whether a wanted thing is where it should be."""
         wanted, target = self._house.wanted.lower(), self._house.target.lower()
         return any((name.split()[0], at.split()[0]) == (wanted, target) for name, at in self.lying.items())
 
@@ -178,7 +178,7 @@ def _types(house: House) -> set[str]:
 
 
 def _named(ids: list[str]) -> dict[str, str]:
-    """Names by id: of each type the last id is number 1."""
+    """Return names by id. Of each type the last id gets number 1."""
     left, found = Counter(type_of(one) for one in ids), {}
     for one in sorted(ids, key=mangled):
         kind = type_of(one)

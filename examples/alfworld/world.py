@@ -1,8 +1,8 @@
-"""ALFWorld in words: one game at a time in TextWorld, with actions read out of a model's answers.
+"""ALFWorld as a text environment: one game at a time in TextWorld, with actions parsed from a model's answers.
 
-A game is one of houses.py, made from a seed, or a game.tw-pddl of ALFWorld's own download. An answer names its action
-between <action> and </action>; one that names none, or no possible one, is told so and counts as a step, so that every
-episode ends after MAX_STEPS, or fewer.
+A game comes from houses.py, made from a seed, or from a game.tw-pddl file of ALFWorld's download. An answer gives its
+action between <action> and </action>. An answer without an action, or with an impossible one, gets an error message
+and counts as a step: every episode ends after at most MAX_STEPS steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of libraries of theirs, at import
+    warnings.simplefilter("ignore")  # from third-party libraries, at import
     import fast_downward
     import textworld
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
@@ -37,10 +37,10 @@ SPLITS = {"train": "train", "seen": "valid_seen", "unseen": "valid_unseen"}
 
 
 class Household:
-    """A game to be played in words: flywheel.play's environment.
+    """A game played in text: an environment for flywheel.play.
 
-    plans: also find a plan at each step, which takes longer. One can be used for one task after another; each keeps a
-    copy of the planner's library in memory for ever.
+    plans: also compute a plan at each step, which is slower. A household can run one task after another. Each one keeps
+    a copy of the planner's library in memory permanently.
     """
 
     def __init__(self, task: Mapping[str, Any], *, plans: bool = False, max_steps: int = MAX_STEPS) -> None:
@@ -52,18 +52,18 @@ class Household:
         self.load(task)
 
     def load(self, task: Mapping[str, Any]) -> None:
-        """Take this task. task: `seed` and the other arguments of make_house, or `game_file`."""
+        """Load a task. task: `seed` and the other arguments of make_house, or `game_file`."""
         self.task, self.steps = dict(task), 0
         file = task.get("game_file")
         self._env.load(json.loads(Path(file).read_text()) if file else game_of(make_house(**task)))
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin. seed: of no use, nothing here is random."""
+        """Start the episode. seed: ignored; the environment is deterministic."""
         self._state, self.steps = self._env.reset(), 0
         return _plain(self._state.feedback), self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Do what an answer names between <action> and </action>; the last one counts."""
+        """Do the action between <action> and </action>; the last one if there are several."""
         command = read_action(action)
         self.steps += 1
         if command is None:
@@ -81,11 +81,11 @@ class Household:
 
 @functools.cache
 def _keep_parses() -> None:
-    """Let TextWorld parse each template and condition of its grammar, and translate each house, once in this process.
+    """Cache TextWorld's parsing of each template and condition of its grammar, and its translation of each house.
 
-    It parses the former anew for every sentence that it says, which takes three quarters of a step, and translates a
-    house four times an episode. None has a public way to be kept. What is derived from a template is changed in place,
-    so each caller gets a copy of its own.
+    TextWorld parses the grammar anew for every sentence, which takes three quarters of a step, and translates a house
+    four times an episode. It has no public cache for either, so this replaces private functions for the whole process.
+    TextWorld modifies a parsed template in place, so each caller gets its own copy.
     """
     parse = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
     textgen._parse_and_convert = lambda *args, **options: deepcopy(parse(*args, **options))
@@ -94,7 +94,7 @@ def _keep_parses() -> None:
 
 
 class Households:
-    """Households that are free, so that few are ever made."""
+    """A pool of free households, which keeps the number of households small."""
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self._free: list[Household] = []
@@ -102,7 +102,7 @@ class Households:
 
     @contextlib.contextmanager
     def enter(self, task: Mapping[str, Any]) -> Iterator[Household]:
-        """A household with this task, which nobody else enters meanwhile."""
+        """Yield a household with this task, for exclusive use inside the block."""
         at_hand = next((one for one in self._free if one.task == task), None)
         house = at_hand or (self._free[0] if self._free else Household(task, max_steps=self._max_steps))
         if house in self._free:
@@ -116,19 +116,19 @@ class Households:
 
 
 def _plain(text: str) -> str:
-    """A text of the game without its empty lines and its banner."""
+    """Return a text of the game without empty lines and banner."""
     lines = [line.strip() for line in text.splitlines()]
     return "\n".join(line for line in lines if line and not line.startswith("-="))
 
 
 def read_action(answer: str) -> str | None:
-    """The last action of an answer; None where there is none."""
+    """Return the last action of an answer, or None if there is none."""
     found = _ACTION.findall(answer)
     return " ".join(found[-1].split()) or None if found else None
 
 
 def downloaded(split: str) -> list[dict[str, Any]]:
-    """Tasks of ALFWorld's own games, where ALFWORLD_DATA has them. split: train, seen or unseen."""
+    """Return the tasks of ALFWorld's downloaded games in ALFWORLD_DATA. split: train, seen or unseen."""
     home = os.environ.get("ALFWORLD_DATA")
     folder = Path(home, "json_2.1.1", SPLITS[split]) if home else None
     files = sorted(folder.rglob("game.tw-pddl")) if folder else []

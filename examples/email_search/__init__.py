@@ -1,1 +1,1 @@
-"""Email search: find the mail that answers a question, read it, answer, and name the source."""
+"""Email search: find the mail that answers a question, read it, answer, and cite the source."""

@@ -1,4 +1,4 @@
-"""The email agent, on LangGraph by LangChain's create_agent. It knows a model, and the tools of one question.
+"""The email agent, built on LangGraph with LangChain's create_agent. It depends only on a model and three tools.
 
 A request is {"question": text, "inbox": address, "today": date, "mail": an object with the three tools}.
 """
@@ -18,19 +18,19 @@ MAX_TURNS = 10
 
 
 async def answer_by_mail(request: dict[str, Any], model: Model, prompt: str = PROMPT) -> str:
-    """Works on one question; the last message's text. What was answered is with the tools."""
+    """Work on one question. Returns the text of the last message; `mail` receives the answer."""
     from langchain.agents import create_agent
     from langchain_core.tools import tool
     from langgraph.errors import GraphRecursionError
 
     mail = request["mail"]
 
-    @tool  # type: ignore[untyped-decorator]  # where LangChain is not installed
+    @tool  # type: ignore[untyped-decorator]  # if LangChain is not installed
     async def search_emails(keywords: list[str]) -> str:
         """Find mails that have all of these words."""
         return str(mail.search_emails(keywords))
 
-    @tool  # type: ignore[untyped-decorator]  # where LangChain is not installed
+    @tool  # type: ignore[untyped-decorator]  # if LangChain is not installed
     async def read_email(message_id: str) -> str:
         """Read one mail."""
         return str(mail.read_email(message_id))

@@ -1,8 +1,9 @@
-"""ART's rubric, the tool weights of AgentScope's article, and what is right without a judge.
+"""The reward: ART's rubric or the tool weights of AgentScope's article, and an exact match for runs without a judge.
 
-The rubric: a right answer earns 1, 0.3 more for its source, 0.1 shared among the sources that it names, and up to 0.1
-for few turns; "I don't know" is right where no mail has the answer. What is found and read on the way counts 0.1 each
-below that: from -1 for a wrong answer, from 0 for "I don't know" or none in time, from -2 for a tool call that is none.
+In the rubric a right answer earns 1, plus 0.3 for its source, 0.1 divided by the number of sources that it cites, and
+up to 0.1 for few turns. "I don't know" is right if no mail has the answer. Other visits earn a base plus 0.1 for each
+partial success (found, read, no invalid read, cited): the base is -1 for a wrong answer, 0 for "I don't know" or no
+answer, and -1.9 for a visit that ends with text instead of an answer.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ TOOLS = ("search_emails", "read_email", "answer")
 
 
 def plain(text: str) -> str:
-    """A text without case, spaces around and a full stop."""
+    """Normalize a text: lower case, single spaces, no final punctuation."""
     return " ".join(text.lower().strip().rstrip(".!").split())
 
 
 def same(question: Question, answer: str) -> float:
-    """1 for the true answer and nothing beside it."""
+    """Return 1 if the answer is exactly the true answer, else 0."""
     return float(plain(answer) == plain(question.answer))
 
 
 def rubric(visit: Visit, right: float, *, malformed: bool) -> float:
-    """ART's reward."""
+    """Return ART's reward."""
     asked, calls = visit.question, visit.calls
     wanted = set(asked.message_ids)
     said, sources = visit.answered or (UNKNOWN, ())
@@ -47,9 +48,9 @@ def rubric(visit: Visit, right: float, *, malformed: bool) -> float:
 
 
 def wanted_calls(visit: Visit) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The calls that were made and those that were wanted, for ToolUse.
+    """Return the calls that were made and the calls that were wanted, for ToolUse.
 
-    A search is right that finds the source; where there is none, one that finds nothing.
+    A search is right if it finds the source; if there is no source, it is right if it finds nothing.
     """
     source = next(iter(visit.question.message_ids), None)
     said: list[dict[str, Any]] = []
@@ -68,9 +69,9 @@ def wanted_calls(visit: Visit) -> tuple[list[dict[str, Any]], list[dict[str, Any
 
 
 def reward(visit: Visit, *, by_tools: bool = False, right: float | None = None) -> Reward:
-    """What a visit is worth: by the rubric, or by_tools by the article's weights; both as metrics.
+    """Return the reward of a visit: by the rubric, or with by_tools by the article's weights. Both are also metrics.
 
-    right: what a judge said of the answer; None for the true answer and nothing beside it.
+    right: a judge's verdict on the answer; None compares it with the true answer exactly.
     """
     malformed = visit.answered is None and bool(visit.last_text)
     if right is None:
@@ -90,7 +91,7 @@ def reward(visit: Visit, *, by_tools: bool = False, right: float | None = None) 
 
 
 async def judged(visit: Visit, judge: LLMJudge | None, *, by_tools: bool) -> Reward:
-    """The same, where a judge reads answers that are not the true one word for word."""
+    """Return the reward. A judge rates answers that are not the true answer word for word."""
     if judge is None or visit.answered is None or same(visit.question, visit.answered[0]):
         return reward(visit, by_tools=by_tools)
     asked = f"{visit.question.question}\nThe true answer: {visit.question.answer}"

@@ -1,4 +1,4 @@
-"""What a tiny model knows before it learns: the three tools, and nothing of which words or which fact are asked for."""
+"""The warm start of a tiny model: it knows the three tools, but not which words or which fact a question asks for."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from examples.tiny_model import Demonstration, Recipe
 PROMPT = "mail"
 STEPS, BATCH = 600, 24
 ANSWERS = [word for _, values in FACTS.values() for word in values]
-FOUND = 1  # mails that a search shows
-SEED = 1  # of the mailbox of the demonstrations, which is another
+FOUND = 1  # mails in a search result
+SEED = 1  # of the demonstrations' mailbox, which differs from the tasks'
 ENGINE = {"max_model_len": 640, "tool_parser": "hermes"}
 TRAINER = group_learning.TRAINER | {"learning_rate": 5.0e-4}
 LEARN = group_learning.LEARN
@@ -38,11 +38,11 @@ TOOLS = [
 
 
 def recipe() -> Recipe:
-    """Questions answered with any fact, after a search for any words of the subject, read or not."""
+    """Return the recipe: a search for words of the subject, optionally a read, then an answer with a random fact."""
     draw = random.Random(5)
     mailbox = Mailbox.generated(make_mails(SEED))
     asked = make_questions(SEED, STEPS * BATCH)
-    # a batch reads or does not, so that its conversations are of like lengths
+    # All demonstrations of a batch read, or none does: their lengths are similar.
     shown = [_demonstrate(mailbox, one, draw, reads=n // BATCH % 2 == 0) for n, one in enumerate(asked)]
     mailbox.close()
     return Recipe(
@@ -58,7 +58,7 @@ def recipe() -> Recipe:
 
 
 def _demonstrate(mailbox: Mailbox, question: Question, draw: random.Random, *, reads: bool) -> Demonstration:
-    """Searches for one word of the subject or for both, may read what is found, and answers any fact."""
+    """Search for one word of the subject or for both, optionally read the mail, and answer with a random fact."""
     visit = Visit(mailbox, question, FOUND)
     project, event = question.question.split()[-3:-1]
     words = draw.choice([[project, event], [project], [event]])

@@ -1,7 +1,7 @@
-"""A mailbox in SQLite with full-text search, in the schema of ART's email agent. Pure; it knows no model.
+"""A mailbox in SQLite with full-text search, in the schema of ART's email agent. Pure; independent of any model.
 
-`make_mails` and `make_questions` are the generated mailbox: 5,000 mails of 25 people, and 400 questions, a fifth of
-which no mail answers. `Mailbox.open` takes a real file of the same schema instead, such as ART's Enron mails.
+`make_mails` and `make_questions` generate a mailbox: 5,000 mails of 25 people, and 400 questions. No mail answers a
+fifth of the questions. `Mailbox.open` opens a real file of the same schema instead, such as ART's Enron mails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 MAILS, QUESTIONS, PEOPLE = 5000, 400, 25
-UNANSWERABLE = 5  # one question of so many has no answer
+UNANSWERABLE = 5  # one question in this many has no answer
 MOST_FOUND = 10
 UNKNOWN = "I don't know"
 TODAY = datetime(2024, 1, 1)
@@ -90,7 +90,7 @@ ORDER BY e.date DESC, e.id DESC LIMIT ?
 
 @dataclass(frozen=True, slots=True)
 class Mail:
-    """One mail; date as ISO 8601."""
+    """One mail. date: ISO 8601."""
 
     message_id: str
     subject: str
@@ -102,7 +102,7 @@ class Mail:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question of somebody about their mail. message_ids: the mails that answer it; none when no mail does."""
+    """A question about a person's mail. message_ids: the mails that answer it; empty if none does."""
 
     id: int
     question: str
@@ -113,7 +113,7 @@ class Question:
 
 
 def make_mails(seed: int = 0, mails: int = MAILS) -> Iterator[Mail]:
-    """The generated mails. Of each person's mails no two are about the same event of the same project."""
+    """Generate the mails. A person receives at most one mail about an event of a project."""
     draw = random.Random(f"mails {seed}")
     people = [f"person{number}@example.com" for number in range(PEOPLE)]
     topics = {person: draw.sample([(p, e) for p in PROJECTS for e in EVENTS], mails // PEOPLE) for person in people}
@@ -132,13 +132,13 @@ def make_mails(seed: int = 0, mails: int = MAILS) -> Iterator[Mail]:
 
 
 def make_questions(seed: int = 0, questions: int = QUESTIONS) -> list[Question]:
-    """The generated questions; each fifth is about an event that no mail of the inbox names."""
+    """Generate the questions. Every fifth is about an event that no mail of the inbox mentions."""
     draw, mails = random.Random(f"questions {seed}"), list(make_mails(seed))
     about = {mail.to_address: Counter[str]() for mail in mails}
     for mail in mails:
         about[mail.to_address][mail.subject] += 1
         about[mail.from_address][mail.subject] += 1
-    single = [mail for mail in mails if about[mail.to_address][mail.subject] == 1]  # of all in an inbox, sent or got
+    single = [mail for mail in mails if about[mail.to_address][mail.subject] == 1]  # in the inbox, sent or received
     found = []
     for number in range(questions):
         mail, fact = draw.choice(single), draw.choice(list(FACTS))
@@ -155,18 +155,18 @@ def make_questions(seed: int = 0, questions: int = QUESTIONS) -> list[Question]:
 
 
 def fact_of(body: str, fact: str) -> str:
-    """What a generated mail says of a fact."""
+    """Return the value of a fact in a generated mail."""
     return next(word for word in body.split() if word in FACTS[fact][1])
 
 
 def task_of(question: Question) -> dict[str, object]:
-    """A question as an agent gets it."""
+    """Return the question in the form that the agent gets."""
     asked = {"id": question.id, "question": question.question}
     return {**asked, "inbox": question.inbox_address, "today": question.query_date}
 
 
 def load_questions(file: Path) -> list[Question]:
-    """Questions of a JSONL file with the fields of Question; those of ART's data set are so named."""
+    """Load questions from a JSONL file with the fields of Question, which are those of ART's data set."""
     names = list(Question.__dataclass_fields__)
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     picked = [{name: row[name] for name in names} for row in rows]
@@ -174,7 +174,7 @@ def load_questions(file: Path) -> list[Question]:
 
 
 class Mailbox:
-    """Mails in SQLite. May be used from several threads."""
+    """Mails in SQLite. Thread-safe."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -182,7 +182,7 @@ class Mailbox:
 
     @classmethod
     def generated(cls, mails: Iterable[Mail] | None = None, path: str = ":memory:") -> Mailbox:
-        """A mailbox with these mails, or the generated ones."""
+        """Return a mailbox with these mails, by default the generated ones."""
         connection = sqlite3.connect(path, check_same_thread=False)
         connection.executescript(SCHEMA)
         for mail in make_mails() if mails is None else mails:
@@ -198,7 +198,7 @@ class Mailbox:
 
     @classmethod
     def open(cls, file: Path) -> Mailbox:
-        """A file of the schema, read only. Raises ValueError for any other."""
+        """Open a database with this schema, read-only. Raises ValueError for any other file."""
         connection = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
         try:
             connection.execute("SELECT e.message_id, e.date FROM emails_fts f JOIN emails e ON e.id = f.rowid LIMIT 1")
@@ -209,7 +209,7 @@ class Mailbox:
         return cls(connection)
 
     def search(self, inbox: str, keywords: Sequence[str], before: str, limit: int) -> list[tuple[str, str]]:
-        """Ids and snippets of an inbox's mails that have all the words, the newest first."""
+        """Return ids and snippets of the inbox's mails that contain all words, newest first."""
         words = [word for keyword in keywords for word in re.findall(r"\w+", keyword)]
         if not words:
             return []
@@ -218,20 +218,20 @@ class Mailbox:
             return list(self._connection.execute(SEARCH, (query, before, inbox, inbox, limit)))
 
     def read(self, message_id: str) -> str | None:
-        """A mail as text; None for an id that there is not."""
+        """Return a mail as text, or None for an unknown id."""
         asked = "SELECT subject, from_address, date, body FROM emails WHERE message_id = ?"
         with self._lock:
             row = self._connection.execute(asked, (message_id,)).fetchone()
         return None if row is None else "\n".join(map(str, row))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the database."""
         self._connection.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call as it was made. ok: whether it found what it was asked for. found: ids in its result."""
+    """A recorded tool call. ok: whether it succeeded. found: mail ids in its result."""
 
     name: str
     arguments: dict[str, object]
@@ -240,18 +240,18 @@ class Call:
 
 
 class Visit:
-    """The tools for one question, and what was done with them. It ends with an answer."""
+    """The tools for one question and the record of their calls. `answer` ends the visit."""
 
     def __init__(self, mailbox: Mailbox, question: Question, limit: int = MOST_FOUND) -> None:
         self.question = question
         self.calls: list[Call] = []
         self.answered: tuple[str, tuple[str, ...]] | None = None
-        self.last_text = ""  # what was said last, when it was no tool call
+        self.last_text = ""  # the last message, if it was not a tool call
         self._mailbox = mailbox
         self._limit = limit
 
     def search_emails(self, keywords: Sequence[str]) -> str:
-        """Ids and snippets, a line each."""
+        """Return ids and snippets, one mail per line."""
         asked = self.question
         found = self._mailbox.search(asked.inbox_address, list(keywords), asked.query_date, self._limit)
         ids = tuple(message_id for message_id, _ in found)
@@ -259,14 +259,14 @@ class Visit:
         return "\n".join(f"{message_id} {snippet}" for message_id, snippet in found) or "nothing found"
 
     def read_email(self, message_id: str) -> str:
-        """The mail."""
+        """Return the mail."""
         mail = self._mailbox.read(message_id)
         found = () if mail is None else (message_id,)
         self.calls.append(Call("read_email", {"message_id": message_id}, mail is not None, found))
         return mail or "no such mail"
 
     def answer(self, answer: str, sources: Sequence[str]) -> str:
-        """Ends the visit; the first answer counts."""
+        """End the visit. Only the first answer counts."""
         if self.answered is None:
             self.calls.append(Call("answer", {"answer": answer, "sources": list(sources)}, True))
             self.answered = answer, tuple(sources)

@@ -13,7 +13,7 @@ ABOUT = "A model learns to walk over 4 by 4 frozen lakes: reward 1 at the goal, 
 
 
 def example() -> Example:
-    """The example, with what makes a tiny model learn it."""
+    """Return the example, with the settings with which a tiny model learns."""
     return Example(
         name="frozen_lake",
         about=ABOUT,

@@ -1,4 +1,4 @@
-"""The agent: a model that walks over a frozen lake, told the rules once and where it stands after each move."""
+"""The agent: a model that crosses a frozen lake. It gets the rules once, and its position after each move."""
 
 from __future__ import annotations
 

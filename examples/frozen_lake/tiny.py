@@ -1,4 +1,4 @@
-"""What makes a tiny model for the lake: it walks at random and stays on the lake, and does not know where to go."""
+"""The warm start of a tiny model for the lake: it walks at random and stays on the lake, but does not seek the goal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from examples.frozen_lake.world import Lake, neighbours
 from examples.tiny_model import Demonstration, Recipe
 
 STEPS, BATCH = 250, 32
-BACK = 0.5  # weight of a demonstrated move that goes back; of any other 1
+BACK = 0.5  # weight of a move back in the demonstrations; any other move has weight 1
 TRAINING = range(2000)  # seeds of lakes
 HELD_OUT = range(1_000_000, 1_000_200)
-DEMONSTRATED = 2_000_000  # the first seed of lakes that are neither
+DEMONSTRATED = 2_000_000  # first seed of the demonstration lakes, which are in neither range
 
 ENGINE = {"max_model_len": 768}
 TRAINER = {
@@ -29,17 +29,17 @@ TRAINER = {
         "entropy_coef": 0.01,
         "critic_learning_rate": 1.0e-3,
         "value_clip": 0.0,
-        "normalize_returns": False,  # rewards lie between 0 and 1 already
+        "normalize_returns": False,  # rewards are already between 0 and 1
     },
 }
 LEARN = {"at_once": 24, "max_ready_rows": 256, "timeout_s": 60.0, "params": {"max_tokens": 12}}
 
 
 def recipe() -> Recipe:
-    """Random walks: a move is as likely to lead into a hole as anywhere else.
+    """Return the recipe: random walks. A move is as likely to lead into a hole as anywhere else.
 
-    Going back is half as likely as any other move. A model that walks wholly at random goes to and fro when it is
-    greedy, so that any change of it, a useless one, too, reaches the goal more often.
+    A move back is half as likely as any other move. Greedy decoding of a model trained on uniform walks goes back and
+    forth, so that any change to it, even a useless one, reaches the goal more often.
     """
     walks = [_walk(seed) for seed in range(DEMONSTRATED, DEMONSTRATED + STEPS * BATCH)]
     return Recipe(

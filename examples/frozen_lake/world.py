@@ -1,7 +1,7 @@
-"""Frozen lakes: gymnasium's environment with a start and a goal anywhere, told and played in words.
+"""Frozen lakes: gymnasium's environment as text, with random start and goal.
 
-A lake is made by its size, the share of frozen cells and a seed; its goal can be reached within MAX_STEPS. The
-environment counts an answer that names no move as a step without one, so that an episode always ends.
+A size, a fraction of frozen cells and a seed define a lake. Its goal is reachable within MAX_STEPS. An answer without a
+move counts as a step, so every episode ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FENCED = re.compile(r"```\s*(\w+)\s*```")
 
 
 def make_map(seed: int, size: int = SIZE, frozen: float = FROZEN) -> list[str]:
-    """Rows of S, F, H and G. The shortest way from S to G takes at most MAX_STEPS moves."""
+    """Return rows of S, F, H and G. The shortest path from S to G has at most MAX_STEPS moves."""
     draw = random.Random(f"lake {seed}")
     while True:
         cells = [["F" if draw.random() < frozen else "H" for _ in range(size)] for _ in range(size)]
@@ -34,7 +34,7 @@ def make_map(seed: int, size: int = SIZE, frozen: float = FROZEN) -> list[str]:
 
 
 def distance(lake: list[str]) -> int:
-    """Moves on the shortest way from start to goal, around the holes; -1 where there is none."""
+    """Return the length of the shortest path from start to goal around the holes, or -1 if there is none."""
     start = next((row, line.index("S")) for row, line in enumerate(lake) if "S" in line)
     seen, waiting = {start}, deque([(start, 0)])
     while waiting:
@@ -49,7 +49,7 @@ def distance(lake: list[str]) -> int:
 
 
 def neighbours(lake: list[str], place: tuple[int, int]) -> Iterator[tuple[str, tuple[int, int], str]]:
-    """Each move that stays on the lake: its name, where it leads, and what is there."""
+    """Yield each move that stays on the lake: its name, the position it leads to, and the type of that cell."""
     for move, (down, right) in MOVES.items():
         row, column = place[0] + down, place[1] + right
         if 0 <= row < len(lake) and 0 <= column < len(lake):
@@ -57,7 +57,7 @@ def neighbours(lake: list[str], place: tuple[int, int]) -> Iterator[tuple[str, t
 
 
 class Lake:
-    """A lake to be walked over in words: flywheel.play's environment."""
+    """A lake played in text: an environment for flywheel.play."""
 
     def __init__(self, seed: int, size: int = SIZE) -> None:
         self.map = make_map(seed, size)
@@ -70,26 +70,26 @@ class Lake:
         return divmod(int(self._env.s), len(self.map))
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin at the start. seed: of no use, nothing here is random."""
+        """Start the episode. seed: ignored; the environment is deterministic."""
         self._env.reset(seed=seed)
         start = next((row, line.index("S")) for row, line in enumerate(self.map) if "S" in line)
         self._env.s = start[0] * len(self.map) + start[1]
         self.steps = 0
-        return self._tell(), {}
+        return self._observation(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take the move that an answer names between three backquotes; the last one counts."""
+        """Do the move between three backquotes; the last one if there are several."""
         move = read_move(action)
         self.steps += 1
         terminated, reward = False, 0.0
         if move is not None:
             _, reward, terminated, _, _ = self._env.step(list(MOVES).index(move))
         truncated = not terminated and self.steps >= MAX_STEPS
-        observation = self._tell() if move is not None else f"That names no move.\n{self._tell()}"
+        observation = self._observation() if move is not None else f"That names no move.\n{self._observation()}"
         return observation, float(reward), bool(terminated), truncated, {"valid": move is not None}
 
-    def _tell(self) -> str:
-        """The map, which way the goal is, and what is around the player."""
+    def _observation(self) -> str:
+        """Return the map, the direction of the goal, and the cells around the player."""
         row, column = self.place
         rows = [[SIGNS[cell] for cell in line] for line in self.map]
         rows[row][column] = "P"
@@ -106,6 +106,6 @@ def _ways(down: int, right: int) -> tuple[tuple[int, str, str], ...]:
 
 
 def read_move(answer: str) -> str | None:
-    """The last move between three backquotes, in any case of letters; None where there is none."""
+    """Return the last move between three backquotes, in any letter case, or None if there is none."""
     named = [word.capitalize() for word in _FENCED.findall(answer)]
     return named[-1] if named and named[-1] in MOVES else None

@@ -17,7 +17,7 @@ TINY = (
 
 
 def example(data: str | None, is_tiny: bool) -> Example:
-    """The example, with what makes a tiny model learn it. data: the real problems."""
+    """Return the example, with the settings with which a tiny model learns. data: source of the real problems."""
     if data:
         tasks, held_out = world.split(world.load(data))
     elif is_tiny:

@@ -1,4 +1,4 @@
-"""The agent: one chat of the openai package."""
+"""The agent: one chat with the openai package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROMPT = "Solve the problem. End with #### and the number."
 
 
 async def agent(task: Mapping[str, Any], model: flywheel.Model) -> str:
-    """What the model answers."""
+    """Return the model's answer."""
     async with model.async_openai() as client:
         reply = await client.chat.completions.create(
             model=model.name,

@@ -1,4 +1,4 @@
-r"""The reward: 1 for the right number after `####` or in \boxed{…}, and a tenth for either form."""
+r"""The reward: 1 for the right number after `####` or in \boxed{…}, and 0.1 for either format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flywheel import Reward, rewards
 
 
 def reward(task: Mapping[str, Any], reply: str) -> Reward:
-    """What an answer earned. An answer that repeats the question has neither form, and earns nothing by it."""
+    """Return the reward of an answer. An answer that repeats the question has neither format, and earns nothing."""
     if rewards.in_box(reply) is None and "####" not in reply:
         return Reward(0.0, {"correctness": 0.0, "format": 0.0})
     return rewards.gsm8k(reply, task["answer"])

@@ -1,7 +1,7 @@
-"""What makes a tiny model for the problems: it answers with a number at random, half of the time in the right form.
+"""The warm start of a tiny model for the problems: it answers with a random number, half of the time in the format.
 
-A model of half a million parameters does not reason. It is given short problems with answers up to 20, and can learn
-the form and which answers a kind of problem tends to have.
+A model of half a million parameters cannot reason. It gets short problems with answers up to 20, and can learn the
+format and the typical answers of each kind of problem.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LEARN = group_learning.LEARN | {"params": {"max_tokens": 12}}
 
 
 def problems() -> tuple[list[Problem], list[Problem]]:
-    """What a tiny model learns from, and held-out ones."""
+    """Return the training problems and the held-out problems of a tiny model."""
     return split(generated(2200, seed=1, longest=LONGEST, largest=LARGEST))
 
 
 def recipe() -> Recipe:
-    """Answers with numbers that have nothing to do with the question."""
+    """Return the recipe: answers with numbers that are independent of the question."""
     draw, demonstrations = random.Random(20), []
     for problem in generated(STEPS * BATCH, seed=2, longest=LONGEST, largest=LARGEST):
         number = draw.randint(0, LARGEST)

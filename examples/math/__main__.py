@@ -12,7 +12,7 @@ ABOUT = "A ReAct agent learns which operation a word problem asks for: reward 3.
 
 
 def example(agentscope: int) -> Example:
-    """The example, with what makes a tiny model learn it. agentscope: the line of AgentScope that drives it."""
+    """Return the example, with the settings with which a tiny model learns. agentscope: major version of AgentScope."""
     if agentscope == 1:
         sys.path.insert(0, str(Path(sys.prefix) / "agentscope-1"))  # see requirements/agentscope-1.txt
         from examples.math.agent import agent
@@ -37,7 +37,7 @@ def example(agentscope: int) -> Example:
 
 
 def _task(problem: tuple[str, str, str, int, int]) -> dict[str, str]:
-    """What the agent sees, and what is right."""
+    """Return the question for the agent and the right answer."""
     return {"question": problem[0], "answer": problem[1]}
 
 

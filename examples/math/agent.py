@@ -1,4 +1,4 @@
-"""The agent: AgentScope 1's ReActAgent with a calculator, as AgentScope's documentation writes one."""
+"""The agent: AgentScope 1's ReActAgent with a calculator, written as in AgentScope's documentation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def calculate(operation: str, a: float, b: float) -> ToolResponse:
 
 
 async def agent(task: Mapping[str, Any], model: flywheel.Model) -> dict[str, Any]:
-    """What the agent answers, and how often it asked the model."""
+    """Return the agent's answer and the number of its model calls."""
     toolkit = Toolkit()
     toolkit.register_tool_function(calculate)
     memory = InMemoryMemory()

@@ -1,4 +1,4 @@
-"""The same agent with AgentScope 2: an Agent with a calculator, as its documentation writes one."""
+"""The same agent with AgentScope 2: an Agent with a calculator, written as in its documentation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def calculate(operation: str, a: float, b: float) -> str:
 
 
 async def agent(task: Mapping[str, Any], model: flywheel.Model) -> dict[str, Any]:
-    """What the agent answers, and how often it asked the model."""
+    """Return the agent's answer and the number of its model calls."""
     solver = Agent(
         name="solver",
         system_prompt=PROMPT,

@@ -14,7 +14,7 @@ WEIGHTS = Weighted({"correctness": 3.0, "steps": -0.1, "format": 0.5})
 
 
 def reward(task: Mapping[str, Any], reply: Mapping[str, Any]) -> Reward:
-    """What a run earned. Only an answer in the right form can be right, and its number is read whole."""
+    """Return the reward of a run. An answer can be right only in the right format, with its whole number."""
     found = FORM.search(reply["answer"].strip())
     right = found is not None and float(found[1]) == float(task["answer"])
     return WEIGHTS({"correctness": float(right), "steps": float(reply["steps"]), "format": float(found is not None)})

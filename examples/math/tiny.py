@@ -1,5 +1,6 @@
-"""What makes a tiny model for the problems: it calls the calculator with the numbers of the question and repeats what
-that shows, but which operation a wording means, and that one call is enough, it does not know.
+"""The warm start of a tiny model for the problems: it calls the calculator with the numbers of the question.
+
+It answers with the calculator's result. It does not know which operation a wording means, nor that one call is enough.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from examples.math import world
 from examples.tiny_model import Demonstration, Recipe
 
 STEPS, BATCH = 330, 24
-SHORT = 230  # steps with one call each: in them it learns to copy numbers, before it can copy those of an earlier call
+SHORT = 230  # steps with one call each, to learn to copy numbers before copying those of an earlier call
 TRAINING = range(4000)  # seeds of problems
 HELD_OUT = range(1_000_000, 1_000_200)
-DEMONSTRATED = 2_000_000  # the first seed of problems that are neither
-PROMPT = "Solve the problem with the calculator. End with the line Answer: and the number."  # as both agents have it
+DEMONSTRATED = 2_000_000  # first seed of the demonstration problems, which are in neither range
+PROMPT = "Solve the problem with the calculator. End with the line Answer: and the number."  # as in both agents
 REMINDER = (  # of AgentScope 2, before the first chat
     "<system-reminder>Treat the following as the ground truth at this point of the conversation. Anything stated "
     "earlier is outdated, and a later reminder, if any, supersedes this one:\n<current-time>{time}</current-time>\n"
@@ -29,7 +30,7 @@ LEARN = group_learning.LEARN | {"params": {"max_tokens": 60}}
 
 
 def recipe(agentscope: int) -> Recipe:
-    """One call, and later one to three, with an operation at random; the last result is the answer."""
+    """Return the recipe: random operations, first in one call, later in one to three; the last result is the answer."""
     counts = [(1,)] * (SHORT * BATCH) + [(1, 1, 2, 2, 3)] * ((STEPS - SHORT) * BATCH)
     return Recipe(
         demonstrations=[_conversation(DEMONSTRATED + n, agentscope, calls) for n, calls in enumerate(counts)],

@@ -1,4 +1,4 @@
-"""Word problems of one operation, in twelve wordings, and the calculator that agents have."""
+"""Word problems with one operation, in twelve wordings, and the agents' calculator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORDINGS: dict[str, tuple[str, ...]] = {
 
 
 class Problem(NamedTuple):
-    """A question, what is right, and how it is found."""
+    """A question, its answer, and the operation and numbers that give it."""
 
     question: str
     answer: str
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
 
 
 def make_problem(seed: int) -> Problem:
-    """One problem; its numbers and its answer are whole, and below 100."""
+    """Make one problem. Its numbers and its answer are integers below 100."""
     draw = random.Random(f"math {seed}")
     operation = draw.choice(tuple(WORDINGS))
     low, high = draw.randint(2, 9), draw.randint(2, 9)
@@ -58,7 +58,7 @@ def make_problem(seed: int) -> Problem:
 
 
 def calculate(operation: str, a: float, b: float) -> str:
-    """What the calculator shows; an error as text, so that an agent can go on."""
+    """Return the calculator's result. An error is returned as text, so that an agent can continue."""
     try:
         a, b = float(a), float(b)
         found = {

@@ -1,1 +1,1 @@
-"""Shadow traffic: a support desk whose trainee learns beside production, and never writes."""
+"""Shadow traffic: a support desk whose trainee learns from copies of production's calls, and never writes."""

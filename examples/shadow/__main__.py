@@ -1,4 +1,4 @@
-"""`python -m examples.shadow`: a support desk in production, and a trainee that learns in its shadow."""
+"""`python -m examples.shadow`: a support desk in production, and a trainee that learns from shadow traffic."""
 
 from __future__ import annotations
 

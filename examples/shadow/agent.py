@@ -1,6 +1,6 @@
 """The support agent, on the OpenAI Agents SDK. It looks an order up, and refunds it or answers with a word.
 
-A request is {"message": text, "office": URL}. The agent knows a model, and an office over HTTP.
+A request is {"message": text, "office": URL}. The agent depends only on a model and on an office over HTTP.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ MAX_TURNS = 4
 
 @functools.cache
 def trust() -> ssl.SSLContext:
-    """The certificates that are trusted, read once: each client would read them again."""
+    """Return the trusted certificates. Cached: every new client would load them again."""
     return ssl.create_default_context()
 
 
 async def support(request: dict[str, Any], model: flywheel.Model) -> str:
-    """The reply to a customer."""
+    """Return the reply to a customer."""
     from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)

@@ -1,10 +1,10 @@
-"""A page on which people rate what the trainee would have answered, and simulated people who do.
+"""A page on which people rate the trainee's answers, and simulated people who use it.
 
-    GET  /          the page: what waits, each with two buttons
+    GET  /          the page: unrated answers, each with two buttons
     GET  /waiting   the same as JSON
     POST /rate      item=NUMBER and rating=up or down
 
-Simulated people read and press as others do. Now and then they press the wrong button.
+Simulated people use the same endpoints as real people. Sometimes they press the wrong button.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import httpx
 
 from examples.shadow.world import RECORDS, REFUND, Ticket
 
-SLIPS = 0.03  # share of ratings that are a slip
+SLIPS = 0.03  # fraction of ratings that are wrong
 SHOWN = 50
 STYLE = "body{font:16px/1.5 system-ui,sans-serif;max-width:44em;margin:2em auto}form{display:inline}li{margin:1em 0}"
 
 
 class Ratings:
-    """What waits for a rating. `rate` waits for one; `answer` is the page's server, for services.serve."""
+    """The queue of unrated answers. `rate` waits for a rating; `answer` handles the page's requests."""
 
     def __init__(self, wait_s: float = 20.0) -> None:
         self.given = {"up": 0, "down": 0}
@@ -39,7 +39,7 @@ class Ratings:
         self._next = 0
 
     async def rate(self, ticket: Ticket, answer: str) -> float | None:
-        """1 for up, 0 for down; None when nobody has rated it in time."""
+        """Return 1 for up, 0 for down, or None if there is no rating in time."""
         future: Future[float] = Future()
         with self._lock:
             item, self._next = self._next, self._next + 1
@@ -53,7 +53,7 @@ class Ratings:
                 self._waiting.pop(item, None)
 
     def waiting(self) -> list[dict[str, str | int]]:
-        """What the page shows: the oldest first."""
+        """Return the answers that the page shows, oldest first."""
         with self._lock:
             some = list(self._waiting.items())[:SHOWN]
         return [
@@ -62,7 +62,7 @@ class Ratings:
         ]
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, str, str]:
-        """The page and its form."""
+        """Handle a request to the page or its form."""
         if (method, path) == ("GET", "/waiting"):
             return 200, "application/json", json.dumps(self.waiting())
         if (method, path) == ("GET", "/"):
@@ -95,14 +95,14 @@ class Ratings:
 
 
 def answer_shown(reply: str | None, attempts: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """What a rater sees of a run."""
+    """Return the text that a rater sees for a run."""
     if attempts:
         return " and ".join(f"{name}({', '.join(map(str, arguments.values()))})" for name, arguments in attempts)
     return reply or ""
 
 
 async def simulated_people(url: str, tickets: dict[str, Ticket], *, seed: int = 0, every_s: float = 0.05) -> None:
-    """People who rate what waits, until they are cancelled."""
+    """Rate unrated answers until cancelled, as people would."""
     draw = random.Random(seed)
     async with httpx.AsyncClient(base_url=url, timeout=30) as page:
         while True:

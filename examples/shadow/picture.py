@@ -1,4 +1,4 @@
-"""The picture: what production's answers and the trainee's were worth, over time, as one HTML file with an SVG."""
+"""The report: rewards of production and of the trainee over time, as one HTML file with an SVG."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 WIDTH, HEIGHT, EDGE = 860, 360, 40
-WINDOW = 60  # calls that a point is the mean of
-Points = Sequence[tuple[float, float]]  # seconds from the begin, worth 0 to 1
+WINDOW = 60  # calls that a point averages
+Points = Sequence[tuple[float, float]]  # (seconds since the start, reward from 0 to 1)
 
 
 def moving_mean(points: Points, window: int = WINDOW) -> list[tuple[float, float]]:
-    """Means of the last `window` values, at most 300 of them.
+    """Return means of the last `window` values, thinned to fewer than 600 points.
 
     >>> moving_mean([(0, 1.0), (1, 0.0), (2, 0.0)], 2)
     [(0, 1.0), (1, 0.5), (2, 0.0)]
@@ -28,7 +28,7 @@ def moving_mean(points: Points, window: int = WINDOW) -> list[tuple[float, float
 
 
 def draw(file: Path, production: Points, shadow: Points, figures: dict[str, Any]) -> None:
-    """Write the picture with a table of figures under it."""
+    """Write the chart with a table of figures below it."""
     lines = [("production", "#888", production), ("shadow: the model that learns", "#06c", shadow)]
     until_s = max([at for _, _, points in lines for at, _ in points], default=1.0) or 1.0
     drawn = "".join(_line(moving_mean(points), until_s, colour) for _, colour, points in lines)

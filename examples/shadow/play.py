@@ -1,4 +1,4 @@
-"""Production with a trainee in its shadow: customers come in, people rate, and everything is counted from outside."""
+"""Production with shadow traffic: customers arrive, people rate, and all counts are taken from outside."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from examples.shadow.reward import reward
 from examples.shadow.services import TrialOffices, office, serve, strong_model
 from examples.shadow.world import REFUNDED, Office, Ticket, write_ticket
 
-SHARE = 0.2  # of production's calls that are replayed
+SHARE = 0.2  # fraction of production's calls that are replayed
 RUNS_PER_CALL = 8
 CUSTOMERS_PER_S = 10.0
 COMMIT_EVERY_S = 1.0
@@ -29,16 +29,16 @@ AT_ONCE = 24
 
 @dataclass
 class Books:
-    """What happened. Points are seconds from the begin and what an answer was worth."""
+    """The record of a run. A point is the seconds since the start and the reward of an answer."""
 
     production: list[tuple[float, float]] = field(default_factory=list)
     shadow: list[tuple[float, float]] = field(default_factory=list)
-    took_ms: list[float] = field(default_factory=list)  # production's answers
+    took_ms: list[float] = field(default_factory=list)  # of production's answers
     failures: list[str] = field(default_factory=list)  # of production
-    refunded: int = 0  # by production, as its replies say
+    refunded: int = 0  # by production, according to its replies
 
     def figures(self, desk: Office, stats: flywheel.Stats, ratings: Ratings) -> dict[str, Any]:
-        """The counts of a whole run; the office's are the witness's."""
+        """Return the figures of a whole run. The number of refunds comes from the office, which counts every call."""
         worth = [value for _, value in self.production]
         return {
             "production_calls": len(worth),
@@ -60,7 +60,7 @@ class Books:
 
 
 def tenth(points: list[tuple[float, float]], *, first: bool) -> float | None:
-    """The mean of the first or the last tenth."""
+    """Return the mean of the first or the last tenth."""
     size = max(1, len(points) // 10)
     some = [worth for _, worth in (points[:size] if first else points[-size:])]
     return round(statistics.fmean(some), 4) if some else None
@@ -76,9 +76,9 @@ async def go_live(
     shuffled: bool = False,
     per_s: float = CUSTOMERS_PER_S,
 ) -> tuple[Books, dict[str, Any]]:
-    """Serve customers for some time, shadowed. Returns the books and all counts.
+    """Serve customers for some time, with shadow traffic. Returns the books and all figures.
 
-    model: its name at the explorer. shuffled: each run gets the rating of an earlier one.
+    model: its name at the explorer. shuffled: give each run the rating of an earlier run.
     """
     books, desk, ratings, tickets = Books(), Office(), Ratings(), dict[str, Ticket]()
     began, earlier, draw = time.monotonic(), deque[float](maxlen=256), random.Random(seed)
@@ -143,7 +143,7 @@ async def _serve_one(answered: Any, ticket: Ticket, request: dict[str, Any], boo
 
 
 async def _arrivals(customer: Any, seconds: float, per_s: float, seed: int) -> None:
-    """Customers come at random moments, a Poisson process; returns when the last is answered."""
+    """Let customers arrive as a Poisson process. Returns when the last one has an answer."""
     draw, until, number = random.Random(seed), time.monotonic() + seconds, 0
     async with asyncio.TaskGroup() as group:
         while time.monotonic() < until:
@@ -153,7 +153,7 @@ async def _arrivals(customer: Any, seconds: float, per_s: float, seed: int) -> N
 
 
 def evaluate(url: str, model: flywheel.Model, prompt: Mapping[str, str], tickets: int) -> flywheel.Evaluation:
-    """What a model's answers are worth on tickets of their own, in offices of their own."""
+    """Evaluate a model on separate tickets with separate offices."""
     offices = TrialOffices()
     with serve(offices.answer) as office_url:
 

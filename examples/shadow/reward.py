@@ -1,4 +1,4 @@
-"""The reward: 1 for what is due, and 0 for anything else; people say it, and the world for evaluations."""
+"""The reward: 1 for the due action, else 0. People give the rewards for training; this module gives true rewards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from examples.shadow.world import REFUND, Ticket, action_of
 
 
 def reward(ticket: Ticket, reply: str | None, attempts: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> dict[str, Any]:
-    """What a reply is worth. attempts: the writing calls of its run."""
+    """Return the reward of a reply. attempts: the run's calls of writing tools."""
     action = action_of(reply, attempts, ticket.order)
     return {
         "reward": float(action == ticket.due),

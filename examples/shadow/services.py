@@ -1,4 +1,4 @@
-"""What stands around the desk, over HTTP on this machine's loopback: the office, and production's strong model."""
+"""The desk's surroundings as HTTP servers on this machine's loopback: the office and production's strong model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from examples.loopback import Pages, listening
 from examples.shadow.world import DUE, RECORDS, REFUND, REFUNDED, Office, complaint_of
 
 MAX_BODY_BYTES = 1 << 20
-# (method, path, body) → status, type, text
+# (method, path, body) → (status, content type, text)
 Answerer = Callable[[str, str, bytes], tuple[int, str, str]]
 
 
 @contextlib.contextmanager
 def serve(answer: Answerer, port: int = 0) -> Iterator[str]:
-    """Serve a function while the block runs, one call at a time; gives its URL."""
+    """Serve a function while the block runs, one request at a time. Yields its URL."""
     lock = threading.Lock()
 
     class Handler(Pages):
@@ -45,7 +45,7 @@ def serve(answer: Answerer, port: int = 0) -> Iterator[str]:
 
 
 def office(desk: Office) -> Answerer:
-    """The office: GET /orders/ORDER, POST /refunds with order=ORDER. It sees every call, whoever makes it."""
+    """Return the office's handler: GET /orders/ORDER, and POST /refunds with order=ORDER. It counts every call."""
 
     def answer(method: str, path: str, body: bytes) -> tuple[int, str, str]:
         if method == "GET" and path.startswith("/orders/"):
@@ -59,19 +59,19 @@ def office(desk: Office) -> Answerer:
 
 
 class TrialOffices:
-    """An office of its own for each ticket, at /TICKET, for evaluations: what is refunded there costs nobody."""
+    """A separate office per ticket, at /TICKET, for evaluations: its refunds are counted apart."""
 
     def __init__(self) -> None:
         self.desks: dict[str, Office] = {}
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, str, str]:
-        """What the office of the path's first part answers."""
+        """Handle a request with the office that the first part of the path names."""
         name, _, rest = path.removeprefix("/").partition("/")
         return office(self.desks.setdefault(unquote(name), Office()))(method, f"/{rest}", body)
 
 
 def strong_model(method: str, path: str, body: bytes) -> tuple[int, str, str]:
-    """Production's model, as a script over the wire of OpenAI's chat completions: it always does what is due."""
+    """Production's model, a script with the interface of OpenAI's chat completions. It always does what is due."""
     if (method, path) != ("POST", "/v1/chat/completions"):
         return 404, "application/json", json.dumps({"error": {"message": f"no {method} {path}"}})
     messages = json.loads(body)["messages"]
@@ -90,7 +90,7 @@ def strong_model(method: str, path: str, body: bytes) -> tuple[int, str, str]:
 
 
 def decide(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The strong model's next message."""
+    """Return the strong model's next message."""
     said = next(str(message["content"]) for message in messages if message["role"] == "user")
     order = said.split()[1]
     results = [str(message["content"]) for message in messages if message["role"] == "tool"]

@@ -1,4 +1,4 @@
-"""What a tiny model knows before it learns: to look an order up, to refund it or to say a word, but not when."""
+"""The warm start of a tiny model: it looks an order up, and refunds it or answers with a word, at random."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAINER = group_learning.TRAINER | {
 
 
 def recipe() -> Recipe:
-    """Conversations in which what is done after the look-up is drawn by lot."""
+    """Return the recipe: conversations in which the action after the look-up is random."""
     draw = random.Random(3)
     shown = [_conversation(write_ticket(f"shown {number}"), draw) for number in range(DEMONSTRATIONS)]
     return Recipe(

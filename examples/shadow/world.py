@@ -1,7 +1,7 @@
-"""The support desk: orders, what customers write about them, and what is due. Pure and seeded; it knows no model.
+"""The support desk: orders, complaints about them, and the action that is due. Pure and seeded; independent of models.
 
-What is due depends on what the order's record says and on what the customer complains of. A customer is answered by a
-refund, or by one word: replace, wait, explain or decline.
+The due action depends on the order's record and on the customer's complaint. The reply to a customer is a refund, or
+one word: replace, wait, explain or decline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ORDERS = range(10, 90)
-RECORDS = {  # an order's state → what its record says
+RECORDS = {  # state of an order → text of its record
     "new": "delivered 3 days ago",
     "old": "delivered 200 days ago",
     "late": "late , still on its way",
@@ -25,7 +25,7 @@ COMPLAINTS = {
     "regret": ("is not needed any more", "was a mistake", "is too dear"),
 }
 ITEMS = ("mug", "lamp", "tent", "chair", "radio", "clock", "scarf", "kettle")
-DUE = {  # what is due; a parcel that has not come cannot be broken or wrong
+DUE = {  # due actions; a parcel that has not arrived cannot be broken or wrong
     ("new", "broken"): "replace",
     ("new", "wrong"): "replace",
     ("new", "missing"): "explain",
@@ -40,13 +40,13 @@ DUE = {  # what is due; a parcel that has not come cannot be broken or wrong
     ("lost", "regret"): "refund",
 }
 REFUND = "refund"
-WORDS = ("replace", "wait", "explain", "decline")  # what a reply may say
-REFUNDED = "refunded"  # what a reply says after a refund
+WORDS = ("replace", "wait", "explain", "decline")  # replies of one word
+REFUNDED = "refunded"  # the reply after a refund
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A customer's message, and what is due; nobody but the world knows `due` and `state`."""
+    """A customer's message and the due action. Only the world uses `due` and `state`."""
 
     name: str
     message: str
@@ -56,14 +56,14 @@ class Ticket:
 
 
 def state_of(order: str) -> str | None:
-    """The state of an order, the same for ever; None for an order that does not exist."""
+    """Return the state of an order, which never changes, or None if the order does not exist."""
     if not order.isascii() or not order.isdecimal() or int(order) not in ORDERS or order != str(int(order)):
         return None
     return tuple(RECORDS)[int(order) % len(RECORDS)]
 
 
 def write_ticket(name: str) -> Ticket:
-    """The ticket of a name."""
+    """Return the ticket with this name."""
     draw = random.Random(f"ticket {name}")
     order = str(draw.choice(ORDERS))
     state = state_of(order) or "new"
@@ -74,19 +74,19 @@ def write_ticket(name: str) -> Ticket:
 
 
 def complaint_of(message: str) -> str | None:
-    """What a message complains of."""
+    """Return the complaint in a message."""
     return next((name for name, some in COMPLAINTS.items() if any(message.endswith(words) for words in some)), None)
 
 
 @dataclass
 class Office:
-    """The shop's back office: it reads records and pays refunds, and counts both. It is asked from outside."""
+    """The shop's back office: reads records and pays refunds, and counts both."""
 
     lookups: int = 0
     refunds: list[str] = field(default_factory=list)
 
     def look_up(self, order: str) -> str:
-        """The record of an order."""
+        """Return the record of an order."""
         self.lookups += 1
         state = state_of(order)
         return "no such order" if state is None else RECORDS[state]
@@ -100,9 +100,9 @@ class Office:
 
 
 def action_of(reply: str | None, attempts: Sequence[tuple[str, Mapping[str, Any]]], order: str) -> str | None:
-    """What a reply, or the writing calls of the run that gave it, did about an order; None for nothing that counts.
+    """Return the action of a run on an order, from its reply or from its calls of writing tools, or None if invalid.
 
-    A reply is one word and nothing else. Of several writing calls, or one for another order, nothing counts.
+    A valid reply is exactly one word. Several writing calls, or a call for another order, are invalid.
     """
     if attempts:
         one = len(attempts) == 1 and attempts[0][0] == REFUND and dict(attempts[0][1]) == {"order": order}

@@ -1,1 +1,1 @@
-"""A support desk that learns which of 36 desks a ticket belongs to, from what its customers say."""
+"""A support desk that learns from its customers' ratings to which of 36 desks a ticket belongs."""

@@ -1,9 +1,9 @@
-"""The demo's models: what their warm starts teach, made by examples.tiny_model.
+"""The demo's models: the demonstrations of their warm starts, for examples.tiny_model.
 
-The base model's teaches the format and the departments, which a pretrained model would know. It does not teach which of
-a department's four desks a ticket belongs to, nor its priority: both targets are random. The one that follows hints
-answers with the desk and the priority that a message before the ticket names, whatever the ticket says. The teacher's
-targets are right. All have one tokenizer.
+The base model learns the format and the departments, which a pretrained model would know. It does not learn to which of
+a department's four desks a ticket belongs, nor its priority: both targets are random. The follower answers with the
+desk and the priority of a hint, a message before the ticket, and ignores the ticket. The teacher's targets are right.
+All models have the same tokenizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from examples.tiny_model import Demonstration, Progress, Recipe, folder_of, tiny
 
 SEED = 20
 STEPS = 220
-FOLLOWING = 1000  # steps in which hints are followed
+FOLLOWING = 1000  # steps that teach to follow hints
 TEACHING = 600  # steps of the teacher
 BATCH = 64
 WORDING = (
@@ -27,27 +27,27 @@ WORDING = (
 
 
 def base_model(progress: Progress) -> Path:
-    """The model's folder, from the cache or made now. progress: is called with the current step and its share done."""
+    """Return the model's folder. Makes the model if it is not cached. progress(step, fraction done)."""
     return tiny_model(recipe, folder_of("support_desk"), progress)
 
 
 def follower(progress: Progress) -> Path:
-    """A base model that follows hints."""
+    """Return the folder of a base model that follows hints."""
     return tiny_model(followers_recipe, folder_of("support_desk", "follower"), progress)
 
 
 def teacher(progress: Progress) -> Path:
-    """A model that answers rightly."""
+    """Return the folder of a model that gives right answers."""
     return tiny_model(teachers_recipe, folder_of("support_desk", "teacher"), progress)
 
 
 def misled_teacher(progress: Progress) -> Path:
-    """A control: a model that gives each ticket the right answer of another."""
+    """Return the folder of a control: a model that answers each ticket with another ticket's right answer."""
     return tiny_model(misled_teachers_recipe, folder_of("support_desk", "misled-teacher"), progress)
 
 
 def recipe() -> Recipe:
-    """Tickets whose targets are right in the department only."""
+    """Return the recipe: tickets whose targets are right only in the department."""
     draw = random.Random(SEED + 1)
     return Recipe(
         demonstrations=[_demonstration(draw) for _ in range(STEPS * BATCH)],
@@ -56,12 +56,12 @@ def recipe() -> Recipe:
         steps=STEPS,
         batch=BATCH,
         seed=SEED,
-        as_served=False,  # its words are the same tokens either way, but for a few
+        as_served=False,  # all but a few of its words have the same tokens either way
     )
 
 
 def followers_recipe() -> Recipe:
-    """The base model's; then each other ticket comes behind a hint."""
+    """Return the base model's recipe, extended by tickets of which every other one follows a hint."""
     draw, plain = random.Random(SEED + 2), recipe()
     hinted = [(_demonstration, _hinted)[n % 2](draw) for n in range(FOLLOWING * BATCH)]
     shown = [*plain.demonstrations, *hinted]
@@ -69,19 +69,19 @@ def followers_recipe() -> Recipe:
 
 
 def teachers_recipe() -> Recipe:
-    """Tickets with their right answers."""
+    """Return the recipe: tickets with their right answers."""
     tickets = _teachers_tickets()
     return _taught(zip(tickets, tickets, strict=True), "the right answers, to a teacher")
 
 
 def misled_teachers_recipe() -> Recipe:
-    """The same tickets and the same answers, each answer at another ticket."""
+    """Return the recipe: the same tickets and answers, each answer with another ticket."""
     tickets = _teachers_tickets()
     return _taught(zip(tickets, [*tickets[1:], tickets[0]], strict=True), "answers to other tickets, to a teacher")
 
 
 def hint(some_desk: str, priority: str) -> dict[str, str]:
-    """The message in which the trainer tells a teacher of a comment, in the demo's wording."""
+    """Return the message with which the trainer passes a comment to a teacher, in the demo's wording."""
     return {"role": "system", "content": WORDING.format(text=desk.format_answer(some_desk, priority)) + "\n"}
 
 
@@ -100,7 +100,7 @@ def _teachers_tickets() -> list[desk.Ticket]:
 
 
 def _taught(pairs: Iterable[tuple[desk.Ticket, desk.Ticket]], what: str) -> Recipe:
-    """Of each pair the first ticket with the answer to the second."""
+    """Return the recipe: for each pair, the first ticket with the answer to the second."""
     shown = [_answered(ticket, answered.desk, answered.priority) for ticket, answered in pairs]
     return replace(recipe(), demonstrations=shown, steps=TEACHING, teaches=what)
 

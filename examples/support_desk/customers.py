@@ -1,7 +1,7 @@
-"""Simulated customers: they write tickets, get the agent's answer, and rate it. All over HTTP.
+"""Simulated customers: they write tickets, get the agent's answers, and rate them, all over HTTP.
 
-Customers arrive at random moments (a Poisson process), each with one ticket. When too many others wait, a customer
-arrives when one of them is done. A timer sends the commits, as in production.
+Customers arrive as a Poisson process, each with one ticket. While too many are in progress, the next customer waits
+until one of them is done. A timer sends the commits, as in production.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ COMMIT_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One ticket, answered and rated."""
+    """One answered and rated ticket."""
 
     at: float  # Unix seconds
-    reward: float  # how good the answer was, however the customer rated it
+    reward: float  # quality of the answer, independent of the rating
     desk_right: bool
     priority_right: bool
 
 
 @dataclass(slots=True)
 class Books:
-    """What has happened to the customers so far."""
+    """The record of all customers so far."""
 
     episodes: list[Episode] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     commits: int = 0
 
 
-# what a customer says of an answer: ticket, the answer's worth in [0, 1] → the fields of a request to /feedback
+# (ticket, reward of the answer in [0, 1]) → fields of a request to /feedback
 Voice = Callable[[Ticket, float], dict[str, Any]]
 
-_moods = random.Random(0)  # of customers who give thumbs
+_moods = random.Random(0)  # of customers who rate with thumbs
 
 
 def say_reward(_ticket: Ticket, worth: float) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def say_reward(_ticket: Ticket, worth: float) -> dict[str, Any]:
 
 
 def say_thumbs(_ticket: Ticket, worth: float) -> dict[str, Any]:
-    """Up as often as the answer is good: by half of the customers for one that is half right."""
+    """Rate up with a probability equal to the reward: half of the time for an answer that is half right."""
     return {"rating": "up" if _moods.random() < worth else "down"}
 
 
@@ -86,7 +86,7 @@ class Customers:
         self._stopping = False
 
     def stop(self) -> None:
-        """Start no new tickets. Those in flight are still answered."""
+        """Start no new tickets. Tickets in progress are still answered."""
         self._stopping = True
 
     async def run(self, episodes: int) -> None:

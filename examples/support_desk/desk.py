@@ -1,8 +1,8 @@
-"""The world of the demo: desks, what customers write, and how satisfied they are with an answer.
+"""The world of the demo: desks, customers' tickets, and their satisfaction with an answer.
 
-There are 36 desks in 9 departments and 3 priorities. A ticket names its subject by one of several words in one of many
-sentences, with or without a greeting, and shows its urgency by another phrase. Tickets are deterministic from a random
-generator. This module knows nothing of models or HTTP.
+There are 36 desks in 9 departments, and 3 priorities. A ticket names its subject with one of several words in one of
+several sentences, optionally with a greeting. A separate phrase gives its urgency. A random generator determines the
+ticket. This module is independent of models and HTTP.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-# department → desk → what its tickets are about
+# department → desk → subjects of its tickets
 DEPARTMENTS: dict[str, dict[str, tuple[str, ...]]] = {
     "billing": {
         "refunds": ("refund", "chargeback"),
@@ -101,7 +101,7 @@ PRIORITY_REWARD = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a customer wrote, and the right desk and priority."""
+    """A customer's text, with the right desk and priority."""
 
     text: str
     desk: str
@@ -109,7 +109,7 @@ class Ticket:
 
 
 def write_ticket(random_: random.Random) -> Ticket:
-    """One customer's ticket."""
+    """Write one customer's ticket."""
     desk = random_.choice(tuple(DESKS))
     priority = random_.choice(tuple(PRIORITIES))
     matter = random_.choice(DEPARTMENTS[DESKS[desk]][desk])
@@ -123,16 +123,16 @@ def write_ticket(random_: random.Random) -> Ticket:
 
 
 def satisfaction(ticket: Ticket, desk: str | None, priority: str | None) -> float:
-    """The customer's reward in [0, 1]: mostly for the right desk, the rest for the right priority."""
+    """Return the customer's reward in [0, 1]: most of it for the right desk, the rest for the right priority."""
     return DESK_REWARD * (desk == ticket.desk) + PRIORITY_REWARD * (priority == ticket.priority)
 
 
 def format_answer(desk: str, priority: str) -> str:
-    """The format in which the agent is asked to answer."""
+    """Return an answer in the agent's format."""
     return f"{desk} , {priority}"
 
 
 def parse_answer(text: str) -> tuple[str | None, str | None]:
-    """Desk and priority of an answer; None for a part that names neither."""
+    """Return desk and priority of an answer, and None for a part that is not a known name."""
     desk, _, priority = (part.strip() for part in text.lower().partition(","))
     return desk if desk in DESKS else None, priority if priority in PRIORITIES else None

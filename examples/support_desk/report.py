@@ -1,4 +1,4 @@
-"""report.png: reward over episodes, with a mark where each version came into service."""
+"""report.png: reward over episodes, with a mark where each version entered service."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ INK, GREEN, BLUE, ORANGE, GREY = "#1b1f24", "#1a7f4b", "#2563a8", "#c2611f", "#9
 
 
 def first_and_last_tenth(episodes: Sequence[Episode]) -> tuple[float, float]:
-    """Mean reward over the first and the last tenth of episodes."""
+    """Return the mean reward of the first and of the last tenth of the episodes."""
     tenth = max(1, len(episodes) // 10)
     rewards = [e.reward for e in episodes]
     return float(np.mean(rewards[:tenth])), float(np.mean(rewards[-tenth:]))
 
 
 def draw_report(file: Path, episodes: Sequence[Episode], served: Sequence[tuple[int, float]], title: str) -> None:
-    """Draw the picture. served: (version, Unix seconds when it came into service)."""
+    """Draw the chart. served: (version, Unix seconds when it entered service)."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -56,7 +56,7 @@ def draw_report(file: Path, episodes: Sequence[Episode], served: Sequence[tuple[
 
 
 def moving_average(values: Sequence[float], window: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """At each point the mean of the last `window` values, or of all values so far where there are fewer."""
+    """Return at each point the mean of the last `window` values, or of all values so far if there are fewer."""
     total = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
     index = np.arange(1, len(values) + 1)
     begin = np.maximum(0, index - window)
@@ -65,7 +65,7 @@ def moving_average(values: Sequence[float], window: int) -> np.ndarray[Any, np.d
 
 
 def _draw_marks(axes: Any, marks: Sequence[tuple[int, int]], episodes: int) -> None:
-    """A thin line where each version came into service; a number on some of them."""
+    """Draw a thin line where each version entered service, and number some of them."""
     every = max(1, len(marks) // 12)
     for position, (version, episode) in enumerate(marks):
         if 0 < episode < episodes:

@@ -1,4 +1,4 @@
-"""The live terminal view: episodes, reward, version in service, policy lag, time to go. In a pipe: plain lines."""
+"""The live terminal view: episodes, reward, version in service, policy lag, time left. In a pipe: plain lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What one refresh shows."""
+    """The data of one refresh."""
 
     episodes: Sequence[Episode]
     goal: int | None  # episodes
@@ -42,7 +42,7 @@ class Frame:
 
     @property
     def done(self) -> float:
-        """The share of the demo that is done, 0 to 1."""
+        """The fraction of the demo that is done, 0 to 1."""
         by_count = len(self.episodes) / self.goal if self.goal else 0.0
         by_time = self.elapsed_s / self.limit_s if self.limit_s else 0.0
         return min(1.0, max(by_count, by_time))
@@ -53,10 +53,10 @@ class Frame:
 
 
 class View:
-    """`with View(quiet) as view: view.show(frame)`."""
+    """The view as a context manager: `with View(quiet) as view: view.show(frame)`."""
 
     def __init__(self, quiet: bool) -> None:
-        self._console = Console(stderr=quiet)  # --json keeps stdout for its one line
+        self._console = Console(stderr=quiet)  # --json reserves stdout for its one line
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
         self._last_line = 0.0
 
@@ -105,7 +105,7 @@ def _panel(frame: Frame) -> Panel:
 
 
 def sparkline(rewards: Sequence[float], width: int = 60) -> str:
-    """The reward over time as one line of text."""
+    """Return the reward over time as one line of text."""
     if not rewards:
         return ""
     size = max(1, len(rewards) // width)

@@ -1,1 +1,1 @@
-"""A web shop: search, compare, choose options, buy what the instruction asks for."""
+"""A web shop: search, compare, choose options, and buy the product that the instruction asks for."""

@@ -1,4 +1,4 @@
-"""`python -m examples.webshop`: a shopper learns to buy what the instruction asks for."""
+"""`python -m examples.webshop`: a shopper learns to buy the product that the instruction asks for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The shoppers: one on the OpenAI Agents SDK, with tools, and one that is a loop over plain text.
+"""The shoppers: one uses the OpenAI Agents SDK with tools, the other is a loop over plain text.
 
-Both know a model and a shop's URL. A request is {"shop": URL, "session": name, "instruction": text}.
+Both depend only on a model and a shop's URL. A request is {"shop": URL, "session": name, "instruction": text}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_TURNS = 15
 
 @functools.cache
 def trust() -> ssl.SSLContext:
-    """The certificates that are trusted, read once: each client would read them again."""
+    """Return the trusted certificates. Cached: every new client would load them again."""
     return ssl.create_default_context()
 
 
@@ -36,7 +36,7 @@ class Browser:
     done: bool = False
 
     async def act(self, action: str) -> str:
-        """Do an action and read the page."""
+        """Do an action. Returns the page as text."""
         reply = await self.http.post(self.path, data={"action": action}, headers={"Accept": "application/json"})
         page = reply.raise_for_status().json()
         self.done = page["done"]
@@ -44,7 +44,7 @@ class Browser:
 
 
 async def shop_by_loop(request: dict[str, str], model: Model, prompt: str = LOOP_PROMPT) -> str:
-    """The plain loop: the model's text is the action, the page is the next message."""
+    """Shop in a plain loop: the model's text is the action, the page is the next message."""
     client = model.async_openai()
     messages: list[Any] = [
         {"role": "system", "content": prompt},
@@ -64,7 +64,7 @@ async def shop_by_loop(request: dict[str, str], model: Model, prompt: str = LOOP
 
 
 async def shop_by_tools(request: dict[str, str], model: Model, prompt: str = TOOLS_PROMPT) -> str:
-    """The same on the OpenAI Agents SDK; it ends with the purchase."""
+    """Shop with the OpenAI Agents SDK. The run ends with the purchase."""
     from agents import (
         Agent,
         MaxTurnsExceeded,

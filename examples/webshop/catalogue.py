@@ -1,7 +1,7 @@
-"""The goods of the shop and what customers want, generated: 300 products and 200 instructions, the same for a seed.
+"""The shop's products and the customers' goals, generated from a seed: 300 products and 200 instructions.
 
-A product is of one of twenty kinds, has attributes in its title, options to choose from, and a price, to which some
-sizes add. An instruction is written for a product that meets it.
+A product is of one of twenty kinds. It has attributes in its title, options to choose from, and a price, to which some
+sizes add. Each instruction is written for a product that meets it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 PRODUCTS, GOALS = 300, 200
-# category › group → kinds
+# (category, group) → kinds
 GROUPS: dict[tuple[str, str], tuple[str, ...]] = {
     ("clothing", "tops"): ("shirt", "sweater", "jacket", "hoodie"),
     ("clothing", "legs"): ("trousers", "shorts", "socks", "skirt"),
@@ -24,13 +24,13 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "size": ("small", "medium", "large", "huge"),
     "pattern": ("plain", "striped", "dotted", "checked"),
 }
-VALUES = 4  # a product offers this many values of each option
+VALUES = 4  # values that a product offers of each option
 SIZE_SURCHARGE = {"small": 0, "medium": 1, "large": 2, "huge": 4}  # dollars
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product. price: in dollars, before what its size adds."""
+    """One product. price: in dollars, before the surcharge of its size."""
 
     code: str
     title: str
@@ -41,13 +41,13 @@ class Product:
     price: int
 
     def price_with(self, chosen: dict[str, str]) -> int:
-        """The price in dollars with the chosen options."""
+        """Return the price in dollars with the chosen options."""
         return self.price + SIZE_SURCHARGE.get(chosen.get("size", ""), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a customer wants, in words and in fields. price_below: dollars, the highest price that is accepted."""
+    """What a customer wants, as text and as fields. price_below: the highest acceptable price in dollars."""
 
     number: int
     instruction: str
@@ -69,7 +69,7 @@ class Catalogue:
 
 
 def make_catalogue(seed: int = 0, products: int = PRODUCTS, goals: int = GOALS) -> Catalogue:
-    """The catalogue of a seed."""
+    """Generate the catalogue of a seed."""
     draw = random.Random(f"catalogue {seed}")
     kinds = [(kind, group) for group, some in GROUPS.items() for kind in some]
     goods = {}

@@ -1,7 +1,8 @@
 """WebShop's reward of a purchase, 0 to 1 (Yao et al. 2022, section 3.1), and its sparse form.
 
-reward = type · (attributes met + options met + price met) / (attributes + options + 1), where `type` is 1 for a product
-of the wanted kind, of both its categories, or with a fifth of the wanted title's words; else 0.5, 0.1 or 0 by how many.
+reward = type · (attributes met + options met + price met) / (attributes + options + 1). `type` is 0 for a product with
+none of the wanted title's nouns and 0.1 for one with less than a tenth of them. For others it is 1 if the product is of
+the wanted kind, of both its categories, or has more than a fifth of the nouns, else 0.5.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from examples.webshop.world import Purchase
 
 
 def type_reward(product: Product, goal: Goal) -> float:
-    """How far the product is the sort of thing that is wanted."""
+    """Return how well the product's type matches the goal."""
     wanted, has = (set(title.split()) - set(ATTRIBUTES) for title in (goal.title, product.title))  # nouns count
     share = len(wanted & has) / len(wanted)
-    if product.kind == goal.kind or len(set(product.category) & set(goal.category)) >= 2 or share > 0.2:
-        return 1.0
-    return 0.0 if share == 0 else 0.1 if share < 0.1 else 0.5
+    if share < 0.1:
+        return 0.1 if share else 0.0
+    alike = product.kind == goal.kind or len(set(product.category) & set(goal.category)) >= 2
+    return 1.0 if alike or share > 0.2 else 0.5
 
 
 def parts(purchase: Purchase | None, goal: Goal) -> dict[str, float]:
-    """The parts of the reward, each as the share that is met; all 0 where nothing was bought."""
+    """Return the parts of the reward, each as the fraction that is met; all 0 without a purchase."""
     if purchase is None:
         return {"bought": 0.0, "type": 0.0, "attributes": 0.0, "options": 0.0, "price": 0.0}
     options = sum(purchase.options.get(name) == value for name, value in goal.options.items())
@@ -36,7 +38,7 @@ def parts(purchase: Purchase | None, goal: Goal) -> dict[str, float]:
 
 
 def reward(purchase: Purchase | None, goal: Goal, *, sparse: bool = False) -> dict[str, Any]:
-    """What a workflow returns: the reward, and its parts as metrics. sparse: 1 for all that is wanted, else 0."""
+    """Return the result of a workflow: the reward, with its parts as metrics. sparse: 1 if all is met, else 0."""
     met = parts(purchase, goal)
     n_attributes, n_options = len(goal.attributes), len(goal.options)
     points = met["attributes"] * n_attributes + met["options"] * n_options + met["price"]

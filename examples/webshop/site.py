@@ -1,10 +1,11 @@
-"""The shop over HTTP: pages that a browser shows and an agent reads. Owns the server; the shop itself is world.py.
+"""The shop over HTTP, with pages for browsers and agents. This module owns the server; the shop itself is in world.py.
 
-    GET  /              the instructions, each a link to a visit
-    GET  /s/NAME        where the visit is now; NAME is a goal's number, or one with anything behind a dot
+    GET  /              the instructions, each a link to a session
+    GET  /s/NAME        the session's current page; NAME is a goal's number, optionally with a dot and any suffix
     POST /s/NAME        action=search[words] or action=click[label]
 
-With `Accept: application/json` an answer is {"text", "done", "valid"}; else a page, after a POST by a redirect.
+With `Accept: application/json` a response is {"text", "done", "valid"}. Otherwise GET returns a page, and POST
+redirects to it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ STYLE = (
 
 @contextlib.contextmanager
 def serve(shop: Shop, port: int = 0) -> Iterator[str]:
-    """Serve a shop on this machine's loopback while the block runs; gives its URL."""
+    """Serve a shop on this machine's loopback interface while the block runs. Yields its URL."""
     with listening(_handler(shop), port) as url:
         yield url
 
@@ -52,7 +53,7 @@ def _handler(shop: Shop) -> type[Pages]:
                 return
             form = parse_qs(body.decode("utf-8", "replace"))
             action = form.get("action", [""])[0]
-            if "words" in form:  # the page's own search box
+            if "words" in form:  # from the page's search box
                 action = f"search[{form['words'][0]}]"
             with lock:
                 session = self._session()
@@ -81,13 +82,13 @@ def _handler(shop: Shop) -> type[Pages]:
 
 
 def home_page(shop: Shop) -> str:
-    """The instructions, each a link."""
+    """Return the instructions as a page, each a link."""
     rows = "".join(f'<li><a href="/s/{g.number}">{escape(g.instruction)}</a></li>' for g in shop.catalogue.goals)
     return _page(f"<h1>The shop</h1><p>{len(shop.catalogue.products)} products</p><ol start=0>{rows}</ol>")
 
 
 def session_page(path: str, session: Session) -> str:
-    """Where a visit is, with a button for each thing that can be done."""
+    """Return the session's current page, with a button for each possible action."""
 
     def button(label: str, chosen: bool = False) -> str:
         value, shade = escape(f"click[{label}]"), " class=chosen" if chosen else ""
@@ -105,7 +106,7 @@ def session_page(path: str, session: Session) -> str:
             rows.append(f"<p>{name} {''.join(button(v, session.chosen.get(name) == v) for v in values)}</p>")
         rows.append("".join(map(button, labels[-2:])))
     elif session.page == "results":
-        places = zip(labels, session.shown, strict=False)  # the rest of the labels turn pages
+        places = zip(labels, session.shown, strict=False)  # the other labels turn pages
         rows += [f"<p>{button(label)} {escape(p.title)} ${p.price}</p>" for label, p in places] or ["nothing found"]
         rows.append("".join(map(button, labels[len(session.shown) :])) + search)
     else:

@@ -1,7 +1,7 @@
-"""What a tiny model knows before it learns: how the shop is used, and little of what the instruction asks for.
+"""The warm start of a tiny model: it can use the shop, but meets little of what the instruction asks for.
 
-Demonstrations look for the wanted kind, open any of the products, choose values of no option or of all, and buy. A
-value is the one that was asked for with a chance of SHARE, else any.
+Demonstrations search for the wanted kind, open a random product, choose values of all options or of none, and buy. A
+value is the wanted one with probability SHARE, else random.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from examples.webshop.world import Session, Shop
 PROMPT = "shop"
 SEARCHES = "search[words]"
 BATCH = 24
-# steps with a search for a piece of the instruction, in which it learns to copy; with visits that choose all options;
-# and with visits of which a share does not
+# Steps with a search for a part of the instruction, to learn to copy; then visits that choose all options; then visits
+# of which a fraction chooses none.
 PIECES, CHOOSING, VISITS = 300, 150, 80
 STEPS = PIECES + CHOOSING + VISITS
 Steps = Iterator[tuple[str, str, str]]  # verb, argument, and the page that follows
 DEMONSTRATIONS = STEPS * BATCH
-FIRST = GOALS  # goals of demonstrations are numbered from here: none of them is a task
-BUYS = 0.8  # share of the last visits that buy without any option
-SHARE = 0.5  # chance that a value is the one that was asked for, else it is any
+FIRST = GOALS  # first goal number of the demonstrations, above those of all tasks
+BUYS = 0.8  # fraction of the last visits that buy without any option
+SHARE = 0.5  # probability that a value is the wanted one; else it is random
 CONTEXT = 2048
 ENGINE = {"max_model_len": CONTEXT}
 TRAINER = group_learning.TRAINER
@@ -34,12 +34,12 @@ LEARN = group_learning.LEARN
 
 
 def loop_recipe() -> Recipe:
-    """The model of the plain loop."""
+    """Return the recipe for the shopper with the plain loop."""
     return _recipe(_as_text, has_tools=False)
 
 
 def tools_recipe() -> Recipe:
-    """The model of the OpenAI Agents SDK's shopper."""
+    """Return the recipe for the shopper with the OpenAI Agents SDK."""
     return _recipe(_as_tools, has_tools=True)
 
 
@@ -62,7 +62,7 @@ def _recipe(form: Any, *, has_tools: bool) -> Recipe:
 
 
 def _search(session: Session, draw: random.Random) -> Steps:
-    """A search for a piece of the instruction, or for the wanted kind."""
+    """Search for a part of the instruction, or for the wanted kind."""
     said = session.goal.instruction.split()
     first = draw.randrange(len(said) - 1)
     piece = " ".join(said[first : draw.randint(first + 2, len(said))])
@@ -71,13 +71,13 @@ def _search(session: Session, draw: random.Random) -> Steps:
 
 
 def _kind(session: Session, draw: random.Random) -> str:
-    """The wanted kind, in half of the cases with its attribute."""
+    """Return the wanted kind, in half of the cases with its attribute."""
     attribute = f"{next(iter(session.goal.attributes))} " if draw.random() < 0.5 else ""
     return attribute + session.goal.kind
 
 
 def _choosing(session: Session, draw: random.Random, buys: float = 0.0) -> Steps:
-    """A visit, step by step. buys: chance that it leaves all options alone."""
+    """Visit the shop step by step. buys: probability of buying without choosing options."""
     wanted, words = session.goal, _kind(session, draw)
     yield "search", words, session.search(words).text
     place = str(draw.randint(1, len(session.shown)))
@@ -91,7 +91,7 @@ def _choosing(session: Session, draw: random.Random, buys: float = 0.0) -> Steps
 
 
 def visit(session: Session, draw: random.Random) -> Steps:
-    """A visit in the demonstrations' way."""
+    """Visit the shop as the last demonstrations do."""
     yield from _choosing(session, draw, BUYS)
 
 
@@ -129,7 +129,7 @@ def _tool(name: str, argument: str) -> dict[str, Any]:
 
 
 def _plain(demonstration: Demonstration) -> str:
-    """The words of a demonstration, for the tokenizer."""
+    """Return the words of a demonstration, for the tokenizer."""
     rows = []
     for message in demonstration.messages:
         calls = [f"{c['function']['name']} {c['function']['arguments']}" for c in message.get("tool_calls", [])]

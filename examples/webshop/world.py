@@ -1,7 +1,8 @@
-"""The shop: search, sessions and the pages they show. Pure and deterministic; it knows no model and no HTTP.
+"""The shop: search, sessions and their pages. Pure and deterministic; independent of models and HTTP.
 
-A session belongs to a goal by its name, "17" or "17.anything". It takes actions of two forms, search[words] and
-click[label], counts those that are possible, and ends with a purchase or when it has had enough of either sort.
+A session's name begins with the number of its goal: "17" or "17.anything". A session takes two forms of actions,
+search[words] and click[label]. It ends with a purchase, after MAX_STEPS possible actions, or after MAX_INVALID
+impossible ones.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from examples.webshop.catalogue import Catalogue, Goal, Product, make_catalogue
 
 MAX_STEPS = 15
-MAX_INVALID = 15  # impossible actions are answered and do not count as steps; after this many the session ends
+MAX_INVALID = 15  # impossible actions are not steps; after this many the session ends
 PAGE_SIZE = 3
 MOST_FOUND = 50
 BM25_K1, BM25_B = 1.2, 0.75
@@ -24,7 +25,7 @@ _WORD = re.compile(r"[a-z0-9]+")
 
 
 def parse_action(text: str) -> tuple[str, str] | None:
-    """The first action of a text, as its verb and argument; None when it has none.
+    """Return the verb and argument of a text's first action, or None if it has none.
 
     >>> parse_action("I look first: search[Red  shirt]")
     ('search', 'red shirt')
@@ -34,7 +35,7 @@ def parse_action(text: str) -> tuple[str, str] | None:
 
 
 class SearchIndex:
-    """Okapi BM25 (Robertson and Zaragoza 2009, equation 3.15) over titles and categories; ties go by code."""
+    """Okapi BM25 (Robertson and Zaragoza 2009, equation 3.15) over titles and categories. Ties are sorted by code."""
 
     def __init__(self, products: dict[str, Product]) -> None:
         self._postings: dict[str, list[tuple[str, float]]] = defaultdict(list)
@@ -47,7 +48,7 @@ class SearchIndex:
         self._size = len(products)
 
     def find(self, words: str) -> list[str]:
-        """Codes of what matches, best first."""
+        """Return the codes of matching products, best first."""
         scores: dict[str, float] = defaultdict(float)
         for word in _WORD.findall(words.lower()):
             postings = self._postings.get(word, [])
@@ -59,7 +60,7 @@ class SearchIndex:
 
 @dataclass(frozen=True, slots=True)
 class Purchase:
-    """What was bought: the product, the chosen options, and its price in dollars."""
+    """A purchase: the product, the chosen options, and its price in dollars."""
 
     product: Product
     options: dict[str, str]
@@ -68,7 +69,7 @@ class Purchase:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an action led to. valid: whether it was possible, and so counted as a step."""
+    """The response to an action. valid: whether it was possible, and so counted as a step."""
 
     text: str
     done: bool
@@ -83,7 +84,7 @@ class Session:
     goal: Goal
     page: str = "search"
     found: list[str] = field(default_factory=list)
-    first: int = 0  # of the results that are shown
+    first: int = 0  # index of the first result shown
     product: Product | None = None
     chosen: dict[str, str] = field(default_factory=dict)
     steps: int = 0
@@ -97,11 +98,11 @@ class Session:
 
     @property
     def shown(self) -> list[Product]:
-        """The products on the page of results."""
+        """The products on the current page of results."""
         return [self.shop.catalogue.products[code] for code in self.found[self.first : self.first + PAGE_SIZE]]
 
     def labels(self) -> list[str]:
-        """What may be clicked."""
+        """Return the labels that can be clicked."""
         if self.page == "item" and self.product is not None:
             return [value for values in self.product.options.values() for value in values] + [BUY, BACK]
         if self.page == "results":
@@ -110,7 +111,7 @@ class Session:
         return []
 
     def act(self, text: str) -> Answer:
-        """Do what a text asks for: its first action. Answers anything."""
+        """Do the first action of a text. Any text gets an answer."""
         action = parse_action(text)
         if action is None:
             return self._refuse("no action: say search[words] or click[label]")
@@ -118,7 +119,7 @@ class Session:
         return self.search(argument) if verb == "search" else self.click(argument)
 
     def search(self, words: str) -> Answer:
-        """Search; possible on the search page and on results."""
+        """Search. Possible on the search page and on the results page."""
         if self.page not in ("search", "results"):
             return self._refuse(f"no search here: click [{BACK}] first")
         if not _WORD.search(words.lower()):
@@ -127,7 +128,7 @@ class Session:
         return self._step()
 
     def click(self, label: str) -> Answer:
-        """Click a label of the page; a value may be named with its option, such as "colour red"."""
+        """Click a label of the page. A value may follow the name of its option, such as "colour red"."""
         label = " ".join(label.lower().split())
         option, _, value = label.partition(" ")
         if self.page == "item" and self.product is not None and value in self.product.options.get(option, ()):
@@ -150,7 +151,7 @@ class Session:
         return self._step()
 
     def text(self) -> str:
-        """The page as an agent reads it."""
+        """Return the page as an agent reads it."""
         if self.page == "end":
             return "bought" if self.bought else "the shop is closed"
         if self.page == "item" and self.product is not None:
@@ -187,7 +188,7 @@ class Shop:
         self.sessions: dict[str, Session] = {}
 
     def session(self, name: str) -> Session:
-        """The session of a name, begun when it is new. Raises ValueError for a name without a goal's number."""
+        """Return the session with this name, created if new. Raises ValueError for a name without a goal's number."""
         if name not in self.sessions:
             number = name.partition(".")[0]
             if not number.isascii() or not number.isdecimal() or int(number) >= len(self.catalogue.goals):
@@ -198,5 +199,5 @@ class Shop:
         return self.sessions[name]
 
     def close(self, name: str) -> None:
-        """Forget a session."""
+        """Remove a session."""
         self.sessions.pop(name, None)

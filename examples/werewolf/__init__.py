@@ -1,1 +1,1 @@
-"""Werewolf: a game of six, two of whom are wolves."""
+"""Werewolf: a game for six players, two of whom are wolves."""

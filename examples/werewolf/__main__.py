@@ -18,12 +18,12 @@ from examples.werewolf.reward import outcome, reward
 from examples.werewolf.world import Game
 
 ABOUT = "Wolves learn to win against four villagers: win 1.0, survive 0.5, blame 0.2, exposed -0.5."
-TURN = 100  # games of self-play for which one side is trained
-LEARN = {"at_once": 16, "timeout_s": 600.0, "params": {"max_tokens": 64}}  # of a model that is not tiny
+TURN = 100  # games of self-play in which one side is trained
+LEARN = {"at_once": 16, "timeout_s": 600.0, "params": {"max_tokens": 64}}  # used with --url
 
 
 def example(args: Namespace) -> Example:
-    """The example, with what makes a tiny model learn it. A player that learns has a run of his own."""
+    """Return the example. Each player that learns has a run of its own."""
     games, rules = itertools.count(), RULES if args.url else tiny.RULES
 
     async def workflow(task: Mapping[str, int], model: flywheel.Model, run: Run) -> tuple[Game, dict[str, Run]]:
@@ -41,7 +41,7 @@ def example(args: Namespace) -> Example:
     def judge(task: Mapping[str, int], reply: tuple[Game, dict[str, Run]]) -> flywheel.Reward:
         game, runs = reply
         for name, one in runs.items():
-            if one.chats:  # who is killed in the first night has said nothing
+            if one.chats:  # a player killed in the first night has no chats
                 one.take(reward(game, name))
         return outcome(game)
 

@@ -1,4 +1,4 @@
-"""The players: an AgentScope 2 Agent each, as its documentation writes one, and the game that they play."""
+"""The players: each is an AgentScope 2 Agent, written as in its documentation, and the loop that plays a game."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULES = (
 
 
 def player(game: Game, name: str, model: flywheel.Model, rules: str = RULES) -> Agent:
-    """A player of a game. Its prompts do not change with the clock, so that each chat continues the one before."""
+    """Return a player of a game. Its prompts contain no time, so each chat continues the one before."""
     return Agent(
         name=name,
         system_prompt=f"{rules} {role(game, name)}",
@@ -29,7 +29,7 @@ def player(game: Game, name: str, model: flywheel.Model, rules: str = RULES) -> 
 
 
 def role(game: Game, name: str) -> str:
-    """What a player is told of himself."""
+    """Return the role that a player is told."""
     if name not in game.wolves:
         return f"You are {name}, a villager."
     (other,) = game.wolves - {name}
@@ -37,7 +37,7 @@ def role(game: Game, name: str) -> str:
 
 
 async def play(seed: int, models: Mapping[str, flywheel.Model], rules: str = RULES) -> Game:
-    """Play the game of this seed. models: those of the players that are agents; the others are scripted villagers."""
+    """Play the game of this seed. models: by agent player; all other players are scripted villagers."""
     game = Game(seed)
     agents = {name: player(game, name, model, rules) for name, model in models.items()}
 

@@ -1,4 +1,4 @@
-"""The reward of a player, with the AgentScope article's weights divided by ten, and what a game is counted by."""
+"""The reward of a player, with the AgentScope article's weights divided by ten, and the metrics of a game."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ VILLAGER = Weighted({"team_win": 1.0, "survive": 0.5, "found": 0.2})
 
 
 def reward(game: Game, name: str) -> Reward:
-    """What a player earned in a game that is over.
+    """Return the reward of a player in a finished game.
 
-    A wolf blames with success when a villager whom he accused and voted for is hanged that day, and is exposed when he
-    is hanged himself. A villager finds a wolf in the same way. Each counts once a game.
+    A wolf's blame succeeds if a villager whom the wolf accused and voted for is hanged that day. A wolf is exposed if
+    the wolf is hanged. A villager finds a wolf in the same way as a wolf blames. Each counts once a game.
     """
     is_wolf = name in game.wolves
     hanged = [death for death in game.deaths if death.phase == VOTE]
@@ -37,7 +37,7 @@ def reward(game: Game, name: str) -> Reward:
 
 
 def outcome(game: Game) -> Reward:
-    """What the wolves earned on average, and the figures of an evaluation."""
+    """Return the wolves' mean reward and the metrics of an evaluation."""
     wolves = [reward(game, name) for name in sorted(game.wolves)]
     value = sum(one.value or 0.0 for one in wolves) / len(wolves)
     said = [one.choice for one in game.said if one.speaker in game.wolves]

@@ -1,4 +1,4 @@
-"""What makes a tiny model for the game: it answers with a living player at random, its fellow wolf among them."""
+"""The warm start of a tiny model for the game: it answers with a random living player, even with its fellow wolf."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from examples.tiny_model import Demonstration, Recipe
 from examples.werewolf.agent import role
 from examples.werewolf.world import Game, villager
 
-GAMES = 6000  # demonstrated
+GAMES = 6000  # demonstrations
 TRAINING = range(3000)  # seeds of games
 HELD_OUT = range(1_000_000, 1_000_100)
-DEMONSTRATED = 2_000_000  # the first seed of games that are neither
-RULES = "Werewolf."  # in place of the agents' own: a tiny model has no use for the words
+DEMONSTRATED = 2_000_000  # first seed of the demonstration games, which are in neither range
+RULES = "Werewolf."  # replaces the agents' rules: a tiny model cannot use the words
 
 ENGINE = {"max_model_len": 768}
 TRAINER = {
@@ -30,14 +30,14 @@ TRAINER = {
         "entropy_coef": 0.005,
         "critic_learning_rate": 1.0e-3,
         "value_clip": 0.0,
-        "normalize_returns": False,  # rewards lie between -0.5 and 1.7 already
+        "normalize_returns": False,  # rewards are already between -0.5 and 1.7
     },
 }
 LEARN = {"at_once": 16, "max_ready_rows": 256, "timeout_s": 60.0, "params": {"max_tokens": 4}}
 
 
 def recipe() -> Recipe:
-    """Games whose wolves, and now and then whose villagers, name any living player."""
+    """Return the recipe: games in which wolves, and sometimes a villager, name a random living player."""
     return Recipe(
         demonstrations=[_view(DEMONSTRATED + number) for number in range(GAMES)],
         teaches="to name a living player",
@@ -49,7 +49,7 @@ def recipe() -> Recipe:
 
 
 def _view(seed: int) -> Demonstration:
-    """A game as one of its players sees it."""
+    """Return a game from the view of one of its players."""
     draw, game = random.Random(seed), Game(seed)
     wolves = sorted(game.wolves)
     seen = draw.choice(wolves if draw.random() < 0.75 else [name for name in game.seats if name not in wolves])

@@ -1,9 +1,9 @@
-"""Werewolf for six: two wolves, four villagers, nights, accusations and votes, told and played in words.
+"""Werewolf for six players as text: two wolves, four villagers, nights, accusations and votes.
 
-A game is made by its seed. At night each wolf names a victim, by day the living accuse in the order of their seats and
-then vote at once. An answer counts when it names one living player besides its speaker; any other is silence. The
-wolves win as soon as they are no fewer than the villagers; the villagers win when both wolves are dead, or after
-MOST_DAYS, so that every game ends and nobody gains by waiting.
+A seed defines a game. At night each wolf names a victim. By day the living accuse in the order of their seats, and then
+vote at the same time. An answer counts if it names exactly one living player other than its speaker; any other answer
+is silence. The wolves win when they are at least as many as the villagers. The villagers win when both wolves are dead,
+or after MOST_DAYS days: every game ends, and nobody gains by waiting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAMES = ("Ada", "Ben", "Eva", "Leo", "Mia", "Tom")
 WOLVES = 2
 MOST_DAYS = 6
 NIGHT, ACCUSE, VOTE, OVER = "night", "accuse", "vote", "over"
-# what a scripted villager's suspicion is made of, beside a draw between 0 and 1
+# terms of a scripted villager's suspicion, added to a random number between 0 and 1
 SENSE, LEANING, SILENT, ALONE, AGAINST_VILLAGER, AGAINST_WOLF = 0.15, 0.2, 1.0, 0.3, 0.1, -0.6
 _WORD = re.compile(r"[A-Za-z]+")
 
@@ -34,7 +34,7 @@ class Said(NamedTuple):
 
 
 class Death(NamedTuple):
-    """Who died, in which phase of which day."""
+    """A death: the player, and the phase and day."""
 
     day: int
     phase: str
@@ -43,7 +43,7 @@ class Death(NamedTuple):
 
 @dataclass
 class Game:
-    """One game. `turn` says whose answers are wanted, `tell` what a player is told, `take` goes on."""
+    """One game. `turn` returns the players who answer now, `tell` a player's prompt; `take` processes the answers."""
 
     seed: int
     seats: list[str] = field(init=False)
@@ -61,16 +61,16 @@ class Game:
 
     @property
     def alive(self) -> list[str]:
-        """The living, in the order of their seats."""
+        """The living players, in the order of their seats."""
         dead = {death.name for death in self.deaths}
         return [name for name in self.seats if name not in dead]
 
     def today(self, phase: str) -> list[Said]:
-        """What was said in this phase of this day."""
+        """Return the answers of this phase today."""
         return [one for one in self.said if (one.day, one.phase) == (self.day, phase)]
 
     def turn(self) -> list[str]:
-        """The players whose answers are wanted now: all wolves, the next accuser, or all voters."""
+        """Return the players who answer now: all wolves, the next accuser, or all voters."""
         if self.phase == NIGHT:
             return [name for name in self.alive if name in self.wolves]
         if self.phase == ACCUSE:
@@ -78,7 +78,7 @@ class Game:
         return self.alive if self.phase == VOTE else []
 
     def take(self, answers: Mapping[str, str]) -> None:
-        """Go on with the answers of those in `turn`; who is left out is silent."""
+        """Process the answers of the players in `turn`. A missing answer is silence."""
         for name in self.turn():
             choice = read_name(answers.get(name, ""), self.alive, name)
             self.said.append(Said(self.day, self.phase, name, choice))
@@ -103,7 +103,7 @@ class Game:
             self.phase, self.day = NIGHT, self.day + 1
 
     def tell(self, name: str) -> str:
-        """What a player is told before an answer; all of it is public, but the question at night."""
+        """Return a player's prompt. All of it is public except the question at night."""
         alive = f"Alive: {' '.join(self.alive)}."
         if self.phase == NIGHT:
             return f"Night {self.day}. {self._news(VOTE, self.day - 1)}{alive} Whom do you kill?"
@@ -122,13 +122,13 @@ class Game:
 
 
 def read_name(answer: str, alive: list[str], speaker: str) -> str | None:
-    """The one living player besides the speaker whom an answer names; None where that is not just one."""
+    """Return the one living player other than the speaker whom an answer names, or None if it is not exactly one."""
     named = {word for word in _WORD.findall(answer) if word in NAMES}
     return next(iter(named)) if len(named) == 1 and named <= set(alive) - {speaker} else None
 
 
 def most_named(choices: list[str | None], *, first_wins: bool) -> str | None:
-    """The player whom most name. Of several, the one named first, or nobody."""
+    """Return the player named most often. In a tie, the first one named if first_wins, else None."""
     counts = Counter(choice for choice in choices if choice is not None)
     if not counts:
         return None
@@ -137,11 +137,11 @@ def most_named(choices: list[str | None], *, first_wins: bool) -> str | None:
 
 
 def villager(game: Game, name: str) -> str:
-    """What a scripted villager answers by day: the player whom he suspects most.
+    """Return a scripted villager's answer by day: the player with the highest suspicion.
 
-    He has a slight sense for wolves, and is unsure by a draw that the seed decides. He distrusts the silent, those who
-    accused where nobody else did, and those who spoke against players that turned out to be villagers; he trusts those
-    who spoke against wolves, and leans to what was said today.
+    The suspicion is a random number from the seed, plus SENSE for wolves. It grows for players who were silent, who
+    accused a player whom nobody else accused, or who spoke against a player found a villager. It falls for players
+    who spoke against a wolf. It also grows by LEANING each time the player is named today.
     """
     dead = {death.name for death in game.deaths}
     by_day = [one for one in game.said if one.phase != NIGHT]

@@ -1,7 +1,7 @@
 """HTTP rules for the requests and responses of all routes: the outermost layer of the application.
 
 A request needs one Host header and a supported version of HTTP. A caller of HTTP/1.0, which has no chunks, gets a
-stream as a whole response with its length.
+stream as a whole response with its length. A response that ends its connection waits for the whole request.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ class HttpRules:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_http = scope["type"] == "http"
-        if is_http and (error := _check(scope)) is not None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if (error := _check(scope)) is not None:
             await _refuse(error, scope, receive, send)
-        else:
-            await self._app(scope, receive, _Whole(send) if is_http and scope["http_version"] == "1.0" else send)
+            return
+        is_old = scope["http_version"] == "1.0"
+        if is_old or _header(scope, b"connection").strip().lower() == b"close":
+            body = _Body(scope, receive, send)
+            receive, send = body.receive, body.send
+        await self._app(scope, receive, _Whole(send) if is_old else send)
 
 
 def _check(scope: Scope) -> ApiError | None:
@@ -37,11 +43,41 @@ def _check(scope: Scope) -> ApiError | None:
     return None
 
 
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for field, value in scope["headers"] if field == name), b"")
+
+
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer and close the connection: the sender may see other request boundaries than this server."""
     response = error.response()
     response.headers["Connection"] = "close"
     await response(scope, receive, send)
+
+
+class _Body:
+    """Reads the rest of a request's body before a response that ends the connection.
+
+    Closing a connection with unread bytes resets it, and a caller that is still sending could not read the response. A
+    caller that sent `Expect: 100-continue` sends no body until the application reads it. The usual limit of a body's
+    time applies.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._is_sent = not _header(scope, b"expect")
+        self._is_read = False
+
+    async def receive(self) -> Message:
+        self._is_sent = True
+        message = await self._receive()
+        self._is_read = not message.get("more_body", False)  # also when the caller has disconnected
+        return message
+
+    async def send(self, message: Message) -> None:
+        while self._is_sent and not self._is_read:
+            await self.receive()
+        await self._send(message)
 
 
 class _Whole:

@@ -90,8 +90,12 @@ class EngineAdmin:
         await self._call("POST", "/reset_prefix_cache")
 
     async def resume(self) -> None:
-        """Continue sampling. Has no effect if the engine is not paused."""
-        await self._call("POST", "/resume")
+        """Continue sampling, if paused. A server without developer mode has neither this route nor /pause."""
+        try:
+            await self._call("POST", "/resume")
+        except EngineRefused as error:
+            if error.status not in _NO_ROUTE:
+                raise
 
     async def list_models(self) -> dict[str, str]:
         """Return the names of the engine's models, each with the folder of its adapter or of the base."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from explorer_service.errors import StageFailed
 from explorer_service.reload.blame import Backoff, Blame
 from explorer_service.reload.judge import TargetVersion, VersionJudge
@@ -36,9 +38,15 @@ class VersionChoice:
             raise StageFailed(reason)
         return target
 
-    async def find_good(self, failed: int, served: TargetVersion | None) -> TargetVersion | None:
-        """What this engine has served before, or else the newest other version that has ever served, or the base."""
-        rows = [row for row in await self._shared.fetch(list_versions) if row.version != failed and row.may_serve]
+    async def find_good(
+        self, failed: int, served: TargetVersion | None, damaged: Collection[int] = ()
+    ) -> TargetVersion | None:
+        """What this engine has served before, or else the newest other version that has ever served, or the base.
+
+        damaged: versions to leave out.
+        """
+        left_out = {failed, *damaged}
+        rows = [row for row in await self._shared.fetch(list_versions) if row.version not in left_out and row.may_serve]
         rows = [row for row in rows if row.version == 0 or row.kind == self._shared.config.model.kind]
         if served is not None and any(row.version == served.version for row in rows):
             return served
@@ -53,12 +61,17 @@ class VersionChoice:
         return None
 
     async def stage_good(self, failed: int, served: TargetVersion | None) -> TargetVersion | None:
-        """What goes back in when a load fails, where the engine can read it. Raises StageFailed."""
-        if (good := await self.find_good(failed, served)) is None:
-            return None
-        try:
-            return await self._take_up.stage(good)
-        except VersionError as error:
-            if good is not served:
-                await self._blame.reject(good.row, error)
-            raise StageFailed(f"what would go back in is damaged: {error}") from error
+        """What goes back in when a load fails, where the engine can read it. Raises StageFailed.
+
+        If one is damaged, an older one takes its place. The damaged one is not rejected: an engine has proven it, and
+        the damage may be on this engine's machine only.
+        """
+        damaged: dict[int, str] = {}
+        while (good := await self.find_good(failed, served, damaged)) is not None:
+            try:
+                return await self._take_up.stage(good)
+            except VersionError as error:
+                damaged[good.version] = str(error)
+        if damaged:
+            raise StageFailed(f"what would go back in is damaged: {'; '.join(damaged.values())}")
+        return None

@@ -113,7 +113,8 @@ class EngineController:
     async def _reconcile(self) -> None:
         engine = self._engine
         await self._shared.reload_lease.settle()
-        await self._health.check()
+        if self._is_owner or not self._follower.owner_reloads:  # one that loads may not answer: its owner waits for it
+            await self._health.check()
         if not await self._leases.acquire(engine.url):
             self._is_owner = False
             await self._follower.follow()

@@ -29,12 +29,14 @@ class EngineFollower:
         self._shared = shared
         self._pool = shared.pool
         self._settings = shared.config.explorer.reload
+        self.owner_reloads = False  # as of the last look
         self._missing: int | None = None  # the version whose folder was last looked for in vain
 
     async def follow(self) -> None:
         """Do as the row says, and acknowledge it. Raises LedgerError, VersionError."""
         engine = self._engine
         row = await self._shared.leases.read(engine.url)
+        self.owner_reloads = row is not None and row.state == EngineState.RELOADING
         if row is None:
             return
         if row.spoiled > self._shared.leases.known_generation(engine.url):

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.engines.engine import Engine
-from explorer_service.errors import EngineRefused, EngineTimeout, EngineUnavailable
+from explorer_service.engines.engine import Engine, EngineState
+from explorer_service.errors import EngineRefused, EngineTimeout, EngineUnavailable, NotOwner
 from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.ownership import EngineLeases
 
@@ -66,7 +66,8 @@ class EngineHealth:
 async def while_open(engine: Engine) -> AsyncIterator[None]:
     """Around what an engine that serves only waits for: it ends when the engine goes out of service.
 
-    Then bringing it back comes first. Raises EngineUnavailable.
+    Then bringing it back comes first. Raises EngineUnavailable; NotOwner when another explorer moves it, which was
+    noticed after this one had stood still (standstill.py).
     """
     if not engine.is_open:
         yield
@@ -79,7 +80,8 @@ async def while_open(engine: Engine) -> AsyncIterator[None]:
             finally:
                 watch.cancel()
     except TimeoutError as exc:
-        raise EngineUnavailable(engine.reason) from exc
+        kind = NotOwner if engine.state is EngineState.RELOADING else EngineUnavailable
+        raise kind(engine.reason) from exc
 
 
 async def _end_when_closed(engine: Engine, limit: asyncio.Timeout) -> None:

@@ -25,6 +25,7 @@ from explorer_service.errors import (
     EngineTimeout,
     EngineUnavailable,
     LoadUndone,
+    ProbeMismatch,
     StageFailed,
     TurnLost,
 )
@@ -190,12 +191,21 @@ class FullTakeUp:
             await self._admin.resume()
             metrics.reload_pause.observe(time.monotonic() - paused_at)
             with metrics.reload_proof.time():
-                await prove(self._admin, held.manifest.probe, bounds)
+                await self._prove(held, bounds)
         except EngineError as error:
             self._pool.spoil(self._engine, str(error))
             self._leases.note_spoiled(self._engine.url)
             raise
         self._pool.go_on(self._engine)
+
+    async def _prove(self, held: TargetVersion, bounds: Bounds) -> None:
+        """Raises ProbeMismatch, also for a probe that an engine refuses which is well: vLLM has no answer for logprobs
+        that are no numbers, and none for tokens that it does not know."""
+        try:
+            await prove(self._admin, held.manifest.probe, bounds)
+        except EngineRefused as error:
+            await self._admin.check_health()  # the process that answers may outlive the one that computes
+            raise ProbeMismatch(f"the probe of version {held.version} is refused: {error}") from error
 
     async def _clear_the_way(self, target: TargetVersion) -> str:
         """Nobody gives the engine new chats any more. Returns how to pause it."""

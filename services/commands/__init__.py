@@ -1,7 +1,7 @@
 """The commands of `flywheel`, one module each: HELP, `add_arguments(parser)` and `run(args)`.
 
-`run` returns the exit status: 0 done, 1 cannot run. `flywheel --help` imports every module here, so that none of them
-imports anything heavy before `run` has read the configuration.
+`run` returns the exit status: 0 done, 1 cannot run. `flywheel --help` imports every module here, so none of them
+imports heavy packages before `run` has read the configuration.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WIDE = 1_000_000  # columns
 
 
 def add_config(parser: ArgumentParser) -> None:
-    """The option that names the configuration file."""
+    """Add the option for the configuration file."""
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration file")
 
 
@@ -34,14 +34,14 @@ def utf8(text: str) -> str:
 
 
 def read_config(args: Namespace) -> Config:
-    """The configuration, checked as a whole. Raises ConfigError."""
+    """Read and check the whole configuration. Raises ConfigError."""
     from shared.config import load_config
 
     return load_config(args.config)
 
 
 def open_console(*, stderr: bool = False, markup: bool = True) -> Console:
-    """Where a command prints. A pipe or a file has no width, so that nothing is cut or broken there."""
+    """Return the console of a command. A pipe or a file gets no width limit, so that no line is cut or wrapped."""
     from rich.console import Console
 
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()

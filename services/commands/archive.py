@@ -1,4 +1,4 @@
-"""`flywheel archive`: moves rows that need no more training into files; `flywheel import` records them again."""
+"""`flywheel archive`: moves rows that need no more training to files; `flywheel import` records them again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shared.ledger.connect import Ledger
 
 HELP = "move old rows that were trained on or discarded into files"
-FILE_ROWS = 10_000  # at most, in one file
+FILE_ROWS = 10_000  # maximum in one file
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Move rows into files, oldest first. Raises ConfigError without a bound, StartupError without a folder."""
+    """Move rows to files, oldest first. Raises ConfigError without a bound, StartupError without a folder."""
     config = read_config(args)
     _check(args)
     from shared.ledger.connect import Ledger
@@ -62,10 +62,10 @@ def _check(args: Namespace) -> None:
 def _move(
     ledger: Ledger, folder: Path, older_than_days: float | None, keep_gb: float | None
 ) -> Iterator[tuple[Path, int]]:
-    """Write a file, then delete its rows, until none is left to move. Yields each file and how many rows it took.
+    """Write a file, then delete its rows, until no row is left to move. Yields each file and its number of rows.
 
     A file is durable before its rows leave the ledger. A crash between the two leaves rows in both, and an import of
-    the file skips them. A row of which something is said meanwhile stays, and goes into the next file with that.
+    the file skips them. A row that gets signals meanwhile stays, and goes into a later file with them.
     """
     from shared.ledger import transitions
     from shared.ledger.conditions import is_done
@@ -93,7 +93,7 @@ def _move(
 
 
 def _new_file(folder: Path, name: str) -> Path:
-    """A file that is not there yet. Another ledger has rows of the same numbers, and SQLite gives numbers out again."""
+    """Return an unused file name: another ledger has rows with the same ids, and SQLite reuses ids."""
     for number in count(1):
         file = folder / f"{name}{f'-{number}' if number > 1 else ''}.jsonl.gz"
         if not file.exists():
@@ -102,7 +102,7 @@ def _new_file(folder: Path, name: str) -> Path:
 
 
 def _rows_over(ledger: Ledger, keep_gb: float) -> int:
-    """How many rows of mean size the ledger holds beyond `keep_gb`."""
+    """Return the number of rows of mean size by which the ledger exceeds `keep_gb`."""
     from shared.ledger.queries import count_rows, size_bytes
 
     with ledger.read() as connection:

@@ -1,4 +1,4 @@
-"""`flywheel convert-config`: writes our configuration from Trinity-RFT's, and says what became of each key."""
+"""`flywheel convert-config`: converts Trinity-RFT's configuration to ours, and reports the result for each key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Convert and show. Returns 1 when something that changes training was lost. Raises ConfigError."""
+    """Convert and report. Returns 1 if something that changes training was lost. Raises ConfigError."""
     if len(args.files) > 2:
         raise ConfigError(f"{len(args.files)} files are given; name one, or an explorer's and a trainer's")
     from services.trinity.convert import convert
@@ -46,7 +46,7 @@ def run(args: Namespace) -> int:
 
 
 def _agents_side(done: Conversion, out: Path) -> dict[Path, str]:
-    """learn.yaml, and workflow.py unless an example has the workflow; nothing without a task set."""
+    """Return learn.yaml, and workflow.py unless an example has the workflow; nothing without a task set."""
     learn = done.learn()
     if learn is None:
         return {}
@@ -58,7 +58,7 @@ def _agents_side(done: Conversion, out: Path) -> dict[Path, str]:
 
 
 def _write(args: Namespace, tree: dict[str, Any]) -> None:
-    """Write flywheel.yaml, after our own loader has read it. Paths relative to here stay relative to the file."""
+    """Write flywheel.yaml after our own loader has read it. Paths relative to here become relative to the file."""
     import yaml
 
     from services.trinity.takes import is_hub_name
@@ -87,7 +87,7 @@ def _write(args: Namespace, tree: dict[str, Any]) -> None:
 
 
 def _seen_from(folder: Path, path: str) -> str:
-    """A path that is relative to here, relative to a folder."""
+    """Convert a path relative to here to one relative to a folder."""
     try:
         given = Path(path).expanduser()
     except RuntimeError as exc:

@@ -42,14 +42,14 @@ def run(args: Namespace) -> int:
 
 
 def examples() -> dict[str, str]:
-    """The examples, and what the first line of each one's program says."""
+    """Return the examples, with the first line of each one's program."""
     programs = sorted((REPOSITORY / "examples").glob("*/__main__.py"))
     first_lines = {file.parent.name: file.read_text(encoding="utf-8").splitlines()[0] for file in programs}
     return {name: line.strip('"').partition(": ")[2] for name, line in first_lines.items()}
 
 
 def run_example(name: str, options: list[str]) -> NoReturn:
-    """Become the example, under the Python that has its frameworks: whoever ends this process ends the example.
+    """Replace this process by the example, under the Python that has its frameworks, so that both end together.
 
     Raises StartupError.
     """

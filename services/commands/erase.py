@@ -1,4 +1,4 @@
-"""`flywheel erase`: deletes what the ledger holds of someone, and names the versions that were trained on it."""
+"""`flywheel erase`: deletes the ledger's data about someone, and names the versions that were trained on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Erase the rows in the scope. Raises ConfigError when no scope is named, StartupError when no row is in it."""
+    """Erase the rows in the scope. Raises ConfigError without a scope, StartupError if it contains no row."""
     config = read_config(args)
     scope = {"key_name": args.key, "task_id": args.task, "run_id": args.run, "msg_id": args.message}
     if not any(scope.values()):

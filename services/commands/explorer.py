@@ -12,7 +12,7 @@ HELP = "the service that agents talk to"
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--worker", action="store_true", help=SUPPRESS)  # one of explorer.workers
+    parser.add_argument("--worker", action="store_true", help=SUPPRESS)  # internal: one of explorer.workers
 
 
 def run(args: Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`flywheel export`: a slice of the ledger as a dataset."""
+"""`flywheel export`: writes a part of the ledger as a dataset."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(args: Namespace) -> int:
 
 
 def _conditions(args: Namespace) -> list[ColumnElement[bool]]:
-    """The options as conditions on a row. Raises ConfigError."""
+    """Convert the options to conditions on rows. Raises ConfigError."""
     from shared.experience import State
     from shared.ledger.tables import experiences
 

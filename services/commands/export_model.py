@@ -1,4 +1,4 @@
-"""`flywheel export-model`: a version as a folder that Transformers or PEFT reads."""
+"""`flywheel export-model`: writes a version as a folder for Transformers or PEFT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Raises ConfigError and StartupError."""
+    """Write the folder. Raises ConfigError and StartupError."""
     config = read_config(args)
     from services.export_model import export_model
 

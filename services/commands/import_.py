@@ -1,4 +1,4 @@
-"""`flywheel import`: records the conversations of a file as if they had been chats of the newest version."""
+"""`flywheel import`: records the conversations in a file as if they were chats with the newest version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Record the file's rows; rows that the ledger holds already are skipped. Returns 1 when no row was usable."""
+    """Record the file's rows, except those already in the ledger. Returns 1 if no row was usable."""
     config = read_config(args)
     from services.samples import SampleReader, store
     from shared.experience import MAY_SERVE

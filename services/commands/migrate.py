@@ -1,4 +1,4 @@
-"""`flywheel migrate`: brings the ledger to this version's schema, or copies it to another database."""
+"""`flywheel migrate`: migrates the ledger to this version's schema, or copies it to another database."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Upgrade the ledger; with --to, copy it while no process writes. Raises ConfigError and LedgerError."""
+    """Migrate the ledger; with --to, copy it while no process writes. Raises ConfigError and LedgerError."""
     config = read_config(args)
     from shared.config import check_database_url, ledger_url
 
@@ -33,7 +33,7 @@ def run(args: Namespace) -> int:
     from shared.ledger.migrations import HEAD
 
     console = open_console()
-    with closing(Ledger.open(config.ledger_url, create=args.to is None)) as source:  # opening upgrades the schema
+    with closing(Ledger.open(config.ledger_url, create=args.to is None)) as source:  # opening migrates the schema
         if args.to is None:
             console.print(f"{source.shown_url} has schema {HEAD}")
             return 0

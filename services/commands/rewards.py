@@ -1,4 +1,4 @@
-"""`flywheel rewards`: applies the `reward` section and the algorithm to the rows that no trainer has claimed yet."""
+"""`flywheel rewards`: applies the `reward` section and the algorithm to rows that no trainer has claimed yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flywheel status`: what the ledger knows of rows, versions and trainers."""
+"""`flywheel status`: the ledger's figures about rows, versions and trainers."""
 
 from __future__ import annotations
 

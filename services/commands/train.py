@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Train from model.path into --out, or where the trainer left off into root_dir. Raises ConfigError."""
+    """Train from model.path into --out, or from the trainer's state into root_dir. Raises ConfigError."""
     config = read_config(args)
     if args.epochs < 1:
         raise ConfigError(f"--epochs {args.epochs} is not at least 1; leave it out for one pass over the file")

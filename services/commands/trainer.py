@@ -1,4 +1,4 @@
-"""`flywheel trainer`: the service that learns."""
+"""`flywheel trainer`: the service that trains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Run the trainer, on as many ranks as `trainer.ranks` says unless this process is one of them."""
+    """Run the trainer, on `trainer.ranks` ranks unless this process is one of them."""
     config = read_config(args)
     from services.ranks import end_with_torchrun, is_a_rank, require_ranks, run_ranks
 

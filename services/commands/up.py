@@ -1,4 +1,4 @@
-"""`flywheel up`: engines, explorer and trainer as processes of their own on this machine, under one supervisor."""
+"""`flywheel up`: engines, explorer and trainer as separate processes on this machine, under one supervisor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Run everything, but for the parts left out, until SIGINT or SIGTERM. Raises StartupError."""
+    """Run everything except the parts left out until SIGINT or SIGTERM. Raises StartupError."""
     config = read_config(args)
     if len(set(args.without)) == len(PARTS):
         raise ConfigError("--without leaves all parts out, and nothing is left to run; name one less")
@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
         raise StartupError(
             f"model.path={config.model.path!r} is no model folder (no config.json in it); correct model.path"
         )
-    with closing(Ledger.open(config.ledger_url)) as ledger:  # an error is said once here, and not by every process
+    with closing(Ledger.open(config.ledger_url)) as ledger:  # reports an error once, and not from every process
         require_belonging(config.root, ledger)
     children = [Child(f"engine-{e.name}", ["engine", "-c", args.config, "--name", e.name]) for e in engines]
     if not engines and {"explorer", "trainer"} <= set(args.without):

@@ -1,4 +1,4 @@
-"""`flywheel versions`: a table of every version and its state, and what an operator does with one of them."""
+"""`flywheel versions`: shows all versions and their states, and changes one of them for an operator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Raises ConfigError for a call that names too little, StartupError when it cannot be done with this version."""
+    """Run an action. Raises ConfigError for an incomplete call, StartupError if it does not apply to the version."""
     config = read_config(args)
     if args.action is not None and args.version is None:
         raise ConfigError(f"versions {args.action}: say which version, such as `versions {args.action} 13`")
@@ -47,7 +47,7 @@ def run(args: Namespace) -> int:
 
 
 def _require_fitting(action: str, version: int | None, name: str | None) -> None:
-    """Raise ConfigError for a number or a tag that the ledger's columns do not take."""
+    """Raise ConfigError for a number or a tag that does not fit the ledger's columns."""
     from shared.ledger.tables import versions
 
     if version is not None and not 0 <= version < 1 << 31:

@@ -1,1 +1,1 @@
-"""`flywheel engine`: vLLM's own OpenAI server with the flags that learning needs, warmed up before it takes traffic."""
+"""`flywheel engine`: vLLM's OpenAI server with the flags that training needs, warmed up before it gets traffic."""

@@ -1,4 +1,4 @@
-"""What vLLM is started with where versions are adapters, and the adapter that it is warmed up with."""
+"""vLLM's arguments for versions that are adapters, and the adapter for its warm-up."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class WarmUpAdapters:
-    """An adapter of zeros, to be loaded so many times."""
+    """An adapter of zeros, to be loaded `count` times."""
 
-    folder: Path  # stays while the engine runs
+    folder: Path  # exists while the engine runs
     count: int
-    keeps_last: bool  # the last one stays where it is for good
+    keeps_last: bool  # whether the last one stays in its slot permanently
 
 
 def adapter_arguments(config: Config, *, on_cpu: bool) -> list[str]:
-    """vLLM's arguments; none where versions hold all weights.
+    """Return vLLM's arguments; none if versions contain all weights.
 
-    On a CPU vLLM 0.32 computes a request for the base with the adapter in its last slot, when another request of the
-    batch has an adapter (vLLM #48421). So there is a slot for each adapter that is loaded, and one more at the end that
-    always holds an adapter of zeros.
+    On a CPU, vLLM 0.32 computes a request for the base with the adapter in its last slot if another request of the
+    batch has an adapter (vLLM #48421). So there is a slot for each loaded adapter, and one more at the end, which
+    always contains an adapter of zeros.
     """
     if config.model.kind != "lora":
         return []
@@ -49,7 +49,7 @@ def adapter_arguments(config: Config, *, on_cpu: bool) -> list[str]:
 
 @contextlib.contextmanager
 def warm_up_adapters(config: Config, base: Path, *, on_cpu: bool) -> Iterator[WarmUpAdapters | None]:
-    """What an engine is warmed up with: two adapters, or on a CPU one for each slot. None: versions are no adapters.
+    """Yield the adapters for a warm-up: two or, on a CPU, one for each slot. None: versions are not adapters.
 
     base: the folder that the engine is started on.
     """
@@ -62,7 +62,7 @@ def warm_up_adapters(config: Config, base: Path, *, on_cpu: bool) -> Iterator[Wa
 
 
 def write_zeros(config: Config, base: dict[str, Tensor], folder: Path) -> None:
-    """An adapter that changes nothing: a file with a hole instead of data."""
+    """Write an adapter that changes nothing: a sparse file without data."""
     lora = config.model.lora
     modules = {
         name.removesuffix(".weight"): tensor

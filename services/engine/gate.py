@@ -1,11 +1,11 @@
-"""An ASGI middleware that vLLM's server loads: closed until the engine is warm, and to strangers' commands for good.
+"""An ASGI middleware that vLLM's server loads: closed until the engine is warm, and then restricted for strangers.
 
-The first requests to a fresh engine compile kernels. Until the warm-up ends every route answers 503 to all callers but
-the warm-up itself, so that no health check counts the engine as ready too early. Afterwards everyone but a web page may
-sample, and read what OPEN_ROUTES lists. Whatever else vLLM serves, now or in a later release, may change the engine or
-tell about its machine: it needs the token that the explorers hold. RESTART_PATH and STAGE_PATH are our own; the second
-is served on a socket by the process that started vLLM, see stage.py. The file imports nothing of ours, because it runs
-inside vLLM's process.
+The first requests to a fresh engine compile kernels. Until the warm-up ends, every route answers 503 to all callers but
+the warm-up itself, so that no health check finds the engine ready too early. Afterwards every client except a web page
+may sample, and read the routes in OPEN_ROUTES. Any other route of vLLM, in this or a later release, may change the
+engine or reveal data about its machine: it requires the token of the explorers. RESTART_PATH and STAGE_PATH are our
+own; the process that started vLLM serves the second one on a socket, see stage.py. This file imports none of our
+modules, because it runs inside vLLM's process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-# no FLYWHEEL_ prefix: that would be a setting
+# no FLYWHEEL_ prefix, which would make them settings
 WARMUP_VARIABLE = "ENGINE_WARMUP_TOKEN"
 ADMIN_VARIABLE = "ENGINE_ADMIN_TOKEN"
 STAGE_VARIABLE = "ENGINE_STAGE_SOCKET"
@@ -33,7 +33,7 @@ ADMIN_HEADER = "x-flywheel-engine-token"
 OPEN_PATH = "/flywheel/open"
 STAGE_PATH = "/flywheel/stage"
 STAGE_BODY_BYTES = 16_384
-RESTART_PATH = "/flywheel/restart"  # as explorer_service/engines/admin.py has it
+RESTART_PATH = "/flywheel/restart"  # the same as in explorer_service/engines/admin.py
 OPEN_ROUTES = frozenset((
     ("GET", "/health"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/v1/models"), ("POST", "/tokenize"),
     ("POST", "/detokenize"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/messages"),
@@ -42,7 +42,7 @@ OPEN_ROUTES = frozenset((
 
 
 class EngineGate:
-    """Answers 503 until the holder of the warm-up's token asks for OPEN_PATH; 403 to strangers afterwards."""
+    """Answers 503 until a caller with the warm-up's token requests OPEN_PATH; afterwards 403 to strangers."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
@@ -55,7 +55,7 @@ class EngineGate:
         if scope["type"] == "http":
             await self._call(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})  # nothing of ours speaks it, and browsers may
+            await send({"type": "websocket.close", "code": 1008})  # none of our clients uses it, but browsers may
         else:
             await self._app(scope, receive, send)
 
@@ -85,7 +85,7 @@ class EngineGate:
             await self._app(scope, receive, send)
 
     async def _stage(self, receive: Receive, send: Send) -> None:
-        """Pass the request on to who stages, and its answer back."""
+        """Forward the request to the staging process, and return its answer."""
         body, more = b"", True
         while more and len(body) <= STAGE_BODY_BYTES:
             message = await receive()
@@ -99,12 +99,12 @@ class EngineGate:
             try:
                 status, _, answer = (await _ask(self._stage_socket, body)).partition(b" ")
                 await _answer(send, int(status), answer)
-            except (OSError, ValueError):  # it ends, or has ended
+            except (OSError, ValueError):  # it is ending, or has ended
                 await _refuse(send, 503, "the process that stages versions does not answer; try again soon")
 
 
 async def _ask(socket: str, body: bytes) -> bytes:
-    """A line to a Unix socket, and the line that comes back."""
+    """Send a line to a Unix socket, and return the line that it answers."""
     reader, writer = await asyncio.open_unix_connection(socket)
     try:
         writer.write(body.replace(b"\n", b" ") + b"\n")
@@ -114,7 +114,7 @@ async def _ask(socket: str, body: bytes) -> bytes:
 
 
 def _end_vllm() -> None:
-    """End vLLM at once, whatever it is doing; `flywheel engine` ends with it, and is started again."""
+    """End vLLM at once; `flywheel engine` ends with it, and is restarted."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -1,7 +1,7 @@
-"""`flywheel engine`: starts vLLM's own OpenAI server, warms it up, opens it, and gives the reason when it cannot start.
+"""`flywheel engine`: starts vLLM's OpenAI server, warms it up, opens it, and reports why it cannot start.
 
-vLLM runs as a child process and is reached over HTTP only. It starts on the newest version that verifies, so that an
-engine that died serves the same version again; where versions are adapters, on version 0, and an explorer loads them.
+vLLM runs as a child process and is used over HTTP only. It starts on the newest version that verifies, so that an
+engine that died serves the same version again; if versions are adapters, on version 0, and an explorer loads them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run_engine(config: Config, name: str | None) -> int:
     configure_logging("engine", config.log_level)
     address = _choose(config, name)
     stop = StopRequest().listen()
-    adopt_orphans()  # vLLM's engine core outlives a server that is killed, with the memory that it holds
+    adopt_orphans()  # vLLM's engine core outlives a killed server, and keeps its memory
     host = listen_host(config, address)
     require_free_port(host, address.port, f"engine.host or the url of explorer.engines {address.name!r}")
     if not is_loopback(host):
@@ -104,7 +104,7 @@ def _run_vllm(config: Config, address: EngineAddress, host: str, folder: Path, s
 
 
 def listen_host(config: Config, address: EngineAddress) -> str:
-    """The address to listen on: engine.host, or what the url names. Raises StartupError when that cannot be told."""
+    """Return the address to listen on: engine.host, or that of the url. Raises StartupError if it is unknown."""
     if config.engine.host is not None:
         return config.engine.host
     if is_loopback(address.host):
@@ -125,9 +125,9 @@ def listen_host(config: Config, address: EngineAddress) -> str:
 
 
 def prepare_model(config: Config, stop: StopRequest, lease: StartLease, stage: Stage | None = None) -> Path | None:
-    """The folder to serve, leased: in the shared folder, or staged where the version is a delta. None: asked to stop.
+    """Return the folder to serve, leased: in the shared folder, or staged for a delta. None after a stop request.
 
-    Without any version this publishes version 0; where versions/ is mounted read-only it waits until the trainer has.
+    Without any version, this publishes version 0; if versions/ is mounted read-only, it waits for the trainer to do so.
     """
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
         if _is_read_only(config.root / "versions"):
@@ -136,7 +136,7 @@ def prepare_model(config: Config, stop: StopRequest, lease: StartLease, stage: S
                 if stop.wait(1.0):
                     return None
         else:
-            from trainer_service.publish import ensure_base_version  # heavy: it imports PyTorch
+            from trainer_service.publish import ensure_base_version  # slow: it imports PyTorch
 
             ensure_base_version(config, ledger)
             rows = _loadable(ledger)
@@ -147,9 +147,9 @@ def prepare_model(config: Config, stop: StopRequest, lease: StartLease, stage: S
 
 
 def _choose_folder(root: Path, rows: list[VersionRow], stage: Stage | None, lease: Callable[[int], bool]) -> Path:
-    """The folder of the version that should serve, among those that are sound. Raises StartupError when none is.
+    """Return the folder of the version that should serve, among the sound ones. Raises StartupError if none is.
 
-    A version that no engine has proven yet is not started on: an explorer brings it in, and takes it out if it fails.
+    An unproven version is never started on: an explorer loads it, and replaces it if it fails.
     """
     try:
         base = next((read_base(root, row) for row in rows if row.version == 0), None)
@@ -177,7 +177,7 @@ def _is_read_only(folder: Path) -> bool:
 
 
 def command_line(config: Config, address: EngineAddress, host: str, folder: Path) -> list[str]:
-    """vLLM's arguments: what learning needs, then the user's own."""
+    """Return vLLM's arguments: those that training needs, then the user's."""
     engine = config.engine
     arguments = {
         "--model": str(folder),
@@ -207,13 +207,13 @@ def command_line(config: Config, address: EngineAddress, host: str, folder: Path
 
 
 def saved_dtype(folder: Path) -> str:
-    """The weights' type as config.json says. (vLLM's own `auto` serves float32 models in half precision.)"""
+    """Return the weights' type from config.json. (vLLM's own `auto` serves float32 models in half precision.)"""
     model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return str(model.get("dtype") or model.get("torch_dtype") or "auto")
 
 
 def environment(config: Config) -> dict[str, str]:
-    """vLLM's environment: its administrative routes are on, it downloads nothing, and it can import our gate."""
+    """Return vLLM's environment: it enables administrative routes, downloads nothing, and can import our gate."""
     return {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -245,7 +245,7 @@ def _reachable(host: str) -> str:
 def _start(
     process: subprocess.Popen[bytes], warming: WarmingEngine, stop: StopRequest, timeout_s: float, output: EngineOutput
 ) -> bool:
-    """Wait until vLLM is healthy, warm it up, open it. Returns False when asked to stop. Raises StartupError."""
+    """Wait until vLLM is healthy, warm it up, open it. Returns False after a stop request. Raises StartupError."""
     started = time.monotonic()
     while not warming.is_healthy():
         if process.poll() is not None:
@@ -272,7 +272,7 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End vLLM and every process it started, which are this one's children when it has ended."""
+    """End vLLM and all its processes, which become this one's children when it has ended."""
     process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)

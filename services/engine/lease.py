@@ -1,4 +1,4 @@
-"""The version that an engine starts on keeps its files while the engine runs: a lease that a thread renews."""
+"""A lease, renewed by a thread, on the version that an engine starts on: it keeps the files while the engine runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StartLease:
         self._thread = threading.Thread(target=self._run, name="version-lease", daemon=True)
 
     def take(self, ledger: Ledger, version: int) -> bool:
-        """Take it, in the place of any before, and then read the version. False: its files are given up."""
+        """Lease a version, and release any previous one. Returns False if its files are given up."""
         with ledger.write() as connection:
             own, purpose = self._process, Purpose.ENGINE
             taken = transitions.lease_version(connection, version, reader=own, purpose=purpose, owner=own)
@@ -42,7 +42,7 @@ class StartLease:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(1.0)  # where the ledger is away the lease runs out by itself
+        self._thread.join(1.0)  # if the ledger is unavailable, the lease expires by itself
 
     def _run(self) -> None:
         with contextlib.closing(Ledger.open(self._ledger_url)) as ledger:

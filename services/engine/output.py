@@ -1,4 +1,4 @@
-"""What vLLM prints: kept in a file below root_dir, and searched for the reason when vLLM dies."""
+"""vLLM's output: copied to a file in root_dir, and searched for the reason when vLLM ends."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from shared.log import StageLogger
 log = StageLogger("engine")
 
 
-_MOST_LINES = 2000  # kept of what was printed last, and again of what vLLM said of its death
+_MOST_LINES = 2000  # of the last output, and of the output about vLLM's end
 _NEAR_THE_END = 40  # lines
 
 _ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+|.*\berror: .+)")
-# these only report that something else went wrong
+# these only report that something else failed
 _CONSEQUENCE = re.compile(r"EngineDeadError|Worker failed with error|Engine core initialization failed|EngineCore enc")
-# the first thing said of a death: by the engine core itself, or by the API process that finds it dead
+# the first report of a crash: by the engine core, or by the API process that finds it dead
 _DEATH = re.compile(
     r"EngineCore encountered a fatal error|EngineDeadError|[Ee]ngine core exited unexpectedly|died unexpectedly"
 )
-_OF_THE_API = "(APIServer"  # the process that answers requests; its errors are mostly of one request
-_LOGGED = re.compile(r"^(?:\(\w+ pid=\d+\) )?[A-Z]+ \d\d-\d\d [\d:]+ (?:\[\S+\] )?")  # what vLLM's logger puts first
+_OF_THE_API = "(APIServer"  # the process that answers requests; its errors usually concern one request
+_LOGGED = re.compile(r"^(?:\(\w+ pid=\d+\) )?[A-Z]+ \d\d-\d\d [\d:]+ (?:\[\S+\] )?")  # prefix of vLLM's logger
 
 
 class EngineOutput:
-    """vLLM's log: copied into a file below root_dir, and searched for the reason when vLLM dies.
+    """vLLM's log: copied to a file in root_dir, and searched for the reason when vLLM ends.
 
-    The log of the run before is kept beside it, under `previous`.
+    The log of the previous run is kept next to it, as `previous`.
     """
 
     def __init__(self, stream: IO[bytes] | None, file: Path) -> None:
@@ -40,12 +40,12 @@ class EngineOutput:
         self.file = file
         self.previous = file.with_name(f"{file.stem}.previous{file.suffix}")
         self._lines: deque[str] = deque(maxlen=_MOST_LINES)
-        self._dying: list[str] = []  # from the first line of a death on: each request in flight adds a traceback to it
+        self._dying: list[str] = []  # from the first report of a crash on: each request in flight adds a traceback
         self._thread = threading.Thread(target=self._drain, args=(stream,), name="vllm-output", daemon=True)
         self._thread.start()
 
     def _drain(self, stream: IO[bytes]) -> None:
-        """Read to the end whatever happens to the file: a full pipe would hold vLLM up."""
+        """Read to the end, also after errors of the file: a full pipe would block vLLM."""
         copy = self._open_copy()
         for raw in stream:
             self._keep(raw.decode(errors="replace").rstrip())
@@ -68,7 +68,7 @@ class EngineOutput:
     def _open_copy(self) -> IO[bytes] | None:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            if self.file.is_file():  # and no device
+            if self.file.is_file():  # not a device
                 self._keep_previous()
             return self.file.open("wb", buffering=0)
         except OSError as exc:
@@ -82,7 +82,7 @@ class EngineOutput:
             log.warning("vLLM's log of the run before is not kept", file=str(self.previous), reason=exc.strerror)
 
     def reason(self, *, in_service: bool) -> str:
-        """The line of the log that best explains why vLLM ended, and where the log is.
+        """Return the line that best explains why vLLM ended, and the path of the log.
 
         in_service: it had answered requests, whose errors do not end it.
         """
@@ -91,13 +91,13 @@ class EngineOutput:
         return f"{line} (its whole log: {self.file}; once the engine has started again: {self.previous})"
 
     def _why_it_did_not_start(self) -> str:
-        """The first error that is no consequence of another."""
+        """Return the first error that is not a consequence of another."""
         errors = _errors(self._lines)
         causes = [line for line in errors if not _CONSEQUENCE.search(line)]
         return (causes or errors or [*self._lines, "it printed nothing"])[0]
 
     def _why_it_died(self) -> str:
-        """What the engine core or a worker died of, or who found it dead; else what ended the API process itself."""
+        """Return the error of the engine core or a worker, or the report of its death; else that of the API process."""
         if self._dying:
             errors = _errors([line for line in self._dying if not line.startswith(_OF_THE_API)])
             causes = [line for line in errors if not _CONSEQUENCE.search(line)]
@@ -110,7 +110,7 @@ class EngineOutput:
 
 
 def _errors(lines: Iterable[str]) -> list[str]:
-    """The errors that these lines name. A validation error says more in the line after it."""
+    """Return the errors in these lines. The details of a validation error are in the line after it."""
     return [
         match.group(1).strip() + (" " + after.strip() if "validation error" in line else "")
         for line, after in pairwise([*lines, ""])

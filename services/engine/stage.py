@@ -1,9 +1,9 @@
-"""Staging: the next version is copied or rebuilt on the engine's own disk while the engine serves.
+"""Staging: copies or rebuilds the next version on the engine's own disk while the engine serves.
 
-Only when every file of the copy has its sha256 does it get its name, and the caller its path: what remains for the
-pause of a reload is to read it from there. A thread of `flywheel engine` does it, not vLLM's process, which has replies
-to write; the gate in that process passes the request on over a socket. What an earlier process staged counts for
-nothing, so that nothing here has to survive a power cut.
+The copy gets its name, and the caller its path, only after every file's sha256 is verified: the pause of a reload then
+only includes reading it from there. A thread of `flywheel engine` does this, and not vLLM's process, which has replies
+to write; the gate in that process forwards the request over a socket. Versions staged by an earlier process are
+ignored, so that nothing here needs to survive a power cut.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from shared.versions import WEIGHTS_SUFFIX, Manifest
 log = StageLogger("stage")
 
 REQUEST_BYTES = 16_384
-_NICENESS = 5  # staging uses what the engines leave of the processors
-# the statuses of the gate's answers
+_NICENESS = 5  # lower priority than the engines
+# statuses of the gate's answers
 STAGED, MISSING, UNSOUND, NO_DISK = 200, 409, 422, 507
 
 
 class Request(msgspec.Struct):
-    """What is asked of POST /flywheel/stage."""
+    """The body of POST /flywheel/stage."""
 
     version: int
-    manifest_sha256: str | None = None  # as the ledger has it; null: it has none
+    manifest_sha256: str | None = None  # from the ledger; null: it has none
     in_use: list[int] = []  # versions that the engine may read again
 
 
 class Stage:
-    """The staged versions of one engine. Safe to call from several threads: one version is staged at a time."""
+    """The staged versions of one engine. Thread-safe: one version is staged at a time."""
 
     def __init__(self, root: Path, folder: Path, keep: int) -> None:
-        """Empty the folder. keep: how many versions stay there. Raises StartupError."""
+        """Empty the folder. keep: number of versions to keep there. Raises StartupError."""
         self._root = root
         self._folder = folder
         self._keep = keep
-        self._staged: dict[str, Path] = {}  # by the sha256 of the manifest, the one asked for last at the end
+        self._staged: dict[str, Path] = {}  # by the manifest's sha256, the last requested one at the end
         self._lock = threading.Lock()
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -63,13 +63,13 @@ class Stage:
             ) from exc
 
     def stage(self, version: int, manifest_sha256: str | None = None, in_use: Collection[int] = ()) -> Path:
-        """A version's folder on this machine, with all its weights; made if it is not there.
+        """Return a version's folder on this machine, with all its weights; create it if necessary.
 
-        manifest_sha256: as the ledger has it; None: it has none. in_use: versions whose folders stay, besides the last
-        ones asked for: an engine reads an adapter again when a request needs it and it was put out of its memory.
+        manifest_sha256: from the ledger; None: it has none. in_use: versions whose folders are kept besides the last
+        requested ones: an engine reads an adapter again if it was evicted from memory and a request needs it.
 
-        Raises VersionError when the version is unsound, VersionMissing when it or what it is made of is not there, and
-        OSError, with nothing half-made left, when the disk refuses.
+        Raises VersionError if the version is unsound, VersionMissing if it or its base is not there, and OSError if the
+        disk cannot be written; no partial files remain.
         """
         with self._lock:
             chain = read_chain(self._root, version, manifest_sha256)
@@ -98,7 +98,7 @@ class Stage:
                 )
                 copy_version(chain, _empty(temporary))
             folder = self._folder / f"v{version:06d}-{chain[-1].sha256[:16]}"
-            shutil.rmtree(folder, ignore_errors=True)  # what is left of it, if somebody has emptied it
+            shutil.rmtree(folder, ignore_errors=True)  # remains, if the folder was emptied by others
             temporary.rename(folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -107,7 +107,7 @@ class Stage:
 
 
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Whether what was staged is still there: somebody may have emptied the folder to make room."""
+    """Whether the staged files are still there: others may have emptied the folder to free space."""
     files = {name: entry for name, entry in manifest.files.items() if not name.endswith(WEIGHTS_SUFFIX)}
     for name, entry in {**files, **manifest.weights}.items():
         try:
@@ -125,7 +125,7 @@ def _empty(folder: Path) -> Path:
 
 
 def rebuilt(row: VersionRow, stage: Stage | None) -> Path:
-    """The folder of a delta made whole, to start on. Raises VersionError when that cannot be, StartupError."""
+    """Return the folder of a delta, rebuilt whole, to start on. Raises VersionError and StartupError."""
     if stage is None:
         raise VersionError(f"version {row.version} is a delta, which only an engine with engine.staging_dir loads")
     try:
@@ -138,12 +138,12 @@ def rebuilt(row: VersionRow, stage: Stage | None) -> Path:
 
 @contextlib.contextmanager
 def serve_stage(config: Config, engine: str) -> Iterator[tuple[Stage, str] | None]:
-    """Stage for the gate of an engine, in threads. Yields the stage and its socket; None: nothing is to be staged."""
+    """Serve staging requests of an engine's gate in threads. Yields the stage and its socket; None: staging is off."""
     if config.engine.staging_dir is None:
         yield None
         return
     stage = Stage(config.root, Path(config.engine.staging_dir) / engine, config.engine.keep_staged)
-    with tempfile.TemporaryDirectory(prefix="flywheel-") as private:  # a socket's path is short, and this one private
+    with tempfile.TemporaryDirectory(prefix="flywheel-") as private:  # the socket's path must be short and private
         socket = os.path.join(private, "stage")  # noqa: PTH118
         with _Server(socket, stage) as server:
             thread = threading.Thread(target=server.serve_forever, name="stage", daemon=True)
@@ -156,7 +156,7 @@ def serve_stage(config: Config, engine: str) -> Iterator[tuple[Stage, str] | Non
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
-    """A line of JSON in, a line with a status and JSON out."""
+    """Reads a line of JSON, and answers with a status and JSON on one line."""
 
     daemon_threads = True
     block_on_close = False
@@ -170,19 +170,19 @@ class _Handler(socketserver.StreamRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own
+        if sys.platform == "linux":  # a thread has its own priority there
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         status, body = answer(self.server.stage, self.rfile.readline(REQUEST_BYTES))
-        with contextlib.suppress(OSError):  # whoever asked has gone, and may ask again
+        with contextlib.suppress(OSError):  # the caller has gone, and may ask again
             self.wfile.write(b"%d %s\n" % (status, msgspec.json.encode(body)))
 
 
 def answer(stage: Stage, line: bytes) -> tuple[int, object]:
-    """The status and the JSON with which a request is answered."""
+    """Return the status and the JSON of the answer to a request."""
     try:
         request = msgspec.json.decode(line, type=Request)
         return STAGED, {"path": str(stage.stage(request.version, request.manifest_sha256, request.in_use))}
-    except (VersionMissing, VersionExchanged) as error:  # this machine has not what was published; another may
+    except (VersionMissing, VersionExchanged) as error:  # this machine lacks the published files; another may have them
         return MISSING, _error("version_missing", str(error))
     except VersionError as error:
         return UNSOUND, _error("version_error", str(error))

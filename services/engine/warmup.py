@@ -1,4 +1,4 @@
-"""Warming an engine up: the requests that make it compile everything it will need, before it takes traffic."""
+"""Warms an engine up before it gets traffic: sends requests that make it compile everything it will need."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class WarmingEngine:
     def __init__(
         self, url: str, model: str, token: str, label: str = "default", adapters: WarmUpAdapters | None = None
     ) -> None:
-        """label: what the engine is to say of its weights. adapters: where versions are adapters."""
+        """label: of the weights, which the engine is to report. adapters: None: versions are not adapters."""
         self._model = model
         self._adapters = adapters
         self._label = label
-        # vLLM closes idle connections after seconds, which a pause to compile exceeds: each call opens its own
+        # vLLM closes idle connections after seconds, and compiling takes longer: each call opens a new one
         limits = httpx.Limits(max_keepalive_connections=0)
         headers = {WARMUP_HEADER: token}
         self._http = httpx.Client(base_url=url, headers=headers, limits=limits, trust_env=False)
@@ -44,12 +44,12 @@ class WarmingEngine:
         return True
 
     def warm_up(self) -> None:
-        """Sample alone and side by side, score tokens, pause under load and resume. Raises EngineError."""
+        """Sample alone and concurrently, score tokens, pause under load and resume. Raises EngineError."""
         with ThreadPoolExecutor(16) as pool:
             self._chat(0)
             list(pool.map(self._chat, range(16)))
             under_load = [pool.submit(self._chat, n) for n in range(8)]
-            self._call("POST", "/pause?mode=keep")  # the first pause under load compiles too
+            self._call("POST", "/pause?mode=keep")  # the first pause under load compiles, too
             self._call("POST", "/resume")
             for chat in under_load:
                 chat.result()
@@ -60,7 +60,7 @@ class WarmingEngine:
         self._call("POST", "/reset_prefix_cache")
 
     def _warm_up_adapters(self, adapters: WarmUpAdapters) -> None:
-        """Load them, and sample from two and from the base side by side."""
+        """Load the adapters, and sample from two of them and the base concurrently."""
         names = [f"warm-up-{number}" for number in range(adapters.count)]
         for name in names:
             self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(adapters.folder)})
@@ -73,11 +73,11 @@ class WarmingEngine:
             self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     def write_label(self) -> None:
-        """Tell the engine what it holds; one that keeps no labels passes over it. Raises EngineError."""
+        """Send the engine its label; engines without labels ignore it. Raises EngineError."""
         self._call("POST", "/update_weight_version", {"new_version": self._label}, missing_ok=True)
 
     def open_gate(self) -> None:
-        """From now on the engine serves everyone."""
+        """Open the engine to all callers."""
         self._call("POST", OPEN_PATH)
 
     def _chat(self, number: int, model: str | None = None) -> None:

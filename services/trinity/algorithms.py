@@ -1,4 +1,4 @@
-"""The algorithms of Trinity and TRL by our names."""
+"""The algorithms of Trinity and TRL, with ours for each."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ DEFAULT = "ppo"
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Ours for one of theirs, and how they differ; without ours, what to do.
+    """Our counterpart of an algorithm, and the differences; without a counterpart, what to do.
 
-    parts: what theirs is made of. surrogate: what ours is told to use. defaults: theirs, where ours are others.
+    parts: components of theirs. surrogate: setting of ours. defaults: their defaults that differ from ours.
     """
 
     ours: str = ""
@@ -83,20 +83,20 @@ TRL: dict[str, Algorithm] = {
 }
 
 WITHOUT_KL = ("sft", "cpt", "raft", "dapo", "asymre", "sppo", "on_policy_distill", "jsd", "mix", "mix_chord")
-STEP_WISE = "step_wise_grpo"  # the advantage with which Trinity's grpo becomes its multi_step_grpo
+STEP_WISE = "step_wise_grpo"  # the advantage that turns Trinity's grpo into its multi_step_grpo
 
 
 def theirs(given: Given) -> str:
-    """Trinity's name of the algorithm, in lower case as Trinity reads it."""
+    """Return Trinity's name of the algorithm, in lower case as Trinity reads it."""
     name = str(given.first("algorithm.algorithm_type", "trainer.algorithm_type", default="ppo")).lower()
     return "multi_step_grpo" if name == "grpo" and given.get("algorithm.advantage_fn") == STEP_WISE else name
 
 
 def ours(given: Given) -> str:
-    """The algorithm that flywheel.yaml names: the counterpart, or our default in the place of one that is missing."""
+    """Return the algorithm for flywheel.yaml: the counterpart, or our default if there is none."""
     return counterpart(given).ours or DEFAULT
 
 
 def counterpart(given: Given) -> Algorithm:
-    """What is known of Trinity's algorithm; nothing, if it has none of this name."""
+    """Return the entry for Trinity's algorithm; an empty one if Trinity has no such algorithm."""
     return TRINITY.get(theirs(given), Algorithm())

@@ -1,4 +1,4 @@
-"""The conversion: every key of Trinity's meets its row of the table, and what it sets is put in place."""
+"""Converts a configuration: finds each Trinity key in the table, and collects the resulting settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.trinity.takes_trainer import kl
 from shared.config import ALGORITHMS, Config
 from shared.errors import ConfigError
 
-THEIR_DEFAULTS: dict[str, Any] = {  # Trinity's own where ours are others
+THEIR_DEFAULTS: dict[str, Any] = {  # Trinity's defaults that differ from ours
     "trainer.epochs": 1,
     "trainer.minibatches": 1,
     "trainer.deepspeed.optimizer.params.weight_decay": 0.01,
@@ -23,11 +23,11 @@ THEIR_DEFAULTS: dict[str, Any] = {  # Trinity's own where ours are others
     "model.lora.rank": 32,
     "model.lora.alpha": 32,
 }
-_TRAINED = (  # what begins so decides what is learned, and from what
+_TRAINED = (  # settings with these prefixes determine what is learned, and from what
     *("trainer.", "model.", "tasks", "learn.params.", "learn.runs_per_task", "learn.epochs", workflow.FILE),
     *("examples.", "engine.max_model_len", "engine.dtype", f"{ARGUMENTS}."),
 )
-_OPEN = ("deepspeed", "params", "eval_params")  # sections that take any key
+_OPEN = ("deepspeed", "params", "eval_params")  # sections that accept any key
 _LOST_KL = "in the place of the KL term that is lost"
 _NO_TASKS = "there is no task set: an agent in use brings its own tasks"
 _SENT = "send it with each chat, or write it into the model's generation_config.json"
@@ -39,7 +39,7 @@ _EACH = '`"each": true` in the feedback, or credit="each" in the SDK'
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one key. ours: where its value is now."""
+    """The result for one key. ours: the path of its value."""
 
     key: str
     fate: Fate
@@ -50,7 +50,7 @@ class Line:
 
 @dataclass
 class Conversion:
-    """The settings by our dotted keys, a line for each of Trinity's, and what else to say."""
+    """The settings by our dotted keys, a line for each of Trinity's keys, and remarks."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
@@ -60,33 +60,33 @@ class Conversion:
 
     @property
     def lost(self) -> list[Line]:
-        """What would make training another."""
+        """The lines whose loss changes training."""
         return [line for line in self.lines if line.changes_training]
 
     def flywheel(self) -> dict[str, Any]:
-        """What flywheel.yaml holds."""
+        """Return the contents of flywheel.yaml."""
         ours = {path: value for path, value in self.settings.items() if path.partition(".")[0] in Config.model_fields}
         return _nested({path: value for path, value in ours.items() if not path.startswith(ARGUMENTS)}, self.arguments)
 
     def learn(self) -> dict[str, Any] | None:
-        """What learn.yaml holds, the fields of the SDK's LearnConfig; None without a task set."""
+        """Return the contents of learn.yaml, fields of the SDK's LearnConfig; None without a task set."""
         prefix = "learn."
         ours = {path[len(prefix) :]: value for path, value in self.settings.items() if path.startswith(prefix)}
         return _nested(ours, []) if "learn.name" in self.settings else None
 
     @property
     def other_credit(self) -> bool:
-        """Whether the credit of a run's reward makes training another; it has no key in Trinity."""
+        """Whether the credit of a run's reward changes training; Trinity has no key for it."""
         learns_from = ALGORITHMS[algorithms.ours(self.given)].learns_from
         return self.given.get("mode") != "bench" and "reward" in learns_from
 
     @property
     def example(self) -> str | None:
-        """The folder of the example that does what Trinity's workflow does."""
+        """The folder of the example that corresponds to Trinity's workflow."""
         return workflow.example(self.given)
 
     def workflow(self) -> str:
-        """What workflow.py holds."""
+        """Return the contents of workflow.py."""
         return workflow.text(self.given)
 
     @property
@@ -97,7 +97,7 @@ class Conversion:
 
 
 def convert(given: Given) -> Conversion:
-    """Raises ConfigError when no key is one of Trinity's, or a value is of a type that cannot be read."""
+    """Convert a configuration. Raises ConfigError if no key is one of Trinity's, or a value has an unreadable type."""
     if not any(table.find(name) for name in given):
         raise ConfigError("no key of the file is one of Trinity's; name Trinity's YAML file")
     done = Conversion(given=given)
@@ -145,7 +145,7 @@ def _line(done: Conversion, name: str, value: Any, given: Given) -> Line:
 
 
 def _ours(done: Conversion, name: str, settings: Settings, given: Given) -> Settings:
-    """The settings with the algorithm's name in them. Raises NotNeeded or NoCounterpart for one that has no place."""
+    """Return the settings with the algorithm's name filled in. Raises NotNeeded or NoCounterpart for others."""
     ours = {path.replace("ALGORITHM", algorithms.ours(given)): value for path, value in settings.items()}
     for path, value in ours.items():
         if path.startswith(("learn.", workflow.FILE, "examples.")) and not has_tasks(given):
@@ -166,7 +166,7 @@ def _ours(done: Conversion, name: str, settings: Settings, given: Given) -> Sett
 
 
 def exists(path: str) -> bool:
-    """Whether one of our keys exists; of learn's, the SDK's own check is told by the test of the table."""
+    """Whether one of our keys exists; a test of the table checks learn's keys against the SDK."""
     section, *parts = path.split(".")
     if section not in Config.model_fields:
         return True
@@ -182,7 +182,7 @@ def exists(path: str) -> bool:
 
 
 def _add_defaults(done: Conversion, given: Given) -> None:
-    """Trinity's defaults where ours are others, so that training stays the same without a word in the file."""
+    """Add Trinity's defaults that differ from ours, so that training does not change silently."""
     if "explorer.host" not in done.settings and given.get("mode") != "train":
         done.settings["explorer.host"] = "127.0.0.1"
     if "explorer.host" in done.settings:
@@ -222,6 +222,6 @@ def _nested(settings: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
 
 
 def counts(lines: list[Line]) -> Iterator[tuple[Fate, list[Line]]]:
-    """The lines of each fate."""
+    """Yield the lines of each fate."""
     for fate in Fate:
         yield fate, [line for line in lines if line.fate is fate]

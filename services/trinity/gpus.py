@@ -1,4 +1,4 @@
-"""The GPUs of a machine as Trinity shares them out: engines first, then auxiliary models, and the trainer the rest."""
+"""A machine's GPUs as Trinity distributes them: engines first, then auxiliary models, then the trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ and in trainer.ranks their number"
 
 
 def machines(_value: Any, given: Given) -> Settings:
-    """Ranks of a trainer are on one machine."""
+    """Reject several machines: all ranks of a trainer are on one machine."""
     number = given.whole("cluster.node_num", default=1, most=MOST_GPUS)
     if number > 1 and _trains(given):
         raise NoCounterpart(f"{number} machines; {_MACHINES}", changes_training=True)
@@ -32,7 +32,7 @@ def machines(_value: Any, given: Given) -> Settings:
 
 
 def trainer(_value: Any, given: Given) -> Settings:
-    """A rank for each GPU that engines and auxiliary models leave."""
+    """Assign one rank to each GPU that engines and auxiliary models leave."""
     total = given.whole("cluster.gpu_per_node", default=1, most=MOST_GPUS)
     if not _trains(given):
         raise NotNeeded("nothing is trained in this mode")
@@ -53,7 +53,7 @@ def trainer(_value: Any, given: Given) -> Settings:
 
 
 def is_unknown(given: Given) -> bool:
-    """Whether nothing says which GPUs are the trainer's, where engines have theirs."""
+    """Whether the trainer's GPUs are unspecified although engines have GPUs."""
     return given.first("cluster.gpu_per_node", "cluster.node_num") is None and given.first(*_ENGINES) is not None
 
 

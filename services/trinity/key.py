@@ -1,4 +1,4 @@
-"""One row of the table: a key of Trinity's, or several that fare alike, and what becomes of them."""
+"""One row of the table: a Trinity key, or several with the same result, and its conversion."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from shared.errors import ConfigError
 
 _CHOICE = re.compile(r"\{([^{}]*)\}")
-_LONGEST = 100  # characters of a value that an error shows
+_LONGEST = 100  # maximum characters of a value in an error
 
 
 class Fate(StrEnum):
-    """What becomes of a key."""
+    """The result for a key."""
 
     KEPT = "kept"
     RENAMED = "renamed"
@@ -25,11 +25,11 @@ class Fate(StrEnum):
 
 
 class NotNeeded(Exception):
-    """Raised by a take: with this value the key has no work to do here. The text says why."""
+    """Raised by a take: with this value, the key is not needed here. The text tells why."""
 
 
 class NoCounterpart(Exception):
-    """Raised by a take: what the key asks for does not exist here. The text says what to do."""
+    """Raised by a take: the requested feature does not exist here. The text tells what to do."""
 
     def __init__(self, what_to_do: str, *, changes_training: bool = False) -> None:
         super().__init__(what_to_do)
@@ -37,21 +37,21 @@ class NoCounterpart(Exception):
 
 
 def refusal(name: str, value: Any) -> ConfigError:
-    """The error for a value that cannot be read."""
+    """Return the error for an unreadable value."""
     shown = repr(value)
     shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
     return ConfigError(f"{name}={shown} is no value that Trinity takes; correct it")
 
 
 class Given(dict[str, Any]):
-    """The values of a Trinity configuration by dotted key; items of lists stand under their numbers."""
+    """The values of a Trinity configuration by dotted key; items of lists are keyed by number."""
 
     def first(self, *names: str, default: Any = None) -> Any:
-        """The first of these keys that has a value."""
+        """Return the value of the first of these keys that has one."""
         return next((self[name] for name in names if self.get(name) is not None), default)
 
     def whole(self, *names: str, default: int, most: int | None = None) -> int:
-        """The first of these keys that has a value, a whole number from 1 to `most`. Raises ConfigError."""
+        """Return the value of the first of these keys that has one, an integer from 1 to `most`. Raises ConfigError."""
         name = next((name for name in names if self.get(name) is not None), None)
         if name is None:
             return default
@@ -70,13 +70,13 @@ Take = Callable[[Any, Given], Settings]
 
 @dataclass(frozen=True)
 class Key:
-    """What becomes of one key, or of several that fare alike.
+    """The conversion of one key, or of several with the same result.
 
-    names: dotted; `{a,b}` stands for either, `*` for any one part, `**` at the end for all below. to: our key, where
-    `*` is the last part of theirs, or what takes its place. note: why the key is not needed, what to do without it, or
-    what to know of it. off: with these values a key without a counterpart asks for nothing else than what is here;
-    None: a key without `to` is not needed, whatever its value. same: why it is not needed with
-    them. take: our settings, from the value and the whole file; raises NotNeeded or NoCounterpart.
+    names: dotted; `{a,b}` means either, `*` any one part, `**` at the end all keys below. to: our key, where `*` is the
+    last part of theirs, or a description. note: why the key is not needed, what to do without it, or a remark. off:
+    values with which a key without a counterpart requests nothing special; None: a key without `to` is not needed with
+    any value. same: why it is not needed with these values. take: returns our settings from the value and the whole
+    file; raises NotNeeded or NoCounterpart.
     """
 
     names: str
@@ -88,7 +88,7 @@ class Key:
     same: str = "as it is here"
 
     def settings(self, name: str, value: Any, given: Given) -> Settings:
-        """Our settings by their dotted keys. Raises NotNeeded, NoCounterpart."""
+        """Return our settings by their dotted keys. Raises NotNeeded, NoCounterpart."""
         if value is None:
             raise NotNeeded("no value")
         if self.take is not None:
@@ -101,24 +101,24 @@ class Key:
 
 
 def moved(names: str, to: str, note: str = "", take: Take | None = None) -> Key:
-    """A key that has a counterpart."""
+    """Return a key with a counterpart."""
     return Key(names, to, note, take=take)
 
 
 def unneeded(names: str, why: str) -> Key:
-    """A key that nothing depends on here."""
+    """Return a key without effect here."""
     return Key(names, note=why)
 
 
 def lost(
     names: str, what_to_do: str, off: tuple[Any, ...] = (), *, changes_training: bool = False, same: str = Key.same
 ) -> Key:
-    """A key without a counterpart, unless it is off."""
+    """Return a key without a counterpart, unless it is off."""
     return Key(names, note=what_to_do, off=(*off, "", {}, []), changes_training=changes_training, same=same)
 
 
 def expand(names: str) -> Iterator[str]:
-    """The names that a pattern with `{a,b}` stands for."""
+    """Yield the names that a pattern with `{a,b}` matches."""
     texts, choices = _CHOICE.split(names)[::2], [choice.split(",") for choice in _CHOICE.findall(names)]
     for picked in itertools.product(*choices):
         yield "".join(text + choice for text, choice in itertools.zip_longest(texts, picked, fillvalue=""))

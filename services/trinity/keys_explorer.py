@@ -1,4 +1,4 @@
-"""Trinity's keys of the whole experiment, the model, and all that serves and explores."""
+"""Trinity's keys for the experiment, the model, engines and explorers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trinity's keys of the algorithm, the data and the trainer."""
+"""Trinity's keys for the algorithm, the data and the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/trinity.md, made from those that the command converts by; a test holds the page to them."""
+"""The tables of docs/trinity.md, from the tables that the command uses; a test compares them with the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.trinity.takes_trainer import ESTIMATORS, STAND_IN
 
 
 def tables() -> dict[str, str]:
-    """Each table in Markdown, by the name that its markers have in the page."""
+    """Return each table in Markdown, by the name of its markers in the page."""
     return {
         "keys": "\n".join(["| Trinity | Flywheel | |", "|---|---|---|", *map(_key_row, KEYS)]),
         "algorithms": _algorithms("algorithm_type", TRINITY),
@@ -21,7 +21,7 @@ def tables() -> dict[str, str]:
 
 
 def fill(page: str) -> str:
-    """The page with its tables as they should be."""
+    """Return the page with up-to-date tables."""
     for name, text in tables().items():
         begin, end = f"<!-- table: {name} -->\n", f"<!-- end: {name} -->"
         before, _, rest = page.partition(begin)

@@ -1,4 +1,4 @@
-"""Reading Trinity's YAML: numbers such as 1e-6, `${oc.env:…}`, keys by their dotted names, one file or a pair."""
+"""Reads Trinity's YAML: numbers such as 1e-6, `${oc.env:…}`, dotted keys, one file or a pair."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import yaml
 from services.trinity.key import Given
 from shared.errors import ConfigError
 
-_PLACE = re.compile(r"\$\{([^${}]*)\}")  # the innermost one
+_PLACE = re.compile(r"\$\{([^${}]*)\}")  # the innermost reference
 _DEPTH = 10
 _OF_THE_TRAINER = re.compile(r"(trainer|buffer|cluster|monitor|log)\.|mode$")
 _AGREED = "buffer.trainer_input.experience_buffer."
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers, as Trinity's own reader has them: PyYAML takes 1e-6 for a text."""
+    """YAML 1.2's numbers, as Trinity reads them: PyYAML reads 1e-6 as text."""
 
 
 _Loader.add_implicit_resolver(
@@ -28,9 +28,9 @@ _Loader.add_implicit_resolver(
 
 
 def read(files: Sequence[Path], environ: Mapping[str, str]) -> tuple[Given, list[str]]:
-    """The values of one file, or of an explorer's and a trainer's together, and what to say of the reading.
+    """Return the values of one file, or of an explorer's and a trainer's file together, and remarks.
 
-    Raises ConfigError: a file is unreadable, a variable is not set, or the two disagree.
+    Raises ConfigError if a file is unreadable, a variable is not set, or the two disagree.
     """
     remarks: list[str] = []
     found = [_resolved(_given(file), file, environ, remarks) for file in files]
@@ -68,7 +68,7 @@ def _flat(tree: Any, prefix: str = "") -> Given:
 
 
 def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every value by its dotted key. A list of plain values is one; so is what is empty."""
+    """Yield every value with its dotted key. A list of plain values is one value; an empty section, too."""
     if isinstance(tree, list) and any(isinstance(item, dict | list) for item in tree):
         tree = dict(enumerate(tree))
     if isinstance(tree, dict) and tree:
@@ -79,7 +79,7 @@ def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _resolved(given: Given, file: Path, environ: Mapping[str, str], remarks: list[str]) -> Given:
-    """The same with each `${…}` replaced: `oc.env` by a variable or its default, else by the value of another key."""
+    """Return the values with each `${…}` replaced: `oc.env` by a variable or its default, others by a key's value."""
 
     def inner(key: str, found: re.Match[str]) -> str:
         asked = found.group(1)
@@ -114,7 +114,7 @@ def _resolved(given: Given, file: Path, environ: Mapping[str, str], remarks: lis
 
 
 def _plain(text: str) -> Any:
-    """A number, true, false or null that a variable holds; any other text as it is."""
+    """Return the number, true, false or null in a variable; any other text unchanged."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -123,7 +123,7 @@ def _plain(text: str) -> Any:
 
 
 def _together(found: Sequence[Given], files: Sequence[Path], remarks: list[str]) -> Given:
-    """An explorer's and a trainer's file as one: each says what is its own, and the rest must agree."""
+    """Merge an explorer's and a trainer's file: each one determines its own keys, and the others must agree."""
     trainers = [number for number, given in enumerate(found) if given.get("mode") == "train"]
     if len(trainers) != 1:
         raise ConfigError("of two files one is the trainer's, with `mode: train`; correct mode, or name one file")

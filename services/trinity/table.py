@@ -1,4 +1,4 @@
-"""The table of Trinity's keys as a whole: which row holds a key, and which known key an unknown one resembles."""
+"""The whole table of Trinity's keys: finds the row of a key, and the known key nearest to an unknown one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEYS: tuple[Key, ...] = (*keys_explorer.KEYS, *keys_trainer.KEYS)
 
 @cache
 def _rows() -> dict[tuple[str, ...], Key]:
-    """Each name's row, in parts. The first row that names a key counts."""
+    """Return each name's row, by the name's parts. The first row with a name wins."""
     rows: dict[tuple[str, ...], Key] = {}
     for key in KEYS:
         for name in expand(key.names):
@@ -22,7 +22,7 @@ def _rows() -> dict[tuple[str, ...], Key]:
 
 
 def find(name: str) -> Key | None:
-    """The row of a key: the one that names it, else the one of the nearest section that is taken as a whole."""
+    """Return the row of a key: the one with its name, or else that of the nearest section with `**`."""
     parts = tuple("*" if part.isdigit() else part for part in name.split("."))
     rows = _rows()
     if parts in rows:
@@ -32,13 +32,13 @@ def find(name: str) -> Key | None:
 
 
 def is_section(name: str) -> bool:
-    """Whether keys are below this name."""
+    """Whether there are keys below this name."""
     parts = tuple("*" if part.isdigit() else part for part in name.split("."))
     return any(row[: len(parts)] == parts for row in _rows())
 
 
 def nearest(name: str) -> str | None:
-    """The known key that is written most alike."""
+    """Return the most similar known key."""
     known = [".".join(parts) for parts in _rows() if parts[-1] != "**"]
     near = difflib.get_close_matches(name, known, n=1)
     return near[0] if near else None

@@ -1,6 +1,6 @@
-"""Values that become settings by more than a change of name: of the experiment, the model, and what serves.
+"""Conversions of values, beyond a change of name: of the experiment, the model, engines and explorers.
 
-A take has the value and the whole file; several keys that make one setting each give the whole of it.
+A take gets the value and the whole file; if several keys form one setting, each returns the complete setting.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ROLLOUT = "explorer.rollout_model."
 _URLS = ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///")
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _LAST_PORT = 65535
-MOST_GPUS = 1024  # of one engine
+MOST_GPUS = 1024  # for one engine
 ARGUMENTS = "engine.extra_args"
 WITHOUT_NO = ("disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb")
-"""Arguments of vLLM's that only turn something on: they have no form with `--no-`."""
+"""Arguments of vLLM that only enable something: they have no `--no-` form."""
 PROCESSES = {
     "serve": "start `flywheel engine` and `flywheel explorer`",
     "train": "start `flywheel trainer`",
@@ -31,12 +31,12 @@ PROCESSES = {
 
 
 def mode(value: Any, _given: Given) -> Settings:
-    """Trinity's mode is ours by the command that is started."""
+    """Trinity's mode corresponds to the command that is started."""
     raise NotNeeded(PROCESSES.get(str(value), "start what you need: `flywheel --help`"))
 
 
 def monitor(value: Any, given: Given) -> Settings:
-    """Where the trainer's figures go besides the log."""
+    """Return the outputs for the trainer's figures besides the log."""
     if given.get("mode") in ("serve", "explore", "bench"):
         raise NotNeeded("GET /metrics has the explorer's figures")
     if value == "mlflow":
@@ -49,14 +49,14 @@ def monitor(value: Any, given: Given) -> Settings:
 
 
 def mlflow(_value: Any, given: Given) -> Settings:
-    """MLflow's address, where figures go there."""
+    """Return MLflow's address if figures are sent there."""
     if given.get("monitor.monitor_type") != "mlflow":
         raise NotNeeded("with monitor_type: mlflow")
     return monitor("mlflow", given)
 
 
 def root_dir(_value: Any, given: Given) -> Settings:
-    """The folder of one experiment."""
+    """Return the folder of one experiment."""
     parts = (
         given.first("checkpoint_root_dir", default="./checkpoints"),
         given.first("project", "monitor.project", default="Trinity-RFT"),
@@ -67,22 +67,22 @@ def root_dir(_value: Any, given: Given) -> Settings:
 
 
 def old_root_dir(value: Any, given: Given) -> Settings:
-    """The old layout's folder of checkpoints."""
+    """Return the checkpoint folder of the old layout."""
     return {"root_dir": value} if value else root_dir(value, given)
 
 
 def is_hub_name(value: str) -> bool:
-    """Whether a model is named as a hub names it, and not by a folder."""
+    """Whether a model is named as on a hub, and not by a folder."""
     return _HUB_NAME.fullmatch(value) is not None
 
 
 def loopback(value: Any, _given: Given) -> Settings:
-    """Trinity listens on every address without a key; without keys we listen on loopback alone."""
+    """Restrict to loopback: Trinity listens on every address without a key, but we require keys for that."""
     return {"explorer.host": value if value in ("127.0.0.1", "localhost", "::1") else "127.0.0.1"}
 
 
 def engines(_value: Any, given: Given) -> Settings:
-    """The engines: ports in a row, and to each its own GPUs where there are several."""
+    """Return the engines: consecutive ports, and GPUs for each if there are several."""
     port = given.whole(f"{ROLLOUT}base_port", default=8101, most=_LAST_PORT)
     ports = _LAST_PORT + 1 - port
     count = given.whole(f"{ROLLOUT}engine_num", "explorer.engine_num", default=1, most=ports)
@@ -97,13 +97,13 @@ def engines(_value: Any, given: Given) -> Settings:
 
 
 def gpus_per_engine(given: Given) -> int:
-    """GPUs over which each engine shares the model's tensors."""
+    """Return the number of GPUs over which each engine shards the model."""
     sizes = (f"{ROLLOUT}tensor_parallel_size", "explorer.tensor_parallel_size")
     return given.whole(*sizes, default=1, most=MOST_GPUS)
 
 
 def argument(flag: str, off: tuple[Any, ...] = ()) -> Take:
-    """An argument of vLLM's: none for a value in `off`."""
+    """Return a take for an argument of vLLM, which is not needed for a value in `off`."""
 
     def take(value: Any, _given: Given) -> Settings:
         if value in (*off, "", {}):
@@ -114,7 +114,7 @@ def argument(flag: str, off: tuple[Any, ...] = ()) -> Take:
 
 
 def engine_argument(_value: Any, given: Given) -> Settings:
-    """All of extra_engine_args that engines may be started with; a section's keys follow vLLM's dots."""
+    """Return all extra_engine_args that engines accept; a section's keys use vLLM's dots."""
     prefix = f"{ROLLOUT}extra_engine_args."
     extra = {name.removeprefix(prefix): value for name, value in given.items() if name.startswith(prefix)}
     named = {_flag(name): value for name, value in extra.items() if value is not None and name not in WITHOUT_NO}
@@ -122,15 +122,15 @@ def engine_argument(_value: Any, given: Given) -> Settings:
 
 
 def _flag(name: str) -> str:
-    """A name of vLLM's as an argument; what follows its first dot is a key of JSON, which stays as it is."""
+    """Convert a name of vLLM's to an argument; the part after the first dot is a JSON key, and does not change."""
     head, dot, rest = name.partition(".")
     return f"--{head.replace('_', '-')}{dot}{rest}"
 
 
 def words(flag: str, value: Any) -> list[str]:
-    """An argument on the command line: a list in words of its own; of true the flag alone, of false its form with no.
+    """Return an argument's words on the command line: a list as separate words; true as the flag, false as its no form.
 
-    A key of JSON, which has a dot in its name, takes JSON instead.
+    A JSON key, which has a dot in its name, gets JSON instead.
     """
     if "." not in flag and isinstance(value, bool):
         return [flag if value else f"--no-{flag.removeprefix('--')}"]
@@ -144,26 +144,26 @@ def _text(value: Any) -> str:
 
 
 def chunked_prefill(value: Any, _given: Given) -> Settings:
-    """On by itself in vLLM."""
+    """vLLM's default is on."""
     if value:
         raise NotNeeded("as vLLM does by itself")
     return {f"{ARGUMENTS}.--enable-chunked-prefill": False}
 
 
 def thinking(value: Any, _given: Given) -> Settings:
-    """The default of the chat template's argument, which a chat may set otherwise."""
+    """Set the default of a chat template's argument, which a chat may override."""
     return {f"{ARGUMENTS}.--default-chat-template-kwargs": json.dumps({"enable_thinking": bool(value)})}
 
 
 def tool_parser(value: Any, given: Given) -> Settings:
-    """Trinity wants two keys for tools, we one."""
+    """Trinity needs two keys for tools, we need one."""
     if not given.get(f"{ROLLOUT}enable_auto_tool_choice"):
         raise NotNeeded("enable_auto_tool_choice is off")
     return {"engine.tool_parser": value}
 
 
 def max_model_len(_value: Any, given: Given) -> Settings:
-    """The longest prompt and the longest reply together, as Trinity adds them where no sum is given."""
+    """Return the sum of the longest prompt and the longest reply, as Trinity does if no total is given."""
     if given.first("model.max_model_len", f"{ROLLOUT}max_model_len") is not None:
         raise NotNeeded("engine.max_model_len bounds prompt and reply together")
     prompt, response = given.get("model.max_prompt_tokens"), given.get("model.max_response_tokens")
@@ -173,12 +173,12 @@ def max_model_len(_value: Any, given: Given) -> Settings:
 
 
 def dtype(value: Any, _given: Given) -> Settings:
-    """The type of the engine's weights by our names."""
+    """Return our name of the engine's weight type."""
     return {"engine.dtype": {"half": "float16", "float": "float32"}.get(str(value), value)}
 
 
 def sampling(name: str) -> Take:
-    """A parameter of the model's, where the task set has none of its own."""
+    """Return a take for a sampling parameter of the model, unless the task set has its own."""
 
     def take(value: Any, given: Given) -> Settings:
         own = (f"buffer.explorer_input.{tasks}.rollout_args.{name}" for tasks in ("taskset", "tasksets.0"))
@@ -190,7 +190,7 @@ def sampling(name: str) -> Take:
 
 
 def database_url(value: Any, _given: Given) -> Settings:
-    """A database's address, if we can use it."""
+    """Return a database's address if we support it."""
     if not value:
         raise NotNeeded("SQLite in root_dir")
     if not str(value).startswith(_URLS):
@@ -199,21 +199,21 @@ def database_url(value: Any, _given: Given) -> Settings:
 
 
 def publish_every(_value: Any, given: Given) -> Settings:
-    """Updates between two versions: the trainer's interval, else the one of both."""
+    """Return the updates between two versions: the trainer's interval, or else the common one."""
     names = ("trainer_sync_interval", "sync_interval", "sync_iteration_interval")
     return {"trainer.publish_every": given.whole(*(f"synchronizer.{name}" for name in names), default=1)}
 
 
 def eval_every(value: Any, given: Given) -> Settings:
-    """Versions between two evaluations; Trinity counts steps."""
+    """Return the versions between two evaluations; Trinity counts steps."""
     return {"learn.eval_every_versions": max(1, int(value) // publish_every(value, given)["trainer.publish_every"])}
 
 
 def at_once(value: Any, given: Given) -> Settings:
-    """Runs in flight, of all engines together."""
+    """Return the runs in flight over all engines."""
     return {"learn.at_once": int(value) * len(engines(value, given)["explorer.engines"])}
 
 
 def lora(setting: str) -> Take:
-    """A setting of the adapter; Trinity trains one as soon as it is configured."""
+    """Return a take for a setting of the adapter; Trinity trains one as soon as it is configured."""
     return lambda value, _given: {"model.kind": "lora", f"model.lora.{setting}": value}

@@ -1,4 +1,4 @@
-"""Values that become settings by more than a change of name: of the algorithm, the data and the trainer."""
+"""Conversions of values, beyond a change of name: of the algorithm, the data and the trainer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
 from services.trinity.takes import database_url, publish_every
 from shared.config import ALGORITHMS
 
-STAND_IN = "k2"  # for an estimator that is missing here
-ESTIMATORS = {  # Trinity's by ours, in the reward and in the loss
+STAND_IN = "k2"  # replaces an estimator that is missing here
+ESTIMATORS = {  # our estimators for Trinity's, in the reward and in the loss
     "k1": {"reward": "k1"},
     "k2": {"reward": "k2", "loss": "k2"},
     "k3": {"reward": "k3", "loss": "k3"},
@@ -23,7 +23,7 @@ _KEYS_OF_KL = {"reward": "algorithm.kl_penalty_fn", "loss": "algorithm.kl_loss_f
 
 
 def database(value: Any, given: Given) -> Settings:
-    """The ledger, where Trinity stores experiences in a database."""
+    """Return the ledger's address if Trinity stores experiences in a database."""
     if given.get("buffer.trainer_input.experience_buffer.storage_type") == "file":
         raise NoCounterpart(f"import the rows: `flywheel import {value} --commit`", changes_training=True)
     if given.get("buffer.trainer_input.experience_buffer.storage_type") == "queue":
@@ -32,7 +32,7 @@ def database(value: Any, given: Given) -> Settings:
 
 
 def batch_size(value: Any, given: Given) -> Settings:
-    """The trainer's batch, where it is given by the tasks of a step alone."""
+    """Return the trainer's batch if only the tasks of a step determine it."""
     if given.get("buffer.train_batch_size"):
         raise NotNeeded("learn keeps the trainer's pace by the rows that wait")
     runs = given.whole("algorithm.repeat_times", "explorer.repeat_times", default=1)
@@ -40,21 +40,21 @@ def batch_size(value: Any, given: Given) -> Settings:
 
 
 def save_every(value: Any, given: Given) -> Settings:
-    """Versions between two saved states; Trinity counts updates."""
+    """Return the versions between two saved states; Trinity counts updates."""
     if not value:
         raise NotNeeded("0 saves at the end alone; trainer.save_every is 1")
     return {"trainer.save_every": max(1, int(value) // publish_every(value, given)["trainer.publish_every"])}
 
 
 def keep(value: Any, _given: Given) -> Settings:
-    """Versions that keep their files."""
+    """Return the number of versions that keep their files."""
     if not value:
         raise NoCounterpart("versions.max_versions bounds the folder; `flywheel versions tag` keeps one for good")
     return {"versions.max_versions": max(3, int(value))}
 
 
 def algorithm(_value: Any, given: Given) -> Settings:
-    """The algorithm, if we have it."""
+    """Return our algorithm, if there is one."""
     name, found = algorithms.theirs(given), algorithms.counterpart(given)
     if name not in algorithms.TRINITY:
         raise NoCounterpart(f"Trinity has no algorithm {name!r}; choose one of ours", changes_training=True)
@@ -65,21 +65,21 @@ def algorithm(_value: Any, given: Given) -> Settings:
 
 
 def advantage_fn(value: Any, given: Given) -> Settings:
-    """An advantage is a part of an algorithm with us."""
+    """Convert an advantage, which is part of an algorithm here."""
     if value == algorithms.STEP_WISE:
         return algorithm(value, given)
     return same_as_algorithm(value, given)
 
 
 def same_as_algorithm(value: Any, given: Given) -> Settings:
-    """A part that Trinity's algorithm has by itself; another one makes another algorithm."""
+    """Accept a part that Trinity's algorithm has by itself; another part makes another algorithm."""
     if value in algorithms.counterpart(given).parts:
         raise NotNeeded("a part of the algorithm")
     raise NoCounterpart("a part of the algorithm with us; choose one that has it", changes_training=True)
 
 
 def _kl_terms(given: Given) -> dict[str, tuple[Any, str]]:
-    """Coefficient and estimator of the KL terms that Trinity has: in the reward, in the loss, in both or in neither."""
+    """Return coefficient and estimator of Trinity's KL terms: in the reward, in the loss, in both or in neither."""
     own = "none" if algorithms.theirs(given) in algorithms.WITHOUT_KL else "k2"
     defaults = {"reward": "none", "loss": own}
     found = {}
@@ -92,7 +92,7 @@ def _kl_terms(given: Given) -> dict[str, tuple[Any, str]]:
 
 
 def kl(_value: Any, given: Given) -> Settings:
-    """The KL term: the one in the reward, else the one in the loss."""
+    """Return the KL term: the one in the reward, or else the one in the loss."""
     terms = _kl_terms(given)
     if not terms:
         return {"trainer.ALGORITHM.kl_coef": 0.0}
@@ -103,7 +103,7 @@ def kl(_value: Any, given: Given) -> Settings:
 
 
 def kl_term(where: str) -> Take:
-    """The estimator of a KL term. Of two terms, and of estimators that are missing, it says that training changes."""
+    """Return a take for a KL term's estimator. It reports two terms, and missing estimators, as changes of training."""
 
     def take(value: Any, given: Given) -> Settings:
         terms, ours = _kl_terms(given), algorithms.ours(given)
@@ -128,7 +128,7 @@ def _known(where: str) -> str:
 
 
 def kl_coef(where: str) -> Take:
-    """The coefficient of a KL term, unless the other one counts."""
+    """Return a take for the coefficient of a KL term, unless the other term is used."""
 
     def take(value: Any, given: Given) -> Settings:
         terms = _kl_terms(given)
@@ -140,7 +140,7 @@ def kl_coef(where: str) -> Take:
 
 
 def loss_mean(value: Any, _given: Given) -> Settings:
-    """What the loss is a mean over."""
+    """Return what the loss averages over."""
     ours = {"token-mean": "tokens", "seq-mean-token-mean": "sequences"}.get(str(value))
     if ours is None:
         raise NoCounterpart("a loss is a mean over tokens, or over sequences their means", changes_training=True)
@@ -148,21 +148,21 @@ def loss_mean(value: Any, _given: Given) -> Settings:
 
 
 def warmup(value: Any, _given: Given) -> Settings:
-    """Updates over which the learning rate rises."""
+    """Return the updates over which the learning rate rises."""
     if value <= 0:
         raise NotNeeded("off")
     return {"trainer.warmup_updates": value}
 
 
 def minibatches(value: Any, given: Given) -> Settings:
-    """Steps in each pass; Trinity gives the rows of one."""
+    """Return the steps in each pass; Trinity gives the rows of one step."""
     rows = given.whole("buffer.train_batch_size", default=0)
     rows = rows or batch_size(given.whole("buffer.batch_size", default=int(value)), given)["trainer.batch_size"]
     return {"trainer.minibatches": max(1, round(rows / int(value)))}
 
 
 def critic(setting: str) -> Take:
-    """A setting of the critic, which PPO alone has."""
+    """Return a take for a setting of the critic, which only PPO has."""
 
     def take(value: Any, given: Given) -> Settings:
         if algorithms.theirs(given) != "ppo":
@@ -173,14 +173,14 @@ def critic(setting: str) -> Take:
 
 
 def clip_grad(value: Any, given: Given) -> Settings:
-    """The optimizer's bound, where the trainer has none of its own."""
+    """Return the optimizer's bound if the trainer has none of its own."""
     if given.get("trainer.grad_clip") is not None:
         raise NotNeeded("trainer.grad_clip counts")
     return {"trainer.max_grad_norm": value}
 
 
 def task_file(argument_of_learn: str) -> Take:
-    """Tasks are read from a file."""
+    """Return a take for tasks, which are read from a file."""
 
     def take(value: Any, _given: Given) -> Settings:
         if not str(value).endswith((".jsonl", ".csv")):
@@ -191,7 +191,7 @@ def task_file(argument_of_learn: str) -> Take:
 
 
 def offload(what: str) -> Take:
-    """DeepSpeed's way to keep something in the machine's memory; parameters are kept there by ZeRO 3 alone."""
+    """Return a take for DeepSpeed's offloading to the machine's memory; parameters are offloaded by ZeRO 3 alone."""
 
     def take(value: Any, _given: Given) -> Settings:
         if not value:

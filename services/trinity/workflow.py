@@ -1,4 +1,4 @@
-"""workflow.py: the workflow and the reward that Trinity knows by name, as functions that `flywheel learn` takes."""
+"""workflow.py: Trinity's named workflows and rewards, as functions for `flywheel learn`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
 
 FILE = "workflow.py"
-REWARD, PROMPT = f"{FILE}:reward", f"{FILE}:PROMPT"  # what else stands in it
+REWARD, PROMPT = f"{FILE}:reward", f"{FILE}:PROMPT"  # further items in it
 _SETS = "buffer.explorer_input."
 _TASK_SET = re.compile(r"buffer\.explorer_input\.(taskset|tasksets\.\d+)\.")
 _CHATS = ("simple_workflow", "math_workflow", "math_boxed_workflow")
@@ -22,7 +22,7 @@ EXAMPLES = {
     "frozen_lake_workflow": "frozen_lake",
     "webshop_workflow": "webshop",
 }
-_REWARDS = {  # Trinity's by ours, and what ours does otherwise
+_REWARDS = {  # ours for Trinity's, and how ours differs
     "math_reward": ("number", "the last number counts; Trinity's form with <think> and <answer> earns nothing"),
     "math_boxed_reward": ("boxed", "a formula counts word for word"),
     "accuracy_reward": ("boxed", "a formula counts word for word, and outside of a box nothing does"),
@@ -68,14 +68,14 @@ async def workflow(task, model: flywheel.Model):
 
 
 def workflow(value: Any, given: Given) -> Settings:
-    """Our example for an environment of Trinity's; else the file, which is complete for Trinity's single chats."""
+    """Return our example for an environment of Trinity, or else the file, complete for Trinity's single chats."""
     _require_same(value, given, "default_workflow_type")
     name = _plain(value)
     return {f"examples.{EXAMPLES[name]}": value} if name in EXAMPLES else {FILE: value}
 
 
 def reward(value: Any, given: Given) -> Settings:
-    """The reward of a workflow that has none by itself."""
+    """Return the reward of a workflow that has none of its own."""
     if example(given):
         raise NotNeeded("the example has a reward of its own")
     _require_same(value, given, "default_reward_fn_type")
@@ -83,7 +83,7 @@ def reward(value: Any, given: Given) -> Settings:
 
 
 def _require_same(value: Any, given: Given, name: str) -> None:
-    """Raise unless the first task set has this value, too: learn runs one workflow and one reward over all tasks."""
+    """Raise unless the first task set has this value, too: learn runs one workflow and one reward for all tasks."""
     counts = _of_set(given, name)
     if value == counts:
         return
@@ -94,7 +94,7 @@ def _require_same(value: Any, given: Given, name: str) -> None:
 
 
 def same(known: str) -> Take:
-    """A key of held-out tasks: learn runs the same workflow and the same reward over them."""
+    """Return a take for a key of held-out tasks: learn uses the same workflow and reward for them."""
 
     def take(value: Any, given: Given) -> Settings:
         if value == _of_set(given, known):
@@ -105,19 +105,19 @@ def same(known: str) -> Take:
 
 
 def prompt(value: Any, given: Given) -> Settings:
-    """The system prompt of a single chat."""
+    """Return the system prompt of a single chat."""
     if _plain(_of_set(given, "default_workflow_type")) not in _CHATS:
         raise NoCounterpart("write it into your workflow's messages")
     return {PROMPT: value}
 
 
 def example(given: Given) -> str | None:
-    """The folder of the example that does what Trinity's workflow does."""
+    """Return the folder of the example that corresponds to Trinity's workflow."""
     return EXAMPLES.get(_plain(_of_set(given, "default_workflow_type")))
 
 
 def text(given: Given) -> str:
-    """What the file holds."""
+    """Return the contents of the file."""
     known = _of_set(given, "default_workflow_type")
     name, shown = _plain(known), _shown(known, "your workflow")
     if name not in _CHATS:
@@ -140,15 +140,15 @@ def text(given: Given) -> str:
 
 
 def _shown(name: Any, unnamed: str) -> str:
-    """A name that may stand in a program's text."""
+    """Return a name that may appear in a program's text."""
     return str(name) if re.fullmatch(r"[\w.:-]+", str(name or "")) else unnamed
 
 
 def _of_set(given: Given, name: str) -> Any:
-    """A key of the first task set, of all task sets, or of the old layout."""
+    """Return a key of the first task set, of all task sets, or of the old layout."""
     return given.first(*(f"{place}{name}" for place in (f"{_SETS}taskset.", f"{_SETS}tasksets.0.", _SETS, "data.")))
 
 
 def _plain(value: Any) -> str:
-    """The name of a workflow without what says how Trinity runs it."""
+    """Return the name of a workflow without the prefix for Trinity's execution mode."""
     return str(value or "").removeprefix("async_")

@@ -1,4 +1,4 @@
-"""The one configuration file: a module for each section, the defaults, and errors that name key, value and remedy.
+"""The configuration file: a module for each section, the defaults, and errors that name key, value and remedy.
 
 Environment variables override the file: `FLYWHEEL_` and the path with `__` between, such as
 `FLYWHEEL_EXPLORER__PORT=8020`; their values are YAML.

@@ -1,4 +1,4 @@
-"""Settings of each algorithm, inside the section `trainer`: a section of its own that bears the algorithm's name."""
+"""Settings of each algorithm: a section with the algorithm's name, inside the section `trainer`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class PPOConfig(SurrogateConfig):
     normalize_advantages: Flag = True
     """Whiten advantages over the batch's tokens."""
     normalize_returns: Flag = True
-    """The critic learns returns with a running mean of 0 and standard deviation of 1, whatever the rewards' size."""
+    """Scale the returns that the critic learns to a running mean of 0 and standard deviation of 1."""
     return_clip: Positive = 100.0
-    """Bound on the magnitude of advantages and returns; as a default the largest reward that is accepted by default."""
+    """Bound on the magnitude of advantages and returns; the default is the largest reward accepted by default."""
     critic_learning_rate: Positive | None = None
     """Learning rate of the critic; null: ten times the policy's."""
     critic_warmup: Annotated[int, Field(ge=0, strict=True)] = 0
-    """Updates at the beginning in which the critic alone learns."""
+    """Number of first updates in which only the critic learns."""
 
 
 class ReinforcePPConfig(SurrogateConfig):
@@ -44,7 +44,7 @@ class ReinforcePPConfig(SurrogateConfig):
     gamma: Share = 1.0
     """Discount for each token."""
     baseline_sequences: Count = 256
-    """Sequences that the baseline is taken over: a smaller batch is completed with running moments of earlier ones."""
+    """Sequences in the baseline: a smaller batch is completed with running moments of earlier ones."""
 
 
 class SFTConfig(AlgorithmConfig):
@@ -58,23 +58,23 @@ class SFTConfig(AlgorithmConfig):
 
 
 class SPOConfig(SurrogateConfig):
-    """SPO (Xu & Ding 2025): single samples, compared with what the policy earned before at the like."""
+    """SPO (Xu & Ding 2025): single samples, compared with earlier scores of similar attempts."""
 
     learns_from: ClassVar[frozenset[str]] = RewardSignals
 
     bounds: Bounds | None = None
-    """Lowest and highest reward of a trajectory: the tracker is a Beta distribution's; null: a Gaussian's."""
+    """Lowest and highest reward of a trajectory, for a Beta tracker; null: a Gaussian tracker."""
     shrinkage: Positive = 8.0
-    """Attempts that an estimate must rest on until it counts as much as the next wider one."""
+    """Number of attempts at which an estimate weighs as much as the next wider one."""
     half_life_kl: Positive | None = 0.06
-    """KL divergence, nats for each token, of the trainer's policy from the samplers' after which what was seen counts
-    half; null: divergence makes nothing forget."""
+    """KL divergence, nats per token, of the trainer's policy from the samplers', after which earlier attempts count
+    half; null: divergence does not reduce their weight."""
     half_life_updates: Positive | None = 200.0
-    """Updates after which what was seen counts half; null: age makes nothing forget."""
+    """Updates after which earlier attempts count half; null: age does not reduce their weight."""
     prompt_tokens: Count = 32
-    """Trajectories that begin with the same so many tokens count as of one system prompt."""
+    """Trajectories with the same number of equal first tokens belong to one system prompt."""
     max_keys: Count = 4096
-    """Tasks and system prompts that are remembered at most; those not seen for longest are forgotten."""
+    """Largest number of stored tasks and system prompts; those not seen for longest are deleted."""
     baseline_sequences: Count = 256
     """Attempts over which advantages have mean 0 and deviation 1: a smaller batch is completed with running moments of
     earlier ones."""
@@ -87,7 +87,7 @@ class SPOConfig(SurrogateConfig):
 
 
 class GroupConfig(SurrogateConfig):
-    """What algorithms share that compare the runs of a task with each other."""
+    """Common settings of algorithms that compare the runs of a task with each other."""
 
     learns_from: ClassVar[frozenset[str]] = RewardSignals
     whole: ClassVar[Literal["trajectory", "task"]] = "task"
@@ -95,17 +95,16 @@ class GroupConfig(SurrogateConfig):
     kl: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence at a token: the log-ratio, half its square, or the one that is never negative."""
     kl_in: Literal["reward", "loss"] = "loss"
-    """Where the KL penalty counts: in the reward after each token, or in the loss."""
+    """Whether the KL penalty is part of the reward after each token, or of the loss."""
     scale: Literal["group", "batch", "none"] = "group"
-    """Advantages are divided by the standard deviation of their group, by that of all rewards, or by nothing."""
+    """Divisor of advantages: the standard deviation of their group, that of all rewards, or none."""
     group_size: Annotated[int, Field(ge=2, strict=True)] = 2
-    """Rewarded runs of a task that are waited for before any of them is claimed."""
+    """Rewarded runs of a task to wait for before any of them is claimed."""
     group_timeout_s: Positive | None = 60.0
-    """Seconds since something was said of a task's runs, after which they are claimed though they are fewer than
+    """Seconds after the last signal about a task's runs, after which they are claimed even if they are fewer than
     `group_size`; null: never."""
     baseline_sequences: Count = 256
-    """Attempts that the baseline of groups of one is taken over: a smaller batch is completed with running moments of
-    earlier ones."""
+    """Attempts in the baseline of groups of one: a smaller batch is completed with running moments of earlier ones."""
 
 
 class GRPOConfig(GroupConfig):
@@ -116,7 +115,7 @@ class RLOOConfig(GroupConfig):
     """RLOO (Ahmadian et al. 2024): the runs of a task, each compared with the mean of the others."""
 
     scale: Literal["group", "batch", "none"] = "none"
-    """Advantages are divided by the standard deviation of their group, by that of all rewards, or by nothing."""
+    """Divisor of advantages: the standard deviation of their group, that of all rewards, or none."""
 
 
 class StepGRPOConfig(GroupConfig):
@@ -129,9 +128,9 @@ class RAFTConfig(AlgorithmConfig):
     learns_from: ClassVar[frozenset[str]] = RewardSignals
 
     quantile: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.5
-    """Of the batch's rewards: replies from this one on are learnt, but never those of the lowest reward."""
+    """Quantile of the batch's rewards from which replies are learned, except those with the lowest reward."""
     above: Finite | None = None
-    """Replies with a reward above this are learnt, whatever else is in the batch; null: the quantile decides."""
+    """Learn replies with a reward above this, independent of the rest of the batch; null: `quantile` decides."""
 
     @model_validator(mode="after")
     def _check_bar(self) -> RAFTConfig:
@@ -146,14 +145,14 @@ class DPOConfig(AlgorithmConfig):
     learns_from: ClassVar[frozenset[str]] = frozenset({"preferred_over", "correction"})
 
     beta: Positive = 0.1
-    """β: how much it costs to move away from the base model."""
+    """β: cost of moving away from the base model."""
     clip: NonNegative = 0.2
-    """A preference moves no token further within a batch than to 1 + ε times its probability, or to as small a part of
-    it; 0: it is not bounded."""
+    """ε: within a batch, a preference multiplies the probability of a token by at most 1 + ε, or divides it by at most
+    that; 0: no bound."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), NUMBER] = 0.0
-    """The share of preferences that are taken to be the wrong way round (conservative DPO)."""
+    """Share of preferences that are assumed to be reversed (conservative DPO)."""
     best_over_worst: Flag = False
-    """Prefer the best run of a task to its worst, too. Rewards are then learned from, and tasks are claimed whole."""
+    """Also prefer the best run of a task to its worst. Rewards are then learned from, and tasks are claimed whole."""
 
     @property
     def loads_base(self) -> bool:
@@ -169,21 +168,21 @@ class DPOConfig(AlgorithmConfig):
 
 
 class KTOConfig(AlgorithmConfig):
-    """Kahneman-Tversky optimization (Ethayarajh et al. 2024): from ratings alone."""
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024): learns from ratings alone."""
 
     learns_from: ClassVar[frozenset[str]] = frozenset({"rating"})
 
     beta: Positive = 0.1
-    """β: how much it costs to move away from the base model."""
+    """β: cost of moving away from the base model."""
     clip: NonNegative = 0.2
-    """A rating moves no token further within a batch than to 1 + ε times its probability, or to as small a part of it;
-    0: it is not bounded."""
+    """ε: within a batch, a rating multiplies the probability of a token by at most 1 + ε, or divides it by at most
+    that; 0: no bound."""
     largest_weight: Annotated[float, Field(ge=1, allow_inf_nan=False), NUMBER] = 5.0
-    """The rarer rating weighs more, so that ups and downs weigh alike; at most so many times as much as in equal parts;
-    1: all weigh the same."""
+    """Largest weight of the rarer rating. It weighs more than the other one, so that ups and downs have equal total
+    weight; 1: all ratings weigh the same."""
     taper: Flag = True
-    """A reply that is rated down weighs as many times less as it has become less likely since it was sampled; false: it
-    weighs the same."""
+    """Reduce the weight of a reply that is rated down by the factor by which it has become less likely since it was
+    sampled."""
 
     @property
     def loads_base(self) -> bool:
@@ -205,6 +204,6 @@ ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "distill": DistillConfig,
 }
 AUTO = "auto"
-"""Names no algorithm: the trainer chooses some of CHOICES by what is said."""
+"""No algorithm: the trainer chooses some of CHOICES by the signals it receives."""
 CHOICES = {"grpo": 1.0, "reinforce_pp": 1.0, "kto": 1.0, "hint": 0.5, "sft": 0.2, "dpo": 0.2}
-"""What `algorithm: auto` chooses from, with the weights of their losses. All of them train the policy alone."""
+"""The choices of `algorithm: auto`, with the weights of their losses. None of them trains a critic."""

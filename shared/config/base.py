@@ -1,4 +1,4 @@
-"""What every section shares: the base class and the types of numbers and names."""
+"""Common parts of all sections: the base class, and the types of numbers and names."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
 Finite = Annotated[float, Field(allow_inf_nan=False), NUMBER]
 Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
-Count = Annotated[int, Field(ge=1, le=10**12, strict=True)]  # a database holds it
+Count = Annotated[int, Field(ge=1, le=10**12, strict=True)]  # fits into a database integer
 Flag = Annotated[bool, Field(strict=True)]
 Devices = Annotated[tuple[Annotated[int, Field(ge=0, strict=True)], ...], Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=200)]
 
 
 class Section(BaseModel):
-    """Frozen; an unknown key is an error; the text under a field is its description."""
+    """Frozen; unknown keys are errors; the string after a field is its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 def require_distinct(setting: str, values: Iterable[str]) -> None:
-    """Raise ValueError naming the first value that appears twice."""
+    """Raise ValueError with the first value that appears twice."""
     twice = [value for value, count in Counter(values).items() if count > 1]
     if twice:
         raise ValueError(f"{setting}: {twice[0]!r} appears twice; give each its own")

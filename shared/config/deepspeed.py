@@ -1,4 +1,4 @@
-"""What `trainer.deepspeed` may hold: DeepSpeed's own keys, but for those that the trainer decides."""
+"""The keys that `trainer.deepspeed` accepts: DeepSpeed's own, except those that the trainer sets."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _OTHERS = (
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "comms_logger", "tensorboard", "wandb", "csv_monitor", "aio",
 )  # fmt: skip
-_LIKE = 0.8  # how near a key must be to a known one to be taken for a slip: DeepSpeed has more keys than these
+_LIKE = 0.8  # similarity above which an unknown key is a typing error: DeepSpeed has more keys than these
 
 
 def check_deepspeed(keys: dict[str, Any]) -> None:
-    """Raise ValueError for keys that the trainer decides, sections that are none, and slips that DeepSpeed ignores."""
+    """Raise ValueError for keys that the trainer sets, values that are no sections, and likely typing errors."""
     for key, value in keys.items():
         name = f"trainer.deepspeed.{key}"
         if key in _INSTEAD:

@@ -8,14 +8,19 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-_SECRET = re.compile(r"key|token|secret|password|credential|url|sha256", re.IGNORECASE)
+_SECRETS = frozenset(("admin_token", "database_url", "key_env", "keys", "sha256", "url"))  # keys that may hold one
+_SECRET = re.compile(r"key|token|secret|password|credential|url|sha256", re.IGNORECASE)  # of keys that there are not
 
 
 def explain(error: ValidationError, whole: type[BaseModel]) -> str:
-    """The first error as one line. whole: the model that was validated; its keys are the suggestions."""
-    first = error.errors(include_url=False)[0]
+    """Format one error as one line: an unknown key first, because it may be a misspelling of a missing one.
+
+    whole: the validated model, whose keys are suggested.
+    """
+    first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
-    given = key + _shown(first["loc"], first["input"])
+    key = key if key.isprintable() else repr(key)
+    given = key + _shown(first["loc"], first["input"], is_known=first["type"] != "extra_forbidden")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return message
@@ -28,17 +33,21 @@ def explain(error: ValidationError, whole: type[BaseModel]) -> str:
     return f"{given}: {message[:1].lower()}{message[1:]}; correct it"
 
 
-def _shown(path: tuple[int | str, ...], value: Any) -> str:
-    """The value behind its key, unless it may hold a secret: keys, addresses with a password, whole sections."""
-    if any(isinstance(part, str) and _SECRET.search(part) for part in path):
+def _shown(path: tuple[int | str, ...], value: Any, *, is_known: bool) -> str:
+    """Format the value after its key, unless it may be secret: keys, addresses with a password, whole sections.
+
+    is_known: the configuration has such a key.
+    """
+    names = [part for part in path if isinstance(part, str)]
+    if not _SECRETS.isdisjoint(names[-1:]) if is_known else any(map(_SECRET.search, names)):
         return ""
-    if isinstance(value, dict | list | tuple) and value:
+    if (isinstance(value, dict | list | tuple) and value) or (isinstance(value, str) and "://" in value):
         return ""
     return f"={value!r}"
 
 
 def _suggestion(whole: type[BaseModel], path: tuple[int | str, ...]) -> str:
-    """The key that may be meant: the same one in the section around, else the one that is written most alike."""
+    """Suggest a key: the same one in the enclosing section, or else the most similar one."""
     *section, key = path
     if section and key in _known_keys(whole, tuple(section[:-1])):
         return f"did you mean {'.'.join([*map(str, section[:-1]), str(key)])!r}?"

@@ -24,14 +24,14 @@ from shared.config.keys import KeyConfig
 
 
 class EngineAddress(Section):
-    """Where one vLLM server listens."""
+    """Address of one vLLM server."""
 
     name: Name
     """A short name for logs and metrics."""
     url: Annotated[str, Field(pattern=r"^https?://[^/]+$")]
-    """Its address, e.g. http://127.0.0.1:8101"""
+    """The server's address, e.g. http://127.0.0.1:8101"""
     devices: Devices | None = None
-    """The GPUs that this engine sees, by number; several share the model's tensors; null: vLLM takes the first."""
+    """GPUs that this engine may use, by number; several share the model's tensors; null: vLLM uses the first."""
 
     @model_validator(mode="after")
     def _check_url(self) -> EngineAddress:
@@ -53,7 +53,7 @@ class EngineAddress(Section):
 
 
 class Tolerance(Section):
-    """How far an engine's logprobs of a probe may be from the trainer's."""
+    """How far an engine's logprobs of a probe may differ from the trainer's."""
 
     per_token: Positive
     """The largest difference of one logprob."""
@@ -67,91 +67,90 @@ class ReloadConfig(Section):
     poll_interval_s: Positive = 1.0
     """Seconds between two queries for a newer version."""
     streams: Literal["go_on", "finish"] = "go_on"
-    """What running requests do in a reload. go_on: they stand still while the engine loads, and the new version samples
-    the rest of them. finish: they have `drain_s` to end under their own version, while new chats wait."""
+    """What happens to running requests in a reload. go_on: they pause while the engine loads, and the new version
+    samples their remaining tokens. finish: they get `drain_s` to end under their own version, while new chats wait."""
     drain_s: NonNegative = 5.0
-    """With `streams: finish`, how long running requests may take to end before the engine is paused under them."""
+    """With `streams: finish`, how long running requests may take to end before the engine is paused anyway."""
     min_interval_s: NonNegative = 0.0
-    """Seconds between two reloads of one engine. Versions that are overtaken meanwhile are not loaded."""
+    """Seconds between two reloads of one engine. Versions that are superseded meanwhile are not loaded."""
     timeout_s: Positive = 600.0
-    """How long an engine may take to load a version."""
+    """Time limit for an engine to load a version."""
     answer_timeout_s: Positive = 30.0
-    """How long an engine may take for anything else that a reload asks of it: to pause, to resume, to score a probe."""
+    """Time limit for an engine's other steps in a reload: to pause, to resume, to score a probe."""
     appear_s: NonNegative = 60.0
-    """How long a version whose folder, or a file of it, is missing is looked for before it is rejected."""
+    """How long to wait for a version whose folder, or a file in it, is missing before it is rejected."""
     retry_s: Positive = 5.0
-    """Seconds until an engine that did not take a version up tries again; twice as long after each failure, up to a
-    hundred times."""
+    """Seconds before an engine that failed to load a version tries again. The delay doubles after each failure, up to a
+    hundred times this value."""
     unpin_after_s: Positive = 600.0
-    """With model.kind: lora, how long a version that callers have pinned stays in service after its last use."""
+    """With model.kind: lora, how long a pinned version stays in service after its last use."""
     tolerance: Tolerance | None = None
-    """Allowed difference between engine and trainer; null: by the type of the weights, and by what the engine showed
-    when it was first started on version 0."""
+    """Allowed difference between engine and trainer; null: by the type of the weights, and by the difference that the
+    engine had when it was first started on version 0."""
 
 
 class ExplorerConfig(Section):
     """The service that agents talk to."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs keys."""
+    """Address to listen on. Any other than loopback requires keys."""
     port: Port = 8010
     """Port to listen on."""
     workers: Count = 1
-    """Processes that share the port; together they behave as one. Limits of keys count in each."""
+    """Number of processes that share the port and behave as one. The limits of keys apply to each process."""
     engines: Annotated[tuple[EngineAddress, ...], Field(min_length=1)] = (
         EngineAddress(name="e0", url="http://127.0.0.1:8101"),
     )
     """The vLLM servers behind the explorer."""
     keys: tuple[KeyConfig, ...] = ()
-    """Keys and their roles; with none the explorer listens on loopback only."""
+    """Keys and their roles; without keys the explorer listens on loopback only."""
     open_feedback_from: tuple[str, ...] = ()
-    """Networks (CIDR) whose feedback and commits need no key."""
+    """Networks (CIDR) that may send feedback and commits without a key."""
     allowed_hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = ()
-    """Names by which callers reach an explorer without keys, beside localhost and loopback addresses; no ports."""
+    """Host names of an explorer without keys, besides localhost and loopback addresses; without ports."""
     max_connections: Count = 8_000
-    """Connections of callers at once, in each worker, as far as the limit of open files allows. For one more the one
-    that has been without a complete request for the longest time is closed."""
+    """Maximum number of connections in each worker, within the limit of open files. A further connection closes the one
+    that has been without a complete request for the longest time."""
     max_head_bytes: Count = 65_536
-    """A larger head of a request answers 431."""
+    """A larger request head is answered with 431."""
     max_headers: Count = 100
-    """More headers of a request answer 431."""
+    """A request with more headers is answered with 431."""
     head_timeout_s: Positive = 20.0
-    """A connection on which no whole head of a request has arrived by then is closed."""
+    """A connection is closed if no complete request head has arrived within this time."""
     max_body_bytes: Count = 8 * 1024 * 1024
-    """A larger request body answers 413."""
+    """A larger request body is answered with 413."""
     max_unfinished_bytes: Count = 256 * 1024 * 1024
-    """Of request bodies that have not arrived whole, all callers' together, in each worker; one that would make it more
-    answers 503. Bodies of up to 64 KiB do not count."""
+    """Total size of incomplete request bodies of all callers in each worker; a body that would exceed it is answered
+    with 503. Bodies of up to 64 KiB do not count."""
     max_body_values: Count = 250_000
-    """A request body with more opening brackets and colons than this answers 400: decoding it would hold up others."""
+    """A body with more opening brackets and colons is answered with 400: decoding it would delay other requests."""
     body_timeout_s: Positive = 60.0
-    """A request body that has not arrived by then answers 408. A caller who does not read its answer for so long loses
-    its connection, and its place at the engine."""
+    """A body that has not arrived within this time is answered with 408. A caller that does not read its answer for so
+    long loses its connection, and its slot at the engine."""
     engine_wait_s: NonNegative = 30.0
-    """How long a chat waits while every engine is full or loads a version, before it answers 503."""
+    """How long a chat waits while every engine is full or loads a version, before it is answered with 503."""
     max_in_flight: Count | None = None
-    """Chats at one engine at once; more of them wait. null: the engine queues them itself."""
+    """Maximum number of chats at one engine at once; others wait. null: the engine queues them itself."""
     max_waiting: Count = 1000
-    """Chats that may wait for an engine; more of them answer 503."""
+    """Maximum number of chats that wait for an engine; others are answered with 503."""
     request_timeout_s: Positive = 600.0
-    """How long one engine request may take."""
+    """Time limit of one engine request."""
     max_reply_bytes: Count = 128 * 1024 * 1024
-    """A larger reply of an engine answers 503; a larger stream ends with an error."""
+    """A larger reply of an engine is answered with 503; a larger stream ends with an error."""
     max_messages: Count = 10_000
-    """More messages in one chat answer 400."""
+    """A chat with more messages is answered with 400."""
     store_text: Flag = True
-    """Keep requests and replies as text beside their tokens, for reading and for supervised fine-tuning."""
+    """Store requests and replies as text next to their tokens, for reading and for supervised fine-tuning."""
     commit_every_s: Positive | None = None
-    """Commit all rewarded rows this often; null: only when asked to."""
+    """Commit all rewarded rows at this interval; null: only on request."""
     expire_after_s: Positive | None = None
-    """Rows are discarded when they are this old and nothing that is learned from was said of their run or conversation;
-    null: never."""
+    """Age at which rows are discarded if their run or conversation has no signal that is learned from; null: never."""
     reload: ReloadConfig = ReloadConfig()
     """How engines change to a new version."""
     ledger_timeout_s: Annotated[float, Field(ge=1, le=60), NUMBER] = 4.0
-    """A chat, feedback or commit that the database has not stored by then answers 503."""
+    """A chat, feedback or commit that the database has not stored within this time is answered with 503."""
     max_choices: Count = 64
-    """A chat that asks for more choices (`n`) answers 400; each of them is a row."""
+    """A chat that requests more choices (`n`) is answered with 400; each choice is a row."""
 
     @model_validator(mode="after")
     def _check_together(self) -> ExplorerConfig:
@@ -163,7 +162,7 @@ class ExplorerConfig(Section):
         require_distinct("explorer.engines, name", (engine.name for engine in self.engines))
         require_distinct("explorer.engines, url", (engine.url for engine in self.engines))
         ours = ("localhost", "127.0.0.1") if self.host in ("localhost", "127.0.0.1") else (self.host,)
-        for engine in self.engines:  # what listens on all addresses takes those of loopback
+        for engine in self.engines:  # a listener on all addresses also occupies those of loopback
             is_ours = engine.host in ours or (self.host in ("0.0.0.0", "::") and is_loopback(engine.host))
             if is_ours and engine.port == self.port:
                 raise ValueError(
@@ -181,7 +180,7 @@ class ExplorerConfig(Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that address."""
+    """Whether only this machine can reach that address."""
     if host == "localhost":
         return True
     try:

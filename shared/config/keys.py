@@ -1,4 +1,4 @@
-"""Section `explorer.keys`: who may call the explorer, and for what."""
+"""Section `explorer.keys`: keys of callers, and their roles."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from shared.config.base import Count, Flag, Name, Positive, Section
 
 
 class KeyConfig(Section):
-    """One key that callers may present as `Authorization: Bearer KEY`."""
+    """A key that callers send as `Authorization: Bearer KEY`."""
 
     key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    """The environment variable that holds the key, of 16 characters or more. The file never holds the key itself."""
+    """Environment variable with the key, of 16 characters or more. The file never contains the key itself."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """Instead of key_env: the key's SHA-256 in hexadecimal (printf %s KEY | sha256sum)."""
     role: Literal["chat", "feedback", "admin"]
-    """chat: chat. feedback: feedback and commit. admin: everything. Any of them may read the status."""
+    """chat: chat. feedback: feedback and commit. admin: everything. Every role may read the status."""
     name: Name | None = None
     """The key's name in rows and signals; null: key_env, or the first digits of sha256."""
     group: Name | None = None
-    """The group of the rows that its chats record, and of those that its feedback reaches; null: rows without one."""
+    """Group of the rows that its chats record, and that its feedback reaches; null: rows without a group."""
     all_groups: Flag = False
-    """With role feedback: its feedback reaches the rows of every group. (An admin without a group reaches all rows.)"""
+    """With role feedback: its feedback reaches the rows of all groups. (An admin without a group reaches all rows.)"""
     requests_per_minute: Positive | None = None
-    """More of them answer 429; null: no limit."""
+    """Requests above this rate are answered with 429; null: no limit."""
     requests_at_once: Count | None = None
-    """More of them in flight answer 429; null: no limit."""
+    """Concurrent requests above this number are answered with 429; null: no limit."""
 
     @property
     def label(self) -> str:

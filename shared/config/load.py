@@ -1,4 +1,4 @@
-"""Reading the configuration: YAML, environment variables, and paths relative to the file."""
+"""Reads the configuration: YAML, environment variables, and paths relative to the file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shared.errors import ConfigError
 
 ENV_PREFIX = "FLYWHEEL_"
 ENV_NOT_SETTINGS = ("FLYWHEEL_LOG_PLAIN", "FLYWHEEL_TORTURE", "FLYWHEEL_URL", "FLYWHEEL_KEY")  # the last two: the SDK's
-ENV_MODEL = "FLYWHEEL_MODEL"  # a section of ours; a name is the SDK's
-ENV_PLAIN_TEXT = ("FLYWHEEL_DATABASE_URL", "FLYWHEEL_ENGINE__ADMIN_TOKEN")  # not YAML: any character may stand in them
-_WORDS = re.compile(r"'(?!<)[^']{2,}'")  # what YAML's messages quote of the file, which may be a secret
+ENV_MODEL = "FLYWHEEL_MODEL"  # our section `model`; a model name in it belongs to the SDK
+ENV_PLAIN_TEXT = ("FLYWHEEL_DATABASE_URL", "FLYWHEEL_ENGINE__ADMIN_TOKEN")  # not YAML: they may contain any character
+_WORDS = re.compile(r"'(?!<)[^']{2,}'")  # quotations from the file in YAML's messages, which may be secret
 
 
 class _NamedTwice(yaml.MarkedYAMLError):
-    """A section names a key twice."""
+    """A section contains a key twice."""
 
     def __init__(self, key: str, mark: yaml.Mark) -> None:
         super().__init__(problem=f"{key} stands there twice", problem_mark=mark)
@@ -31,7 +31,7 @@ class _NamedTwice(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which no section names a key twice: of two values one would be lost."""
+    """YAML without duplicate keys in a section, since one of two values would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         named: set[str] = set()
@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
 def load_config(file: str | Path, environ: Mapping[str, str] | None = None) -> Config:
     """Read and check the whole configuration.
 
-    Relative paths are taken from the file's folder, so that every process agrees wherever it is started.
+    Relative paths are resolved against the file's folder, so that all processes agree wherever they are started.
 
     Raises:
         ConfigError: one line that names the key, the value and the remedy.
@@ -84,7 +84,7 @@ def load_config(file: str | Path, environ: Mapping[str, str] | None = None) -> C
 
 
 def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
-    named: dict[str, str] = {}  # the variables, by their settings
+    named: dict[str, str] = {}  # variables by their settings
     for variable, text in sorted(environ.items()):
         if not variable.startswith(ENV_PREFIX) or variable in ENV_NOT_SETTINGS:
             continue
@@ -131,7 +131,7 @@ def _resolve_paths(config: Config, base: Path) -> Config:
 
 
 def _resolved(setting: str, path: str, base: Path) -> str:
-    """A path that is relative to a folder, whole. Raises ConfigError."""
+    """Resolve a path relative to a folder. Raises ConfigError."""
     try:
         return str(base / Path(path).expanduser())
     except RuntimeError as exc:

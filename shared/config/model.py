@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from shared.config.base import Name, Positive, Section, require_distinct
 
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank accepts
 _REFUSED = {
     "dora": "engines do not load DoRA",
     "use_dora": "engines do not load DoRA",
@@ -22,21 +22,21 @@ _ENDS = ("lm_head", "embed_out", "embed_tokens", "wte", "wpe", "word_embeddings"
 
 
 class LoraConfig(Section):
-    """The adapter that `model.kind: lora` trains over the frozen base model."""
+    """The adapter that `model.kind: lora` trains on the frozen base model."""
 
     rank: Annotated[int, Field(ge=1, le=_VLLM_RANKS[-1], strict=True)] = 16
     """Rank of the adapter. Engines reserve memory for the next of 1, 8, 16, 32, 64, 128, 256, 320 and 512."""
     alpha: Positive = 32.0
     """The adapter's product is multiplied by alpha / rank."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """The linear layers that are adapted: all but the output layer, or the ends of their names, such as
+    """The linear layers to adapt: all except the output layer, or a list of last parts of their names, such as
     `[q_proj, v_proj]`."""
     dropout: float = 0.0
-    """Always 0: the policy that a batch is scored with must be the one that it trains."""
+    """Always 0: the policy that scores a batch must be the one that is trained on it."""
 
     @property
     def engine_rank(self) -> int:
-        """The rank that engines are started for: the smallest that vLLM takes and that this one fits in."""
+        """The rank that engines are started with: the smallest one that vLLM accepts and that is large enough."""
         return next(rank for rank in _VLLM_RANKS if rank >= self.rank)
 
     @model_validator(mode="before")
@@ -74,11 +74,11 @@ class ModelConfig(Section):
     """The model that is served and trained."""
 
     name: Name = "agent"
-    """The name callers send as `model`; `name@VERSION` pins a version."""
+    """The name that callers send as `model`; `name@VERSION` pins a version."""
     path: str
     """A Hugging Face causal-LM folder: config.json, safetensors, tokenizer. Relative to the configuration file."""
     kind: Literal["full", "lora"] = "full"
-    """What a version holds: `full`, all weights; `lora`, an adapter over the base model."""
+    """What a version contains: `full`, all weights; `lora`, an adapter of the base model."""
     lora: LoraConfig = LoraConfig()
     """The adapter, with `kind: lora`."""
 

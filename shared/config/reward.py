@@ -15,13 +15,13 @@ class RewardConfig(Section):
     down: Finite = 0.0
     """The reward for the rating "down"."""
     metrics: dict[str, Finite] = Field(default_factory=dict)
-    """Weight of each metric in the sum, by its name; other metrics are stored and do not count."""
+    """Weight of each metric in the sum, by its name; other metrics are stored and ignored."""
     clip: tuple[Finite, Finite] | None = None
     """Lowest and highest reward of a row; null: unbounded."""
     accept: tuple[Finite, Finite] | None = (-100.0, 100.0)
-    """Lowest and highest reward that a caller may send; others answer 400, and metrics that with their weights lie
-    outside, where `clip` is null. null: any finite number. Name the range that your rewards have: one far outside of it
-    outweighs all others of its batch."""
+    """Lowest and highest reward that a caller may send; others are answered with 400, and so are, if `clip` is null,
+    metrics whose weighted value is outside this range. null: any finite number. Set the range of your rewards: one far
+    outside it outweighs all others of its batch."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> RewardConfig:

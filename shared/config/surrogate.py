@@ -1,4 +1,4 @@
-"""What sections of algorithms share: which signals they learn from, and the keys of surrogate objectives."""
+"""Common settings of algorithms: the signals that they learn from, and the keys of surrogate objectives."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class AlgorithmConfig(Section):
     learns_from: ClassVar[frozenset[str]]
     """The kinds of signals that it learns from."""
     whole: ClassVar[Literal["trajectory", "task"]] = "trajectory"
-    """What a batch must not part."""
+    """What a batch must not split."""
 
     @property
     def loads_base(self) -> bool:
-        """Whether logprobs of the base model are computed for it."""
+        """Whether it needs logprobs of the base model."""
         return False
 
     def check(self, key: str) -> None:
-        """Raise ValueError for settings that contradict one another. key: of this section."""
+        """Raise ValueError for settings that contradict each other. key: of this section."""
 
     def check_in_use(self, key: str) -> None:
-        """Raise ValueError for settings that the algorithm cannot be used with. key: of this section."""
+        """Raise ValueError for settings with which the algorithm cannot be used. key: of this section."""
 
     @property
     def learned(self) -> frozenset[str]:
@@ -39,17 +39,17 @@ class AlgorithmConfig(Section):
 
     @property
     def learned_again(self) -> frozenset[str]:
-        """The kinds of signals that it learns from again in later batches: those that no sampled token belongs to."""
+        """The kinds of signals that it learns from again in later batches: those independent of sampled tokens."""
         return frozenset()
 
     @property
     def together(self) -> Literal["trajectory", "task"]:
-        """What a batch must not part with these settings."""
+        """What a batch must not split with these settings."""
         return self.whole
 
 
 class SurrogateConfig(AlgorithmConfig):
-    """What every algorithm with a surrogate objective shares."""
+    """Common settings of all algorithms with a surrogate objective."""
 
     surrogate: Literal["clip", "cispo", "gspo", "topr", "opmd"] = "clip"
     """How an advantage becomes a loss: PPO's clipped ratio; a capped weight (CISPO); the ratio of whole sequences
@@ -57,38 +57,38 @@ class SurrogateConfig(AlgorithmConfig):
     clip: Positive = 0.2
     """ε of the clipped surrogate objective."""
     clip_high: Positive | None = None
-    """ε above 1, for tokens that become likelier (clip-higher); null: as `clip`."""
+    """ε above 1, for tokens that become more likely (clip-higher); null: the value of `clip`."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False), NUMBER] | None = 3.0
-    """Largest ratio that counts where the advantage is negative (dual clip); null: no bound."""
+    """Largest effective ratio where the advantage is negative (dual clip); null: no bound."""
     mirror_coef: Positive = 0.1
-    """τ of `opmd`: what it costs to move a sequence's log-probability."""
+    """τ of `opmd`: cost of changing a sequence's log-probability."""
     mean: Literal["tokens", "sequences", "constant"] = "tokens"
-    """What losses are means over: all tokens alike; sequences, each a mean over its tokens; sequences, each a sum over
-    its tokens divided by `mean_tokens`."""
+    """What losses average over: all tokens; sequences, each the mean over its tokens; sequences, each the sum over its
+    tokens divided by `mean_tokens`."""
     mean_tokens: Count = 1024
-    """What `mean: constant` divides a sequence's sum by."""
+    """Divisor of a sequence's sum with `mean: constant`."""
     kl_coef: NonNegative = 0.01
     """β of the per-token KL penalty towards the base model; with 0 the base model is not loaded."""
     kl: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL divergence at a token: the log-ratio, half its square, or the one that is never negative."""
     kl_in: Literal["reward", "loss"] = "reward"
-    """Where the KL penalty counts: in the reward after each token, or in the loss."""
+    """Whether the KL penalty is part of the reward after each token, or of the loss."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     outlier_bound: Positive | None = 10.0
-    """Rewards are brought within so many times the median distance from the batch's median reward; null: no bound."""
+    """Bound on a reward's distance from the batch's median, as a multiple of the median distance; null: no bound."""
     normalize_rewards: Flag = False
-    """Rewards are divided by their running standard deviation, so that `kl_coef` means the same whatever their size."""
+    """Divide rewards by their running standard deviation, so that `kl_coef` does not depend on their scale."""
     importance: Literal["token", "sequence"] = "token"
-    """What has an importance weight of its own, from the sampler's policy to the trainer's."""
+    """Whether tokens or whole sequences have importance weights, from the sampler's policy to the trainer's."""
     importance_cap: Positive = 2.0
     """Upper bound of importance weights."""
     importance_floor: NonNegative = 0.0
     """Lower bound of importance weights."""
     importance_outside: Literal["truncate", "mask"] = "truncate"
-    """What happens to weights outside of their bounds: they are brought within, or their tokens are left out."""
+    """Whether weights outside their bounds are truncated, or their tokens are left out."""
     geometric_mask: Bounds | None = None
-    """Leave out sequences whose geometric mean of token weights is outside of these two numbers; null: none."""
+    """Leave out sequences whose geometric mean of token weights is outside these two numbers; null: none."""
 
     @property
     def loads_base(self) -> bool:
@@ -108,6 +108,6 @@ class SurrogateConfig(AlgorithmConfig):
 
 
 def require_ascending(key: str, bounds: Bounds | None) -> None:
-    """Raise ValueError when the lower bound does not come first."""
+    """Raise ValueError unless the lower bound comes first."""
     if bounds is not None and bounds[0] >= bounds[1]:
         raise ValueError(f"{key}={list(bounds)}: the lower bound comes first; swap them")

@@ -1,4 +1,4 @@
-"""Settings of the algorithms that learn from a teacher's opinion of each token."""
+"""Settings of the algorithms in which a teacher scores each token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Wording = Annotated[str, Field(pattern=r"^[^{}]*\{text\}[^{}]*$", max_length=200
 
 
 class TaughtConfig(SurrogateConfig):
-    """What they share."""
+    """Common settings of these algorithms."""
 
     advantage_bound: Positive = 2.0
-    """c: the teacher moves no token by more than this, in nats."""
+    """c: bound on a token's advantage from the teacher, in nats."""
     mean: Literal["tokens"] = "tokens"
-    """What losses are means over: all tokens that the teacher teaches."""
+    """What losses average over: all tokens that the teacher scores."""
 
     def check_in_use(self, key: str) -> None:
         for name in ("outlier_bound", "normalize_rewards"):
@@ -28,33 +28,33 @@ class TaughtConfig(SurrogateConfig):
 
 
 class HintConfig(TaughtConfig):
-    """Words as a teacher: the policy that has read what was said of a reply teaches the one that has not."""
+    """Words as a teacher: the policy with words about a reply in its prompt teaches the policy without them."""
 
     learns_from: ClassVar[frozenset[str]] = frozenset({"comment", "correction"})
 
     comment: Wording | None = "An earlier answer to the conversation below got this feedback: {text}"
-    """What the teacher reads of a comment, with {text} in its place; null: comments are not used."""
+    """The teacher's text for a comment, which replaces {text}; null: comments are not used."""
     correction: Wording | None = "This would have been a right answer to the conversation below: {text}"
-    """What the teacher reads of a correction; null: corrections are not used."""
+    """The teacher's text for a correction; null: corrections are not used."""
     next_message: Wording | None = "To an earlier answer to the conversation below the user replied: {text}"
-    """What the teacher reads of the user's next message in the same conversation; null: next messages are not used."""
+    """The teacher's text for the user's next message in the same conversation; null: next messages are not used."""
     top_k: Annotated[int, Field(ge=0, strict=True)] = 20
-    """Learn the teacher's distribution over so many of its likeliest tokens and all others as one class, instead of the
-    sampled token's advantage; 0: the sampled token alone."""
+    """Number of the teacher's most likely tokens whose distribution is learned, with all others as one class; 0: learn
+    from the sampled token's advantage instead."""
     teacher: Literal["live", "average", "version"] = "average"
-    """Who reads the words: the policy that the batch begins with; a running average of its weights; the policy of the
-    version that was published last. Under ZeRO 3 only the first."""
+    """The policy that reads the words: the one at the start of the batch; a running average of its weights; that of the
+    last published version. Under ZeRO 3 only the first."""
     teacher_decay: Annotated[float, Field(gt=0, le=1), NUMBER] = 0.999
-    """What an update leaves of the average; 1: all: the teacher stays the policy with which the trainer began."""
+    """Weight of the old average in each update; 1: the teacher stays the policy that the trainer started with."""
     kl_coef: NonNegative = 0.0
     """β of the per-token KL penalty towards the base model; with 0 the base model is not loaded."""
     max_hint_tokens: Count = 512
-    """Tokens of all words of one turn together; what is longer is cut."""
+    """Maximum number of tokens of all words about one turn; longer texts are truncated."""
     least_effect: NonNegative = 0.01
-    """Words that change a turn's tokens by less than this, as a mean in nats, are left out."""
+    """Leave out words whose mean effect on a turn's tokens is below this, in nats."""
     neutral_reward: Finite | Literal["auto"] | None = "auto"
-    """Words are left out where the teacher finds a turn with a reward above this less likely, or one with a reward
-    below it likelier; auto: by the mean and the range of the rewards seen; null: never."""
+    """Leave out words if the teacher makes a turn with a reward above this less likely, or one with a reward below it
+    more likely; auto: by the mean and the range of recent rewards; null: never."""
 
     @property
     def learned(self) -> frozenset[str]:
@@ -76,22 +76,22 @@ class HintConfig(TaughtConfig):
 
 
 class DistillConfig(TaughtConfig):
-    """Distillation on the policy's own samples (Agarwal et al. 2024): another model says how likely each token is."""
+    """Distillation on the policy's own samples (Agarwal et al. 2024): another model scores each token."""
 
     learns_from: ClassVar[frozenset[str]] = RewardSignals | {"comment", "correction", "preferred_over"}
 
     path: str | None = None
-    """The teacher's folder: it is loaded beside the policy."""
+    """The teacher's folder, which is loaded next to the policy."""
     url: str | None = None
-    """Instead of a folder: the teacher's server, without /v1; it must give prompt_logprobs, as vLLM does."""
+    """Instead of a folder: the teacher's server, without /v1; it must return prompt_logprobs, as vLLM does."""
     model: str | None = None
     """The teacher's name at its server; null: the first one that the server lists."""
     key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    """The environment variable with the server's key; null: it wants none."""
+    """Environment variable with the server's key; null: the server needs none."""
     timeout_s: Positive = 60.0
-    """How long one answer of the server may take; then it is asked again."""
+    """Time limit of one request to the server, after which it is repeated."""
     requests_in_flight: Count = 8
-    """Requests that the server is sent at once."""
+    """Number of concurrent requests to the server."""
 
     def check_in_use(self, key: str) -> None:
         super().check_in_use(key)
@@ -104,7 +104,7 @@ class DistillConfig(TaughtConfig):
 
 
 def _is_address(url: str) -> bool:
-    """Whether it says how to speak to which server."""
+    """Whether it names a scheme and a server."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -1,4 +1,4 @@
-"""Section `trainer`: the service that learns."""
+"""Section `trainer`: the service that trains."""
 
 from __future__ import annotations
 
@@ -32,84 +32,84 @@ _WITH_ADVANTAGES = [
     name
     for name, kind in ALGORITHMS.items()
     if issubclass(kind, SurrogateConfig) and not issubclass(kind, TaughtConfig)
-]  # of rewards
+]  # from rewards
 
 
 class TrainerConfig(Section):
-    """The service that learns."""
+    """The service that trains."""
 
     name: Name = "trainer"
-    """The owner of leases and state; a restarted trainer of this name continues from its own."""
+    """Owner of leases and saved state; a restarted trainer with this name continues from its own state."""
     algorithm: str = "ppo"
-    """The algorithm; auto: those that learn from what is said. docs/algorithms/index.md says which one when."""
+    """The algorithm; auto: chosen by the signals that callers send. See docs/algorithms/index.md."""
     algorithms: dict[str, NonNegative] = Field(default_factory=dict)
     """Several algorithms instead of one, with the weights of their losses: {reinforce_pp: 1.0, sft: 0.2}."""
     batch_size: Count = 64
     """Rows in one update."""
     batch_timeout_s: Positive | None = None
-    """Claim a smaller batch when the trainer has waited beside READY rows this long; null: always wait for a whole one.
-    The time begins anew after each batch and each start."""
+    """Claim a smaller batch after READY rows have waited this long; null: always wait for a full batch. The time starts
+    again after each batch and each start."""
     max_share_per_key: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
-    """Largest share of a batch, of its rows and of each algorithm's gradient, that comes of what one key has said, so
-    that no single key steers the model; 1: all. Of the gradient each of n keys in a batch may have 1/n."""
+    """Largest share of a batch, in rows and in each algorithm's gradient, that comes from the signals of one key, so
+    that no key steers the model alone; 1: no limit. Of the gradient, each of n keys in a batch may have 1/n."""
     center_keys: Flag = False
-    """Rewards are compared with what their key gives otherwise, so that a strict key and a mild one say the same of the
-    same reply, and one that always gives the same says nothing. For algorithms with advantages."""
+    """Compare rewards with the mean reward of their key, so that a strict and a lenient key agree about the same reply,
+    and a key that always gives the same reward has no effect. For algorithms with advantages."""
     max_trajectory_rows: Count = 1000
-    """Rows of one run or conversation that are claimed together, though the batch grows over its size; of a longer one
-    the oldest come first, and each part is trained on apart."""
+    """Rows of one run or conversation that are claimed together, even if the batch exceeds its size. A longer one is
+    claimed in parts, oldest first, and each part is trained on separately."""
     max_staleness_versions: Count | None = None
-    """Discard rows sampled by a version further behind the newest one; null: none."""
+    """Discard rows that were sampled by a version further behind the newest one; null: none."""
     publish_every: Count = 1
     """Updates between two versions."""
     save_every: Count = 1
-    """Versions between two saved states. Rows stay leased until a state contains them; after a crash the versions since
-    the last state are withdrawn and their rows are trained on again."""
+    """Versions between two saved states. Rows stay leased until a state contains them; after a crash, the versions
+    since the last state are withdrawn, and their rows are trained on again."""
     ranks: Count = 1
     """Processes on this machine that train one model together: one for each GPU."""
     devices: Devices | None = None
-    """The GPUs that the trainer sees, by number; null: all of them."""
+    """GPUs that the trainer may use, by number; null: all."""
     rank_timeout_s: Positive = 600.0
-    """How long ranks wait for one another in a computation before the job ends; longer than the longest save."""
+    """How long ranks wait for each other in a computation before the job ends; must exceed the longest save."""
     epochs: Count = 2
     """Passes over each batch."""
     minibatches: Count = 2
-    """Optimizer steps in each pass; each takes about as many tokens."""
+    """Optimizer steps in each pass, with about equally many tokens each."""
     learning_rate: Positive | None = None
     """Learning rate of the policy; null: 1e-6, with `model.kind: lora` 1e-4. deepspeed.optimizer.params.lr overrides
     it."""
     warmup_updates: Annotated[int, Field(ge=0, strict=True)] = 0
-    """Updates at the beginning over which the learning rates rise to their values."""
+    """Number of first updates over which the learning rates rise to their values."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
-    """What forward and backward passes compute in; the optimizer's weights and moments are float32 either way. auto:
-    bf16 on a GPU that has it, else float32."""
+    """Precision of forward and backward passes; the optimizer's weights and moments are always float32. auto: bf16 on a
+    GPU that supports it, else float32."""
     gradient_checkpointing: Flag = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
+    """Recompute activations in the backward pass instead of storing them: less memory, about a third more time."""
     max_grad_norm: Positive = 1.0
-    """The gradients of the policy and of the critic are clipped to this norm, each by itself."""
+    """Maximum norm of the policy's and of the critic's gradient; each is clipped separately."""
     max_tokens_per_micro_batch: Count = 4096
-    """Token budget of one forward pass; a longer sequence goes alone."""
+    """Token budget of one forward pass; a longer sequence gets its own pass."""
     max_trajectory_tokens: Count | None = None
-    """A row of more tokens, prompt and reply together, is quarantined when it is claimed; null: of more than the
-    model's context."""
+    """Maximum number of tokens of a row, prompt and reply together; longer rows are quarantined when they are claimed.
+    null: the model's context."""
     poll_interval_s: Positive = 0.5
     """Seconds between two queries for ready rows."""
     min_free_disk_gb: NonNegative = 1.0
-    """Free space, GiB, that the next version and its state must leave on their disks; with less the trainer publishes
-    nothing, says so, and goes on when there is room again."""
+    """Free space, GiB, that must remain on the disks after the next version and its state; otherwise the trainer
+    reports it, and publishes nothing until there is space again."""
     lease_s: Positive = 600.0
     """How long a claimed batch stays leased without a heartbeat of its trainer."""
     cpu_threads: Count | None = None
-    """Threads of PyTorch on a CPU; null: all cores but one for each engine on this machine."""
+    """PyTorch threads on a CPU; null: all cores except one for each engine on this machine."""
     rehearse: Annotated[float, Field(ge=0, le=4), NUMBER] = 0.0
-    """Rows that were trained on and are added to each batch, as a share of its rows: with written answers (corrections,
-    demonstrations), which sft learns again, and with words, which hint does."""
+    """Rows of earlier batches to add to each batch, as a share of its rows: rows with written answers (corrections,
+    demonstrations), which sft learns again, and rows with words, which hint learns again."""
     seed: Annotated[int, Field(ge=0, strict=True)] = 0
     """Seed of the order of minibatches."""
     breaker: BreakerConfig = BreakerConfig()
-    """When training stops by itself."""
+    """Bounds at which training stops by itself."""
     watch: WatchConfig = WatchConfig()
-    """Where the figures of updates go."""
+    """Outputs for the figures of updates."""
     ppo: PPOConfig = PPOConfig()
     """Settings of PPO."""
     reinforce_pp: ReinforcePPConfig = ReinforcePPConfig()
@@ -135,11 +135,11 @@ class TrainerConfig(Section):
     distill: DistillConfig = DistillConfig()
     """Settings of distillation."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """Merged over our DeepSpeed configuration: any of its keys, e.g. zero_optimization: {stage: 2}."""
+    """Merged over our DeepSpeed configuration; any of its keys, e.g. zero_optimization: {stage: 2}."""
 
     @property
     def parts(self) -> dict[str, float]:
-        """The algorithms that are used, with their weights, all above 0; of `auto` all that may be chosen."""
+        """The algorithms in use with their weights above 0; for `auto`, all that may be chosen."""
         named = self.algorithms or (CHOICES if self.algorithm == AUTO else {self.algorithm: 1.0})
         return {name: weight for name, weight in named.items() if weight > 0}
 
@@ -154,7 +154,7 @@ class TrainerConfig(Section):
         return frozenset().union(*(self.settings_of(name).learned_again for name in self.parts))
 
     def settings_of(self, algorithm: str) -> AlgorithmConfig:
-        """The section of an algorithm."""
+        """Return the section of an algorithm."""
         section: AlgorithmConfig = getattr(self, algorithm)
         return section
 

@@ -1,4 +1,4 @@
-"""Section `versions`: how versions are stored in the shared folder, and how many of them stay there."""
+"""Section `versions`: how versions are stored in the shared folder, and how many are kept."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shared.config.base import Count, Flag, Positive, Section
 
 
 class VersionsConfig(Section):
-    """How versions are stored in the shared folder, and how many keep their files. The ledger's rows stay for ever."""
+    """How versions are stored in the shared folder, and how many keep their files. The ledger keeps all rows."""
 
     max_versions: Annotated[int, Field(ge=3, strict=True)] = 8
-    """Versions whose files are kept, version 0 among them. What serves, is tagged, in use or trained on is never
-    deleted, nor what a delta needs, so that there may be more."""
+    """Number of versions whose files are kept, including version 0. Versions that serve, are tagged, in use or trained
+    on are never deleted, nor are those that a delta needs, so there may be more."""
     max_gb: Positive | None = None
-    """GiB that the files of all versions may take; null: as many as max_versions need."""
+    """Maximum size of the files of all versions, GiB; null: no limit besides max_versions."""
     keep_states: Count = 3
-    """Saved states that a trainer keeps, its newest one among them, each as long as its version's files."""
+    """Saved states that a trainer keeps, including the newest, as long as the versions' files are kept."""
     delta: Flag = False
-    """Publish what changed since the version before, where that is less than a quarter of the bytes. Every engine must
-    then be one of `flywheel engine` with engine.staging_dir: another server loads whole versions only."""
+    """Publish the changes since the previous version if they are less than a quarter of the bytes. Every engine must
+    then be a `flywheel engine` with engine.staging_dir: other servers only load whole versions."""
     anchor_every: Count = 16
-    """Of so many versions in a row at least one is whole, though deltas are on."""
+    """Of so many consecutive versions, at least one is stored whole even with deltas."""

@@ -1,4 +1,4 @@
-"""Sections `trainer.breaker` and `trainer.watch`: when training stops by itself, and where its figures go."""
+"""Sections `trainer.breaker` and `trainer.watch`: when training stops by itself, and outputs for its figures."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ Share = Annotated[float, Field(gt=0, lt=1), NUMBER]
 
 
 class BreakerConfig(Section):
-    """Bounds on what an update measures. Beyond one, nothing is published until `flywheel trainer --resume`."""
+    """Bounds on the figures of an update. If one is crossed, nothing is published until `flywheel trainer --resume`."""
 
     change_of_update: Share | None = 0.52
-    """How much one update may change a token's probability: one less the square of the smaller over the larger, before
-    and after, as a mean over tokens; null: no bound, here and below."""
+    """Maximum change of tokens' probabilities by one update, as a mean over tokens: one minus the square of the smaller
+    over the larger of the probabilities before and after; null: no bound, here and below."""
     kl_of_update: Positive | None = 20.0
-    """How far one update may move the policy, nats for each token."""
+    """Maximum KL divergence of one update's policy from the one before, nats per token."""
     kl_to_base: Positive | None = 50.0
-    """How far the policy may be from the base model, nats for each token. It is measured where an algorithm loads the
-    base model: dpo, kto, and others with a kl_coef above 0. Elsewhere it is not watched."""
+    """Maximum KL divergence of the policy from the base model, nats per token. It is measured if an algorithm loads the
+    base model: dpo, kto, and others with a kl_coef above 0. Otherwise it is not checked."""
     min_entropy: Positive | None = 1e-6
     """Mean entropy of the policy's next token below which it has collapsed, nats."""
     max_entropy: Positive | None = 8.0
     """Mean entropy of the policy's next token above which it only guesses, nats."""
     policy_grad_norm: Positive | None = 1e4
-    """Norm of the policy's gradient before it is clipped."""
+    """Maximum norm of the policy's gradient before clipping."""
     critic_grad_norm: Positive | None = 1e6
-    """Norm of the critic's gradient before it is clipped."""
+    """Maximum norm of the critic's gradient before clipping."""
     logprob_gap: Positive | None = 1.0
-    """Mean distance between engine's and trainer's logprobs of rows that the same weights sampled, nats."""
+    """Maximum mean distance between engine's and trainer's logprobs of rows sampled by the same weights, nats."""
     outside_cut: Share | None = 0.1
-    """Share of these tokens that the trainer finds outside of what top-p, top-k or min-p let the engine sample."""
+    """Maximum share of these tokens that are, for the trainer, outside what top-p, top-k or min-p allow to sample."""
     reward_drop: Positive | None = 1.5
-    """How far the mean reward of the last versions may be below that of those before, in standard deviations over both;
-    2 is the most there can be."""
+    """Maximum drop of the mean reward from earlier to the last versions, in standard deviations over both; the largest
+    possible value is 2."""
     reward_versions: Count = 8
-    """How many versions' rewards each of the two means is taken over."""
+    """Number of versions in each of the two means."""
     reward_rows: Count = 64
     """Rewards that each of the two means needs before they are compared."""
 
@@ -53,21 +53,21 @@ class BreakerConfig(Section):
 
 
 class WatchConfig(Section):
-    """Where the trainer's figures go, besides the log: one record for each update."""
+    """Outputs for the trainer's figures besides the log: one record for each update."""
 
     jsonl: Flag = True
     """Append each record to figures.jsonl in the trainer's folder."""
     jsonl_mb: Positive = 64.0
-    """Size, MB, at which the file is renamed to figures.1.jsonl; the one of that name before is deleted."""
+    """Size, MB, at which the file is renamed to figures.1.jsonl, which replaces the previous one."""
     port: Port | None = None
     """Port of the trainer's own Prometheus endpoint; null: none."""
     host: str = "127.0.0.1"
-    """Address of that endpoint. It shows figures to anyone who reaches it, and no text of a prompt."""
+    """Address of that endpoint. It shows figures to anyone who can reach it, but no prompt text."""
     tensorboard: Flag = False
     """Write event files to tensorboard/ in the trainer's folder; needs the package tensorboard."""
     wandb: str | None = None
-    """Project of Weights & Biases that figures are sent to; needs the package wandb. null: none."""
+    """Project of Weights & Biases for the figures; needs the package wandb. null: none."""
     mlflow: str | None = None
-    """Tracking URI of MLflow that figures are sent to; needs the package mlflow or mlflow-skinny. null: none."""
+    """Tracking URI of MLflow for the figures; needs the package mlflow or mlflow-skinny. null: none."""
     timeout_s: NonNegative = 5.0
-    """How long an orderly end waits for figures that are still to be sent."""
+    """How long a regular shutdown waits for figures that are not sent yet."""

@@ -1,4 +1,4 @@
-"""The whole file: the settings of all processes, and one section for each."""
+"""The whole file: settings of all processes, and one section for each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Config(Section):
     database_url: str | None = Field(default=None, repr=False)
     """The ledger; null: SQLite in root_dir; postgresql://user:pw@host/db"""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """How much is logged."""
+    """Minimum level of log messages."""
     model: ModelConfig
     explorer: ExplorerConfig = ExplorerConfig()
     engine: EngineConfig = EngineConfig()
@@ -83,7 +83,7 @@ class Config(Section):
 
 
 def check_database_url(setting: str, url: str) -> None:
-    """Raise ValueError for what is no address of a database. It is not shown: a password may be in it."""
+    """Raise ValueError for a URL that is no database. The message omits the URL, which may contain a password."""
     if not url.startswith(_SCHEMES):
         raise ValueError(f"{setting}: write postgresql://user:pw@host/db or sqlite:///FILE")
     if not url.startswith("sqlite:") and not _is_whole(url):
@@ -94,18 +94,18 @@ def check_database_url(setting: str, url: str) -> None:
 
 
 def sqlite_url(file: Path) -> str:
-    """SQLAlchemy's URL of a file, whatever its name has in it."""
+    """Return SQLAlchemy's URL of a file with any name."""
     return f"sqlite:///{str(file).replace('%', '%25').replace('?', '%3F')}"
 
 
 def agreed_settings(config: Config) -> dict[str, Any]:
-    """The settings in which all explorers of a ledger must agree, by their keys: what a chat and a reward mean."""
+    """Return the settings in which all explorers of a ledger must agree, by key: what a chat and a reward mean."""
     dumped = config.model_dump(mode="json", include={"model": {"name", "kind"}, "engine": {"dtype"}, "reward": True})
     return {f"{section}.{key}": value for section, keys in dumped.items() for key, value in keys.items()}
 
 
 def _is_whole(url: str) -> bool:
-    """Whether a database's URL has a host and a port that is a number, or says in its query where the server is."""
+    """Whether a database's URL has a host and a numeric port, or names the server in its query."""
     try:
         parts = urlsplit(url)
         return parts.port != 0 and bool(parts.hostname or "host=" in parts.query or not parts.netloc)
@@ -114,7 +114,7 @@ def _is_whole(url: str) -> bool:
 
 
 def ledger_url(url: str) -> str:
-    """A database's URL in SQLAlchemy's form: psycopg is the driver for PostgreSQL."""
+    """Return a database's URL in SQLAlchemy's form: psycopg is the driver for PostgreSQL."""
     for prefix in ("postgresql://", "postgres://"):
         if url.startswith(prefix):
             return "postgresql+psycopg://" + url.removeprefix(prefix)

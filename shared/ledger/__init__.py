@@ -1,1 +1,1 @@
-"""The ledger: one SQL database that says what is true. Tables, every transition between them, and the reads."""
+"""The ledger: one SQL database, which holds the state of the system. Tables, all transitions, and all queries."""

@@ -1,4 +1,4 @@
-"""The conditions by which queries and transitions find rows."""
+"""Conditions that queries and transitions use to find rows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from shared.experience import State, TrajectoryKey
 from shared.ledger.tables import experiences
 
 AnyRow = Row[*tuple[Any, ...]]
-UNGROUPED = ""  # in the place of a group's name
-MAX_PARAMETERS = 1000  # values in one IN list
-_TRAJECTORIES = 50  # in one condition
+UNGROUPED = ""  # in place of a group's name
+MAX_PARAMETERS = 1000  # maximum number of values in one IN list
+_TRAJECTORIES = 50  # maximum number in one condition
 
 
 def in_parts(column: Column[Any], values: Sequence[Any]) -> Iterator[ColumnElement[bool]]:
-    """Conditions that together say `column IN values`, each with at most MAX_PARAMETERS of them."""
+    """Yield conditions that together mean `column IN values`, each with at most MAX_PARAMETERS values."""
     for start in range(0, len(values), MAX_PARAMETERS):
         yield column.in_(values[start : start + MAX_PARAMETERS])
 
 
 def split_name(name: str) -> tuple[str, int | None]:
-    """The message and the choice that a caller names: ID is all choices of a message, None; ID#CHOICE is one."""
+    """Split a caller's name into message and choice: ID is all choices of a message (None); ID#CHOICE is one."""
     msg_id, mark, index = name.rpartition("#")
     if mark and index.isascii() and index.isdigit() and len(index) < 10:
         return msg_id, int(index)
@@ -31,7 +31,7 @@ def split_name(name: str) -> tuple[str, int | None]:
 
 
 def in_scope(task_id: str | None, run_id: str | None) -> ColumnElement[bool]:
-    """The rows of a task and a run; None: of all tasks or runs."""
+    """Rows of a task and a run; None: of all tasks or runs."""
     conditions: list[ColumnElement[bool]] = [experiences.c.id.is_not(None)]
     if task_id is not None:
         conditions.append(experiences.c.task_id == task_id)
@@ -41,7 +41,7 @@ def in_scope(task_id: str | None, run_id: str | None) -> ColumnElement[bool]:
 
 
 def in_group(key_group: str | None, rows: FromClause = experiences) -> ColumnElement[bool]:
-    """The rows that a key reaches: those of its group; UNGROUPED: those of keys without a group; None: all."""
+    """Rows that a key reaches: those of its group; UNGROUPED: those of keys without a group; None: all."""
     if key_group is None:
         return true()
     return rows.c.key_group.is_(None) if key_group == UNGROUPED else rows.c.key_group == key_group
@@ -53,7 +53,7 @@ def names_a_run(rows: FromClause = experiences) -> ColumnElement[bool]:
 
 
 def in_trajectories(keys: Collection[TrajectoryKey]) -> Iterator[ColumnElement[bool]]:
-    """Conditions that together find the rows of these trajectories; none for a row that stands alone."""
+    """Yield conditions that together find the rows of these trajectories; none for a row without a trajectory."""
     found: list[ColumnElement[bool]] = []
     for key in keys:
         if len(key) > 1:
@@ -68,22 +68,22 @@ def in_trajectories(keys: Collection[TrajectoryKey]) -> Iterator[ColumnElement[b
 
 
 def is_in(state: Column[str], name: str) -> ColumnElement[bool]:
-    """Whether a row is in a state; for rows that are looked up by their id, batch or conversation.
+    """Whether a row is in a state; for rows that are found by id, batch or conversation.
 
-    The coalesce() excludes PostgreSQL's partial index of that state: while a snapshot is open, that index contains
-    every row that was in the state since.
+    The coalesce() excludes PostgreSQL's partial index on that state: while a snapshot is open, that index contains
+    every row that has been in the state since.
     """
     return func.coalesce(state, "") == name
 
 
 def is_ready(after_id: int = 0) -> list[ColumnElement[bool]]:
-    """Rows that wait for a trainer, recorded after this one."""
+    """Rows that wait for a trainer, recorded after this row."""
     ready: list[ColumnElement[bool]] = [experiences.c.state == State.READY]
     return [*ready, experiences.c.id > after_id] if after_id else ready
 
 
 def is_done(before: float | None = None) -> list[ColumnElement[bool]]:
-    """Rows that are discarded or trained on, and on all that was said, recorded before this moment (Unix seconds)."""
+    """Rows that are discarded, or trained on with all their signals, recorded before this time (Unix seconds)."""
     trained = and_(experiences.c.state == State.CONSUMED, experiences.c.teaches == 0)
     done = or_(experiences.c.state == State.DISCARDED, trained)
     return [done] if before is None else [done, experiences.c.created_at < before]

@@ -1,8 +1,8 @@
-"""Opening the ledger: SQLite or PostgreSQL, durable, with errors that say what to do.
+"""Opens the ledger: SQLite or PostgreSQL, durable, with errors that name a remedy.
 
-Owns every connection and every transaction; how a connection is made is in driver.py. On SQLite a writing transaction
-begins with BEGIN IMMEDIATE, so that two writers queue instead of failing half-way. Nobody else writes then, and
-SQLAlchemy leaves FOR UPDATE out.
+Owns every connection and every transaction; driver.py makes the connections. On SQLite, a write transaction begins with
+BEGIN IMMEDIATE, so that two writers queue instead of failing half-way. It locks the database, and SQLAlchemy omits FOR
+UPDATE there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.ledger.driver import OPERATOR, Patience, make_engine, require_same_f
 from shared.ledger.migrate import bring_to_head, schema_version
 
 T = TypeVar("T")
-_IDLE_S = 2.0  # after a longer pause a dedicated connection may have lost its server
+_IDLE_S = 2.0  # after a longer pause, a dedicated connection may have lost its server
 _DATABASE_ERRORS = (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError)
 _REMEDIES = (
     ("disk is full", "free space there"),
@@ -36,9 +36,9 @@ _REMEDIES = (
 
 
 class Ledger:
-    """A database with our tables. `read()` and `write()` give a connection in a transaction.
+    """A database with our tables. `read()` and `write()` open a transaction and return its connection.
 
-    Blocking: call it from a thread where an event loop runs.
+    Blocking: call it from a thread if an event loop is running.
     """
 
     def __init__(self, engine: Engine, shown_url: str) -> None:
@@ -48,10 +48,10 @@ class Ledger:
 
     @classmethod
     def open(cls, url: str, patience: Patience = OPERATOR, *, create: bool = True) -> Ledger:
-        """Connect and migrate the schema to this version. Raises LedgerError when the database cannot be used.
+        """Connect, and migrate the schema to this version. Raises LedgerError if the database cannot be used.
 
-        patience: how long to wait for the database from then on; a migration takes as long as it takes.
-        create: make the ledger where there is none; otherwise its absence is an error.
+        patience: time limits of later statements; a migration has no limit.
+        create: create the ledger if there is none; otherwise a missing ledger is an error.
         """
         parsed = make_url(url)
         shown_url = parsed.render_as_string(hide_password=True)
@@ -74,9 +74,9 @@ class Ledger:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A read-only transaction: one consistent snapshot."""
+        """Open a read-only transaction with one consistent snapshot."""
         with self._as_ledger_error(), self._engine.connect() as connection:
-            if not self.is_sqlite:  # whose default is a snapshot for each statement
+            if not self.is_sqlite:  # SQLite's default is such a snapshot
                 connection.execution_options(isolation_level="REPEATABLE READ")
             with self._transaction(connection, "DEFERRED"):
                 yield connection
@@ -88,23 +88,23 @@ class Ledger:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A writing transaction: durable when the block ends, undone when it raises."""
+        """Open a write transaction: durable when the block ends, rolled back when it raises."""
         with self._as_ledger_error(), self._engine.connect() as connection, self._transaction(connection, "IMMEDIATE"):
             yield connection
 
     @contextmanager
     def _transaction(self, connection: Connection, mode: str) -> Iterator[None]:
-        """The one place where a transaction begins and ends."""
+        """Begin and end a transaction. All transactions pass through here."""
         if self.is_sqlite:
             require_same_file(connection)
         with connection.begin():
             if self.is_sqlite:
-                connection.exec_driver_sql(f"BEGIN {mode}")  # the driver is in autocommit and begins nothing itself
+                connection.exec_driver_sql(f"BEGIN {mode}")  # the driver is in autocommit mode and does not begin one
             yield
 
     @contextmanager
     def _as_ledger_error(self) -> Iterator[None]:
-        """Raise the database's errors as LedgerError, with cause and remedy; IntegrityError passes as it is."""
+        """Convert the database's errors to LedgerError, with cause and remedy, except IntegrityError."""
         try:
             yield
         except exc.IntegrityError:
@@ -115,7 +115,7 @@ class Ledger:
             raise LedgerError(f"the database {self.shown_url} is unavailable or refuses ({cause}); {remedy}") from error
 
     def empty_log(self) -> bool:
-        """Write SQLite's write-ahead log into the database and empty it; False when another process prevents it."""
+        """Checkpoint SQLite's write-ahead log and truncate it. Returns False if another process prevents it."""
         if not self.is_sqlite:
             return True
         with self._as_ledger_error(), self._engine.connect() as connection:
@@ -127,7 +127,7 @@ class Ledger:
 
 
 class DedicatedConnection:
-    """A connection that stays out of the pool between transactions, for one thread that uses it all the time."""
+    """A connection that stays outside the pool between transactions; for one thread at a time."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -135,20 +135,20 @@ class DedicatedConnection:
         self._used_at = 0.0  # time.monotonic()
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in a writing transaction: durable when this returns, undone when it raises."""
+        """Run `work` in a write transaction: durable when this returns, rolled back when it raises."""
         ledger = self._ledger
         with ledger._as_ledger_error(), self as connection, ledger._transaction(connection, "IMMEDIATE"):
             return work(connection)
 
     def fetch_one(self, statement: str) -> Sequence[Any] | None:
-        """The first row of a query without parameters, or None."""
+        """Return the first row of a query without parameters, or None."""
         ledger = self._ledger
         with ledger._as_ledger_error(), self as connection, ledger._transaction(connection, "DEFERRED"):
             return connection.exec_driver_sql(statement).first()
 
     def __enter__(self) -> Connection:
         if not self._ledger.is_sqlite and time.monotonic() - self._used_at > _IDLE_S:
-            self.close()  # the pool tests a connection before it gives it out again
+            self.close()  # the pool tests a connection before it is used again
         if self._connection is None:
             self._connection = self._ledger._engine.connect()
         return self._connection
@@ -167,7 +167,7 @@ class DedicatedConnection:
 
 
 def copy_rows(connection: Connection, statement: str, rows: Iterable[Sequence[Any]]) -> None:
-    """PostgreSQL's COPY ... FROM STDIN, which SQLAlchemy does not offer. Raises SQLAlchemy's errors."""
+    """Run PostgreSQL's COPY ... FROM STDIN, which SQLAlchemy does not support. Raises SQLAlchemy's errors."""
     driver: Any = connection.connection.dbapi_connection
     driver_error = connection.dialect.loaded_dbapi.Error
     try:
@@ -176,7 +176,7 @@ def copy_rows(connection: Connection, statement: str, rows: Iterable[Sequence[An
                 copy.write_row(row)
     except driver_error as error:
         if driver.closed:
-            connection.invalidate(error)  # the rollback would fail
+            connection.invalidate(error)  # a rollback would fail
         raise exc.DBAPIError.instance(statement, None, error, driver_error, dialect=connection.dialect) from error
 
 
@@ -186,29 +186,29 @@ def insert_into(connection: Connection, table: Table) -> Any:
 
 
 def wait_no_more(connection: Connection) -> None:
-    """From here to its end this transaction hardly waits for another's locks (PostgreSQL; SQLite has all by now)."""
+    """Limit this transaction's further waits for locks to a minimum (PostgreSQL; on SQLite it has all locks)."""
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("SET LOCAL lock_timeout = '50ms'")
 
 
 def plan_by_values(connection: Connection) -> None:
-    """For statements of very many values: PostgreSQL plans each for its own, and not one for all by rough guesses.
+    """Make PostgreSQL plan statements with very many values for these values, and not once for all by rough estimates.
 
-    The plan for all may compare every row of the table with every value.
+    A generic plan may compare every row of the table with every value.
     """
     if connection.dialect.name == "postgresql":
         connection.exec_driver_sql("SET LOCAL plan_cache_mode = force_custom_plan")
 
 
 def database_time(connection: Connection) -> float:
-    """Now, Unix seconds, by the clock that all who share the ledger see: PostgreSQL's own. (SQLite is on one host.)"""
+    """Return Unix seconds by the clock that all users of the ledger share: PostgreSQL's, or that of SQLite's host."""
     if connection.dialect.name != "postgresql":
         return time.time()
     return float(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())::float8").scalar_one())
 
 
 def placeholder(connection: Connection) -> str:
-    """What a driver's statement has in the place of a parameter."""
+    """Return the driver's placeholder for a parameter."""
     return "?" if connection.dialect.paramstyle == "qmark" else "%s"
 
 

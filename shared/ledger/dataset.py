@@ -1,7 +1,7 @@
 """The ledger as a dataset: one line for each recorded choice, in the chat format of Hugging Face datasets.
 
-Everything streams: memory does not grow with the ledger. Without tokens, rows that have no text (explorer.store_text:
-false, plain completions, erased rows) have no conversation to export and are counted apart.
+Everything is streamed: memory does not grow with the ledger. Without tokens, rows that have no text
+(explorer.store_text: false, plain completions, erased rows) have no conversation to export; they are only counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EXPORTED = [column for column in experiences.c if column.info.get("exported")]
 _SAMPLING = [experiences.c[field.name] for field in fields(Sampling)]
 _ARRAYS = [field.name for field in fields(Tokens)]
 _SIGNAL = [column.name for column in signals.c if column.name not in ("id", "msg_id", "choice")]
-PACKED = ("tools", "signals")  # JSON in Parquet
+PACKED = ("tools", "signals")  # stored as JSON in Parquet
 _MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")
 _ENCODE = msgspec.json.encode
 
@@ -41,10 +41,10 @@ def conversations(
     with_tokens: bool = False,
     tokenizer: str | None = None,
 ) -> Iterator[dict[str, Any] | None]:
-    """Each row as {messages, tools, and the exported columns}, oldest first; None for one without text.
+    """Yield each row as {messages, tools, and the exported columns}, oldest first; None for a row without text.
 
-    with_tokens: also {prompt_ids, reply_ids, logprobs, sampling, signals, tokenizer}; then a row without text has null
-    messages. tokenizer: the digest of what the token ids mean.
+    with_tokens: add {prompt_ids, reply_ids, logprobs, sampling, signals, tokenizer}; a row without text then has null
+    messages. tokenizer: digest of the tokenizer.
     """
     query = select(*_EXPORTED, *_SAMPLING, experiences.c.id, payloads.c.request, payloads.c.reply)
     query = query.outerjoin(payloads, payloads.c.experience_id == experiences.c.id).where(*where)
@@ -64,7 +64,7 @@ def conversations(
 
 
 def _requests(connection: Connection, rows: Sequence[Any]) -> dict[str, bytes]:
-    """The requests that are stored with another choice of the same message, by the message's id."""
+    """Return requests that are stored with another choice of the same message, by message id."""
     lacking = sorted({row.msg_id for row in rows if row.request is None and row.reply is not None})
     found: dict[str, bytes] = {}
     query = select(experiences.c.msg_id, payloads.c.request).join(payloads).where(payloads.c.request.is_not(None))
@@ -74,7 +74,7 @@ def _requests(connection: Connection, rows: Sequence[Any]) -> dict[str, bytes]:
 
 
 def _signals(connection: Connection, rows: Sequence[Any]) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """The signals about each row, oldest first."""
+    """Return the signals about each row, oldest first."""
     logs: dict[tuple[str, int], list[dict[str, Any]]] = {}
     query = select(signals).where(signals.c.msg_id.in_({row.msg_id for row in rows})).order_by(signals.c.id)
     for row in connection.execute(query):
@@ -89,7 +89,7 @@ def _tokens(row: Any, tokens: Tokens) -> dict[str, Any]:
 
 
 def _conversation(row: Any, of_message: bytes | None) -> dict[str, Any] | None:
-    """of_message: the request, where it is stored with another choice."""
+    """of_message: the request, if it is stored with another choice."""
     stored = row.request if row.request is not None else of_message
     if stored is None or row.reply is None:
         return None
@@ -107,14 +107,14 @@ def _about(row: Any) -> dict[str, Any]:
 
 
 def write_jsonl(rows: Iterable[dict[str, Any]], file: Path) -> None:
-    """One JSON object on each line; compressed when the name ends in .gz."""
+    """Write one JSON object on each line; compressed if the name ends in .gz."""
     with gzip.open(file, "wb") if file.suffix == ".gz" else file.open("wb") as lines:
         for row in rows:
             lines.write(_ENCODE(row) + b"\n")
 
 
 def write_parquet(rows: Iterable[dict[str, Any]], file: Path) -> None:
-    """Parquet, with a row group for each chunk. Raises StartupError without pyarrow."""
+    """Write Parquet with a row group for each chunk. Raises StartupError without pyarrow."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -146,7 +146,7 @@ def write_parquet(rows: Iterable[dict[str, Any]], file: Path) -> None:
 
 
 def _flat(message: Any) -> dict[str, str | None]:
-    """A message whose values are texts: structured ones become JSON."""
+    """Convert a message's values to strings: structured ones become JSON."""
     if not isinstance(message, dict):
         return {"content": _as_text(message)}
     return {name: _as_text(message.get(name)) for name in _MESSAGE}
@@ -157,11 +157,11 @@ def _as_text(value: Any) -> str | None:
 
 
 def replace_whole(file: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a temporary file, then rename it: the file is whole and durable, or absent. Raises StartupError."""
+    """Write a temporary file and rename it: the file is complete and durable, or absent. Raises StartupError."""
     writers = {".jsonl": write_jsonl, ".gz": write_jsonl, ".parquet": write_parquet}
     if file.suffix not in writers or (file.suffix == ".gz" and not file.stem.endswith(".jsonl")):
         raise StartupError(f"{str(file)!r}: the name must end in .jsonl, .jsonl.gz or .parquet")
-    temporary = file.with_name(f".part-{process_name()}-{file.name}")  # another export of this name may be at work
+    temporary = file.with_name(f".part-{process_name()}-{file.name}")  # another export of this name may be running
     try:
         _remove_left_behind(file)
         writers[file.suffix](rows, temporary)
@@ -176,7 +176,7 @@ def replace_whole(file: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _remove_left_behind(file: Path) -> None:
-    """Delete temporary files of exports of this name that were killed."""
+    """Delete temporary files of killed exports of this name."""
     for left in file.parent.glob(f".part-*-{glob.escape(file.name)}"):
         owner = left.name.removeprefix(".part-").removesuffix(f"-{file.name}")
         if owner.count("-") == process_name().count("-") and is_gone(owner):

@@ -1,7 +1,7 @@
-"""How the database is reached: SQLAlchemy's engine for SQLite or PostgreSQL, whose connections wait only so long.
+"""SQLAlchemy's engine for SQLite or PostgreSQL, with time limits on its connections.
 
-SQLite runs with WAL and synchronous=FULL: a committed transaction survives a power cut. What was deleted is overwritten
-with zeros. A database file that was moved or deleted under a connection is noticed before the next transaction.
+SQLite runs with WAL and synchronous=FULL: a committed transaction survives a power cut. Deleted data is overwritten
+with zeros. Before each transaction, a connection checks that its database file was not moved or deleted.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine,
 from shared.ledger.failures import has_lost_its_file
 
 T = TypeVar("T")
-_FILE = "flywheel_file"  # of a connection's info: which file it opened
+_FILE = "flywheel_file"  # key in a connection's info: the file that it opened
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a process waits for its database, in seconds."""
+    """Time limits of a process for its database, in seconds."""
 
     connect_s: float
-    lock_s: float  # for another's lock: a row's in PostgreSQL, the database's in SQLite
-    answer_s: float | None  # for one statement (PostgreSQL); None: as long as it takes
-    idle_s: float  # PostgreSQL ends a transaction of ours that does nothing for so long
+    lock_s: float  # for a lock: of a row in PostgreSQL, of the database in SQLite
+    answer_s: float | None  # for one statement (PostgreSQL); None: no limit
+    idle_s: float  # idle time after which PostgreSQL ends a transaction
 
 
-OPERATOR = Patience(connect_s=10, lock_s=60, answer_s=None, idle_s=3600)  # commands and the trainer
+OPERATOR = Patience(connect_s=10, lock_s=60, answer_s=None, idle_s=3600)  # for commands and the trainer
 
 
 def answering_within(seconds: float) -> Patience:
-    """Of a process whose callers hear within so many seconds that the database does not answer."""
-    half = seconds / 2  # for a connection that does not answer, and then for a new one that does not either
+    """Return limits for a process that must tell its callers within this time that the database does not answer."""
+    half = seconds / 2  # for a connection that does not answer, and then for a new one
     return Patience(connect_s=half, lock_s=half * 3 / 4, answer_s=half, idle_s=60)
 
 
 def make_engine(url: URL, patience: Patience, *, create: bool) -> Engine:
-    """create: make SQLite's file if there is none; otherwise its absence is an error of the database."""
+    """create: create SQLite's file if there is none; otherwise a missing file is a database error."""
     if url.get_backend_name() == "sqlite":
         return _sqlite(url, patience, create)
     return _postgresql(url, patience)
@@ -70,8 +70,8 @@ def _sqlite(url: URL, patience: Patience, create: bool) -> Engine:
 
 
 def prepare_sqlite(connection: sqlite3.Connection, patience: Patience) -> None:
-    """Set a new connection up."""
-    connection.isolation_level = None  # Ledger gives BEGIN; the driver's own would be DEFERRED
+    """Configure a new connection."""
+    connection.isolation_level = None  # Ledger issues BEGIN; the driver's own would be DEFERRED
     for pragma in (
         "journal_mode=WAL",
         "synchronous=FULL",
@@ -83,9 +83,9 @@ def prepare_sqlite(connection: sqlite3.Connection, patience: Patience) -> None:
 
 
 def require_same_file(connection: Connection) -> None:
-    """Raise OperationalError when SQLite's file is not the one that this connection opened.
+    """Raise OperationalError if SQLite's file is not the one that this connection opened.
 
-    SQLite itself would go on writing to a file that nobody finds any more.
+    SQLite itself would continue to write to a file that no other process can find.
     """
     opened: _File | None = connection.info.get(_FILE)
     if opened is not None and opened.identity != _identity(opened.name):
@@ -102,16 +102,16 @@ class _File:
 
 
 def _identity(name: str) -> tuple[int, int]:
-    """Which file has this name now."""
+    """Return which file has this name now."""
     try:
-        about = os.stat(name)  # noqa: PTH116 — before every transaction: a Path costs several times as much
+        about = os.stat(name)  # noqa: PTH116 — called before every transaction; a Path is several times slower
     except OSError:
         return 0, 0
     return about.st_dev, about.st_ino
 
 
 def _reopen(context: ExceptionContext) -> None:
-    """A connection whose file failed is not used again."""
+    """Discard a connection whose file failed."""
     if has_lost_its_file(context.original_exception):
         context.is_disconnect = True
 
@@ -121,9 +121,9 @@ def _postgresql(url: URL, patience: Patience) -> Engine:
     if patience.answer_s is not None:
         milliseconds["statement_timeout"] = patience.answer_s
     options: dict[str, Any] = {
-        "client_encoding": "utf8",  # without it a server of SQL_ASCII gives bytes for text
-        "connect_timeout": max(2, round(patience.connect_s)),  # libpq takes 1 for 2
-        "tcp_user_timeout": round(1000 * patience.connect_s),  # milliseconds until what was sent is acknowledged
+        "client_encoding": "utf8",  # without it, a server with SQL_ASCII returns bytes for text
+        "connect_timeout": max(2, round(patience.connect_s)),  # libpq treats 1 as 2
+        "tcp_user_timeout": round(1000 * patience.connect_s),  # milliseconds until sent data must be acknowledged
         "keepalives_idle": 5,
         "keepalives_interval": 2,
         "keepalives_count": 3,
@@ -148,20 +148,20 @@ def _postgresql(url: URL, patience: Patience) -> Engine:
 
 
 class _ImpatientConnection(psycopg.Connection[Any]):
-    """A connection that is given up when the server does not answer in time.
+    """A connection that is closed if the server does not answer in time.
 
-    The server's own timeouts are of no help where it is frozen, and TCP notices nothing: the kernel still answers.
+    The server's own timeouts do not help if it is frozen, and TCP does not detect that: the kernel still responds.
     """
 
     answer_s: float | None = None
 
     def wait(self, gen: PQGen[T], interval: float = 0.1, timeout: float | None = None) -> T:
-        """As psycopg's. Raises psycopg.OperationalError, with the connection closed, after `answer_s`."""
+        """Like psycopg's. After `answer_s`, closes the connection and raises psycopg.OperationalError."""
         limit = self.answer_s if timeout is None else timeout
         try:
             return super().wait(gen, interval, limit)
         except psycopg.OperationalError as error:
             if self.pgconn.transaction_status != psycopg.pq.TransactionStatus.ACTIVE:
                 raise
-            self.close()  # it is in the middle of an exchange, so nothing else can be asked on it
+            self.close()  # in the middle of an exchange, it cannot be used again
             raise psycopg.OperationalError(f"the server did not answer within {limit:g} s") from error

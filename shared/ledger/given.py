@@ -1,6 +1,6 @@
-"""Rows of a file that `flywheel export` or someone else wrote: read one by one, and checked before anything uses them.
+"""Reads rows of a file that `flywheel export` or other software wrote, and checks each before use.
 
-Whatever a caller may not send is no row here either: the ledger and the trainer rely on it.
+Rows must meet the same conditions as data of callers, because the ledger and the trainer rely on them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shared.reward import Kind, Scope, Signal
 _NAMES = ("msg_id", "task_id", "run_id", "parent_id", "conversation_id", "key_name", "key_group", "finish_reason")
 _LARGEST = {"choice": 10**9 - 1, "version": 2**31 - 1}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-UNUSABLE = (CorruptTokens, AttributeError, KeyError, TypeError, ValueError, OverflowError)  # what a bad row raises
+UNUSABLE = (CorruptTokens, AttributeError, KeyError, TypeError, ValueError, OverflowError)  # errors of a bad row
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file. Raises StartupError, naming the line."""
+    """Yield the rows of a file. Raises StartupError with the line."""
     try:
         yield from _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
     except (EOFError, zlib.error) as exc:
@@ -85,14 +85,14 @@ def _unflat(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(content: Any) -> Any:
-    """A message's parts, where its content is JSON of such; any other content as it is."""
+    """Return a message's parts if its content is JSON of parts; any other content unchanged."""
     found = _decoded(content) if isinstance(content, str) and content.startswith("[{") else None
     is_parts = isinstance(found, list) and all(isinstance(part, dict) and "type" in part for part in found)
     return found if is_parts else content
 
 
 def _decoded(value: Any) -> Any:
-    """What a text of JSON says; any other value as it is."""
+    """Decode a JSON string; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -102,7 +102,7 @@ def _decoded(value: Any) -> Any:
 
 
 def names_of(row: dict[str, Any]) -> dict[str, str | None]:
-    """The row's names, as text; integers are taken as their digits. Raises ValueError."""
+    """Return the row's names as text; integers become their digits. Raises ValueError."""
     return {name: _text(name, row.get(name), experiences.c[name].type.length) for name in _NAMES}  # type: ignore[attr-defined]
 
 
@@ -116,7 +116,7 @@ def _text(name: str, value: Any, most: int) -> str | None:
 
 
 def number_of(row: dict[str, Any], name: str) -> int:
-    """The row's choice or version; 0 where it has none. Raises ValueError."""
+    """Return the row's choice or version; 0 if it has none. Raises ValueError."""
     value = row.get(name)
     if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST[name]):
         raise ValueError(f"{name} is no number of a {name}")
@@ -124,7 +124,7 @@ def number_of(row: dict[str, Any], name: str) -> int:
 
 
 def time_of(row: dict[str, Any], default: float) -> float:
-    """When it was sampled, Unix seconds. Raises ValueError."""
+    """Return when the row was sampled, Unix seconds. Raises ValueError."""
     value = row.get("created_at")
     return default if value is None else _finite(value, "created_at is no time in Unix seconds")
 
@@ -136,7 +136,7 @@ def _finite(value: Any, complaint: str) -> float:
 
 
 def conversation_of(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """The row's messages and tools. Raises ValueError."""
+    """Return the row's messages and tools. Raises ValueError."""
     messages, tools = row.get("messages") or [], row.get("tools")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is no list of messages")
@@ -146,7 +146,7 @@ def conversation_of(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any
 
 
 def tokens_of(row: dict[str, Any]) -> tuple[Tokens, Sampling]:
-    """The tokens of a row that has them, and how they were sampled. Raises what bad data raises."""
+    """Return the tokens of a row that has them, and its sampling parameters. Raises errors of bad data."""
     for name in ("prompt_ids", "reply_ids", "logprobs"):
         if not isinstance(row.get(name), list):
             raise ValueError(f"{name} is no list, and a row with prompt_ids needs one; add it, or give messages alone")
@@ -157,7 +157,7 @@ def tokens_of(row: dict[str, Any]) -> tuple[Tokens, Sampling]:
 
 
 def _token_ids(given: Sequence[int]) -> TokenArray:
-    """Raises CorruptTokens for what is no token id: it is not rounded, and does not wrap around."""
+    """Return token ids. Raises CorruptTokens for other values: they are neither rounded nor wrapped around."""
     found = np.array(given)
     if found.size and (found.dtype.kind not in "iu" or found.min() < 0 or found.max() > np.iinfo(np.int32).max):
         raise CorruptTokens("something among its token ids is none")
@@ -176,9 +176,9 @@ class _ExportedSignal(msgspec.Struct):
 
 
 def signals_of(row: dict[str, Any], rule: RewardConfig) -> list[Signal]:
-    """The row's signals, oldest first; its rewards where it has none. Raises ValidationError and ValueError.
+    """Return the row's signals, oldest first, or its rewards if it has none. Raises ValidationError and ValueError.
 
-    Signals were accepted when they were said; a reward without them is checked here.
+    Exported signals were accepted when they were sent; a reward without signals is checked here.
     """
     exported = msgspec.convert(row.get("signals") or [], list[_ExportedSignal])
     for one in exported:
@@ -190,7 +190,7 @@ def signals_of(row: dict[str, Any], rule: RewardConfig) -> list[Signal]:
 
 
 def _rewards(row: dict[str, Any], reward: Any, rule: RewardConfig) -> list[Signal]:
-    """The reward of a row without signals as what was said: of the row, or of the whole whose `outcome` it shows."""
+    """Return the rewards of a row without signals as signals: of the row, or of the whole with its `outcome`."""
     whole: Scope = "conversation" if row.get("task_id") is None or row.get("run_id") is None else "run"
     outcome, own = row.get("outcome"), reward if row.get("outcome") is None else row.get("turn_reward")
     said: list[Signal] = []
@@ -199,7 +199,7 @@ def _rewards(row: dict[str, Any], reward: Any, rule: RewardConfig) -> list[Signa
             number = _finite(value, "reward is no finite number")
             require_accepted(number, rule)
             said.append(Signal("reward", number, scope=scope))
-    return said if own is None or own == reward else said[::-1]  # `reward` is what was said last
+    return said if own is None or own == reward else said[::-1]  # `reward` is the last one that was sent
 
 
 def require_accepted(reward: float | None, rule: RewardConfig) -> None:
@@ -212,7 +212,7 @@ def require_accepted(reward: float | None, rule: RewardConfig) -> None:
 
 
 def _check(signal: _ExportedSignal) -> None:
-    """Raise ValueError for a signal that lacks what its kind says."""
+    """Raise ValueError for a signal that lacks what its kind requires."""
     kind = signal.kind
     if kind in ("reward", "metric"):
         _finite(signal.value, f"a {kind} without a finite number")

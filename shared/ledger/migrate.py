@@ -1,4 +1,4 @@
-"""Migrating a database to the schema of this Flywheel, and copying a ledger from one database to another."""
+"""Migrates a database to the schema of this Flywheel, and copies a ledger from one database to another."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CHUNK = 1000  # rows
 
 
 def bring_to_head(connection: Connection) -> bool:
-    """Run the missing steps inside the caller's transaction; True when there were any.
+    """Run the missing migrations inside the caller's transaction. Returns whether there were any.
 
-    Raises LedgerError when the database was made by a newer Flywheel, or is not ours.
+    Raises LedgerError if a newer Flywheel created the database, or if it has foreign tables.
     """
     at = schema_version(connection)
     if at == HEAD:
@@ -35,8 +35,8 @@ def bring_to_head(connection: Connection) -> bool:
 
 
 def run_steps(connection: Connection, target: str) -> None:
-    """Run the steps from where the database is to `target`."""
-    from alembic import command  # slow to import, and seldom needed
+    """Run the migrations from the database's schema to `target`."""
+    from alembic import command  # slow to import, and rarely needed
     from alembic.config import Config
 
     config = Config()
@@ -46,7 +46,7 @@ def run_steps(connection: Connection, target: str) -> None:
 
 
 def schema_version(connection: Connection) -> str | None:
-    """The last step that was run here; None for a database without our tables."""
+    """Return the last migration that ran; None for a database without our tables."""
     if not inspect(connection).has_table("alembic_version"):
         return None
     version: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
@@ -54,19 +54,19 @@ def schema_version(connection: Connection) -> str | None:
 
 
 def copy_ledger(source: Connection, target: Connection, progress: Callable[[str, int, int], None]) -> dict[str, int]:
-    """Copy every row into an empty ledger and compare the two by checksum. Returns rows by table.
+    """Copy every row into an empty ledger, and compare the two by checksum. Returns the number of rows by table.
 
-    progress(table, rows copied, rows in all). Memory does not grow with the ledger. Whoever writes to the source waits.
+    progress(table, rows copied, total rows). Memory does not grow with the ledger. Writers to the source wait.
     Raises LedgerError.
     """
-    if source.dialect.name == "postgresql":  # SQLite has one writer, which this transaction is
+    if source.dialect.name == "postgresql":  # SQLite allows one writer, which is this transaction
         source.exec_driver_sql(f"LOCK TABLE {', '.join(table.name for table in metadata.sorted_tables)} IN SHARE MODE")
     filled = [t.name for t in metadata.sorted_tables if target.execute(select(func.count()).select_from(t)).scalar()]
     if filled:
         raise LedgerError(f"the target holds rows already (in {', '.join(filled)}); name an empty database")
     copied: dict[str, int] = {}
     for table in metadata.sorted_tables:
-        if table is row_counts:  # the target counts by itself
+        if table is row_counts:  # triggers of the target count
             continue
         total = int(source.execute(select(func.count()).select_from(table)).scalar_one())
         done = 0
@@ -83,7 +83,7 @@ def copy_ledger(source: Connection, target: Connection, progress: Callable[[str,
 
 
 def _chunks(connection: Connection, table: Table) -> Iterator[list[dict[str, Any]]]:
-    """All rows in the order of their key, in chunks."""
+    """Yield all rows in the order of their key, in chunks."""
     query = select(table).order_by(*table.primary_key.columns)
     result = connection.execute(query, execution_options={"yield_per": _CHUNK})
     for part in result.partitions(_CHUNK):
@@ -91,7 +91,7 @@ def _chunks(connection: Connection, table: Table) -> Iterator[list[dict[str, Any
 
 
 def _digest(connection: Connection, table: Table) -> str:
-    """A checksum over all rows, the same on every database."""
+    """Return a checksum over all rows, equal on every database."""
     digest = hashlib.sha256()
     for chunk in _chunks(connection, table):
         for row in chunk:
@@ -101,14 +101,14 @@ def _digest(connection: Connection, table: Table) -> str:
 
 
 def _continue_numbering(connection: Connection, table: Table) -> None:
-    """Continue PostgreSQL's own numbering after the copied ids."""
+    """Advance PostgreSQL's sequence past the copied ids."""
     column = table.autoincrement_column
     if connection.dialect.name != "postgresql" or column is None:
         return
     sequence = connection.execute(select(func.pg_get_serial_sequence(table.name, column.name))).scalar()
     if sequence is not None:
         highest = connection.execute(select(func.max(column))).scalar() or 0
-        if table is signals:  # the newest may be deleted, and a batch knows by its last one what came later
+        if table is signals:  # newer signals may be deleted, and a batch compares with its last one
             highest = max(highest, connection.execute(select(func.max(batches.c.last_signal))).scalar() or 0)
         if highest:
             connection.execute(select(func.setval(sequence, highest)))

@@ -1,7 +1,7 @@
-"""The tokens of conversations: what a turn's prompt repeats of the turn before is stored once (decision 11).
+"""Stores the tokens of conversations once: a turn's prompt omits what it repeats of the previous turn (decision 11).
 
-An agent's next prompt usually begins with the prompt and the reply of the turn before, token for token. The payload of
-such a turn names that experience (`prefix_of`) and holds the rest of the prompt.
+An agent's next prompt usually begins with the prompt and the reply of the previous turn, token for token. The payload
+of such a turn names that experience (`prefix_of`) and contains the rest of the prompt.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shared.experience import CorruptTokens, Tokens
 from shared.ledger.conditions import in_parts
 from shared.ledger.tables import payloads
 
-_SHORTEST = 32  # tokens; fewer are not worth the query for the other turn
-_MOST_TURNS = 16  # joined to read one; the next turn is stored whole again
+_SHORTEST = 32  # tokens; a shorter prefix does not justify the query for the other turn
+_MOST_TURNS = 16  # number of turns joined to read one; the next turn is stored whole again
 
 
 def load_tokens(connection: Connection, ids: Sequence[int]) -> dict[int, Tokens | CorruptTokens]:
-    """The whole tokens of these experiences, or why they cannot be read; none for one whose tokens were erased."""
+    """Return the whole tokens of these experiences, or why they cannot be read; erased ones are absent."""
     found = _with_prefixes(connection, ids)
     return {row_id: found[row_id].tokens for row_id in ids if row_id in found}
 
@@ -30,14 +30,14 @@ def load_tokens(connection: Connection, ids: Sequence[int]) -> dict[int, Tokens 
 @dataclass(frozen=True, slots=True)
 class _Whole:
     tokens: Tokens | CorruptTokens
-    turns: int  # that were joined
+    turns: int  # number of turns that were joined
 
 
 def _with_prefixes(connection: Connection, ids: Sequence[int], *, lock: bool = False) -> dict[int, _Whole]:
-    """Follow `prefix_of` to turns that are stored whole: one query for each step, of at most _MOST_TURNS.
+    """Follow `prefix_of` to turns that are stored whole: one query for each step, at most _MOST_TURNS.
 
-    (PostgreSQL plans one recursive query with a scan of the whole table.)
-    lock: nobody deletes these rows before this transaction ends (PostgreSQL; SQLite has one writer).
+    (PostgreSQL would plan one recursive query with a scan of the whole table.)
+    lock: prevent deletion of these rows until this transaction ends (PostgreSQL; SQLite has one writer).
     """
     stored: dict[int, Any] = {}
     asked: set[int] = set()
@@ -48,7 +48,7 @@ def _with_prefixes(connection: Connection, ids: Sequence[int], *, lock: bool = F
         asked |= wanted
         wanted = {row.prefix_of for row in found if row.prefix_of is not None} - asked
     whole: dict[int, _Whole] = {}
-    for row_id in sorted(stored):  # a turn comes after the one that it continues
+    for row_id in sorted(stored):  # a turn has a larger id than the one it continues
         whole[row_id] = _resolve(stored[row_id], whole)
     return whole
 
@@ -78,7 +78,7 @@ def _resolve(row: Any, whole: dict[int, _Whole]) -> _Whole:
 
 
 def share_prefix(connection: Connection, turns: Sequence[tuple[Tokens, int | None]]) -> list[tuple[Tokens, int | None]]:
-    """What to store for each (tokens, id of the experience it continues): the rest, and that id if it is shared."""
+    """Return what to store for each (tokens, id of the continued experience): the rest, and the id if it is shared."""
     parents = sorted({parent for _, parent in turns if parent is not None})
     if not parents:
         return list(turns)
@@ -103,9 +103,9 @@ def _without_prefix(tokens: Tokens, parent: int | None, before: dict[int, _Whole
 
 
 def inline_prefix(connection: Connection, doomed: Sequence[int]) -> None:
-    """Store whole again the turns that share tokens with these, which are about to be deleted."""
+    """Store turns whole again that share tokens with these, which are about to be deleted."""
     row_id = payloads.c.experience_id
-    if connection.dialect.name == "postgresql":  # waits for whoever records a next turn now
+    if connection.dialect.name == "postgresql":  # waits for transactions that record a next turn now
         connection.execute(select(row_id).where(row_id.in_(doomed)).order_by(row_id).with_for_update()).all()
     stay = select(row_id).where(payloads.c.prefix_of.in_(doomed), row_id.not_in(doomed))
     for one, tokens in load_tokens(connection, connection.execute(stay).scalars().all()).items():

@@ -1,6 +1,6 @@
-"""The ledger's tables. Rows that are polled are narrow; token arrays and texts are in a table of their own, `payloads`.
+"""The ledger's tables. Polled rows are narrow; token arrays and texts are in a table of their own, `payloads`.
 
-The columns of `experiences` are declared here once: stage record, the lease and the export read their lists from them.
+The columns of `experiences` are declared once, here: stage record, the lease and the export derive their lists from it.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ metadata = MetaData()
 Id = BigInteger().with_variant(Integer, "sqlite")  # SQLite's rowid is an INTEGER
 # conditions of indexes; a query repeats them word for word, as text()
 WAITS = f"teaches <> 0 AND state IN ('{State.RECORDED}', '{State.CONSUMED}')"  # a commit makes the row READY
-REHEARSABLE = "(taught & 22) <> 0"  # Lesson.COMMENT, CORRECTION, DEMONSTRATION: trained on words, or on an answer
+REHEARSABLE = "(taught & 22) <> 0"  # Lesson.COMMENT, CORRECTION, DEMONSTRATION: trained on words or written answers
 IS_QUARANTINED = "substr(reason, 1, 12) = 'quarantined:'"
-_EXPORTED = {"exported": True}  # of a column that `flywheel export` writes
+_EXPORTED = {"exported": True}  # info of a column that `flywheel export` writes
 
 experiences = Table(
     "experiences",
     metadata,
-    Column("id", Id, primary_key=True, autoincrement=True),  # the order in which rows were recorded
+    Column("id", Id, primary_key=True, autoincrement=True),  # in the order of recording
     Column("msg_id", String(200), nullable=False, info=_EXPORTED),
     Column("choice", Integer, nullable=False, info=_EXPORTED),
     Column("parent_id", String(220), info=_EXPORTED),  # choice_name() of the exchange that this one continues
     # the first exchange of its conversation; null while it has no other
     Column("conversation_id", String(220), info=_EXPORTED),
-    Column("exchange", LargeBinary),  # digest of all messages up to and with the reply: a later turn continues it
+    Column("exchange", LargeBinary),  # digest of all messages up to and including the reply; a later turn continues it
     Column("task_id", String(400), info=_EXPORTED),
     Column("run_id", String(400), info=_EXPORTED),
-    Column("key_name", String(200), info=_EXPORTED),  # the key that chatted
+    Column("key_name", String(200), info=_EXPORTED),  # the key that sent the chat
     # of the keys whose feedback may reach it; null: of keys without a group
     Column("key_group", String(200), info=_EXPORTED),
     Column("feedback_key", String(200)),  # the key that last set the reward
-    Column("version", Integer, nullable=False, info=_EXPORTED),  # sampled the first token
-    Column("version_end", Integer, nullable=False),  # sampled the last token
+    Column("version", Integer, nullable=False, info=_EXPORTED),  # the version that sampled the first token
+    Column("version_end", Integer, nullable=False),  # the version that sampled the last token
     Column("state", String(12), nullable=False, info=_EXPORTED),  # State
     Column("reason", Text),  # why DISCARDED
-    Column("reward", Float, info=_EXPORTED),  # by the signals so far: what was said last, of the next two
+    Column("reward", Float, info=_EXPORTED),  # from the signals so far: the latest of the next two
     Column("turn_reward", Float, info=_EXPORTED),  # its own
-    Column("outcome", Float, info=_EXPORTED),  # of the whole that it belongs to: counted once in training
+    Column("outcome", Float, info=_EXPORTED),  # of the whole that it belongs to; counts once in training
     # shared.reward.Lesson: what was said that is learned from, what of it acts in its batch, what it was trained on
     Column("teaches", Integer, nullable=False, server_default=text("0")),
     Column("acts", Integer, nullable=False, server_default=text("0")),
     Column("taught", Integer, nullable=False, server_default=text("0")),
-    Column("last_signal", BigInteger, nullable=False, server_default=text("0")),  # the last signal in the log then
-    Column("batch_id", Id),  # the batch that holds or held it; no foreign key: see migrations, 0005
+    Column("last_signal", BigInteger, nullable=False, server_default=text("0")),  # the last signal in the log by then
+    Column("batch_id", Id),  # its current or last batch; no foreign key: see migrations, 0005
     Column("consumed_version", Integer, info=_EXPORTED),  # the first version that was trained on it
-    Column("failures", Integer, nullable=False, server_default=text("0")),  # updates that failed with it
-    Column("deaths", Integer, nullable=False, server_default=text("0")),  # of trainers in an update with it
+    Column("failures", Integer, nullable=False, server_default=text("0")),  # number of failed updates with it
+    Column("deaths", Integer, nullable=False, server_default=text("0")),  # of trainers during an update with it
     Column("n_prompt", Integer, nullable=False),  # tokens
     Column("n_reply", Integer, nullable=False),  # tokens
     Column("temperature", Float, nullable=False),
@@ -85,7 +85,7 @@ experiences = Table(
 
 
 def _partial_index(name: str, where: str, *columns: Column[Any]) -> None:
-    """An index of only those rows that are found by it."""
+    """Create a partial index of only the rows that are searched by it."""
     Index(f"ix_{columns[0].table.name}_{name}", *columns, sqlite_where=text(where), postgresql_where=text(where))
 
 
@@ -109,7 +109,7 @@ payloads = Table(
     Column("tokens", LargeBinary, nullable=False),  # shared.experience.Tokens.encode
     Column("request", LargeBinary),  # JSON
     Column("reply", LargeBinary),  # JSON
-    Column("prefix_of", Id),  # the experience with whose tokens, left out here, its prompt begins: prefix.py
+    Column("prefix_of", Id),  # the experience whose tokens its prompt begins with, and omits: prefix.py
 )
 _partial_index("prefix", "prefix_of IS NOT NULL", payloads.c.prefix_of)
 
@@ -149,21 +149,21 @@ versions = Table(
     Column("reason", Text),  # why SKIPPED, REJECTED or FAILED
     Column("step", Integer, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("served_at", Float),  # when it first came into service
+    Column("served_at", Float),  # time of its first service
     Column("writer", String(200)),  # the trainer that reserved the number; null: the base model
-    Column("manifest_sha256", String(64)),  # of MANIFEST.json; null for one that an older Flywheel published
-    Column("bytes", BigInteger),  # of all its files; null as above
-    Column("tag", String(200)),  # an operator's name for it; a tagged version is kept
-    Column("decided_at", Float),  # when it came into its state
-    Column("deleted_at", Float),  # since when its files are gone, or about to go
+    Column("manifest_sha256", String(64)),  # of MANIFEST.json; null if an older Flywheel published it
+    Column("bytes", BigInteger),  # of all its files; null likewise
+    Column("tag", String(200)),  # an operator's name for it; tagged versions are kept
+    Column("decided_at", Float),  # time of its last change of state
+    Column("deleted_at", Float),  # time since which its files are deleted, or about to be
 )
 
-decisions = Table(  # rows are only appended
+decisions = Table(  # append-only
     "decisions",
     metadata,
     Column("id", Id, primary_key=True, autoincrement=True),
     Column("version", Integer, nullable=False),
-    Column("from_state", String(12)),  # VersionState; null for its first
+    Column("from_state", String(12)),  # VersionState; null for the first decision
     Column("to_state", String(12), nullable=False),  # VersionState
     Column("reason", Text),
     Column("decided_by", String(200), nullable=False),  # a trainer, an engine, an operator
@@ -175,9 +175,9 @@ version_leases = Table(
     "version_leases",
     metadata,
     Column("version", Integer, primary_key=True, autoincrement=False),
-    Column("reader", String(400), primary_key=True),  # what reads the version's files
+    Column("reader", String(400), primary_key=True),  # reader of the version's files
     Column("purpose", String(12), primary_key=True),  # Purpose
-    Column("owner", String(200), nullable=False),  # the process that renews it
+    Column("owner", String(200), nullable=False),  # process that renews the lease
     Column("until", Float, nullable=False),  # Unix seconds
 )
 
@@ -190,30 +190,30 @@ batches = Table(
     Column("lease_until", Float, nullable=False),  # Unix seconds
     Column("consumed_version", Integer),
     Column("updating", Boolean, nullable=False, server_default=text("false")),  # an update with it has begun
-    Column("last_signal", BigInteger, nullable=False, server_default=text("0")),  # the last one when it was claimed
+    Column("last_signal", BigInteger, nullable=False, server_default=text("0")),  # the last signal when it was claimed
     Column("created_at", Float, nullable=False),
 )
 _partial_index("leased", f"state = '{BatchState.LEASED}'", batches.c.owner)
-experiences.add_is_dependent_on(batches)  # copied after them: SQLite still has the foreign key
+experiences.add_is_dependent_on(batches)  # copy order: SQLite still has the foreign key
 
 trainers = Table(
     "trainers",
     metadata,
     Column("name", String(200), primary_key=True),
-    Column("step", Integer, nullable=False),  # optimizer steps, in the saved state
-    Column("version", Integer, nullable=False),  # the version that the saved state belongs to
+    Column("step", Integer, nullable=False),  # optimizer steps in the saved state
+    Column("version", Integer, nullable=False),  # version of the saved state
     Column("state_path", Text),  # relative to root_dir; null before the first save
-    Column("state_sha256", String(64)),  # of the saved state's files; null for one that an older Flywheel saved
+    Column("state_sha256", String(64)),  # of the saved state's files; null if an older Flywheel saved it
     Column("trouble", Text),  # why it cannot publish
-    Column("tripped", LargeBinary),  # JSON: which bound of its breaker was crossed, until somebody has looked
-    Column("resumed_version", Integer),  # the newest version when somebody last had: the breaker compares later ones
-    Column("chosen", LargeBinary),  # JSON: with `algorithm: auto` the algorithms in use, with their weights
-    Column("stats", LargeBinary),  # JSON: the last update's figures
+    Column("tripped", LargeBinary),  # JSON: the bound of its breaker that was crossed, until an operator resumes it
+    Column("resumed_version", Integer),  # newest version when last resumed: the breaker compares later ones
+    Column("chosen", LargeBinary),  # JSON: with `algorithm: auto`, the algorithms in use with their weights
+    Column("stats", LargeBinary),  # JSON: figures of the last update
     Column("alive", Boolean, nullable=False, server_default=text("true")),
     Column("heartbeat_at", Float, nullable=False),
 )
 
-trainer_states = Table(  # the saved states that a trainer still has, besides the one in its row
+trainer_states = Table(  # saved states that a trainer keeps, besides the one in its row
     "trainer_states",
     metadata,
     Column("trainer", String(200), primary_key=True),
@@ -226,7 +226,7 @@ trainer_states = Table(  # the saved states that a trainer still has, besides th
 explorers = Table(
     "explorers",
     metadata,
-    Column("id", String(64), primary_key=True),  # new with each start
+    Column("id", String(64), primary_key=True),  # new at each start
     Column("acknowledged", LargeBinary, nullable=False),  # JSON: engine → [generation, seeded requests there]
     Column("settings", LargeBinary),  # JSON: settings in which all explorers must agree, by their keys
     Column("heartbeat_at", Float, nullable=False),
@@ -235,18 +235,18 @@ explorers = Table(
 engines = Table(
     "engines",
     metadata,
-    Column("url", String(400), primary_key=True),  # with its machine's name before a loopback address
+    Column("url", String(400), primary_key=True),  # for a loopback address, prefixed with the machine's name
     Column("owner", String(64)),  # the explorer that changes its version
     Column("owner_until", Float, nullable=False),  # Unix seconds
     Column("state", String(12), nullable=False),  # as explorer_service.engines.pool.EngineState
     Column("version", Integer),
-    Column("generation", Integer, nullable=False),  # counts the changes of its state
+    Column("generation", Integer, nullable=False),  # number of changes of its state
     # the generation in which requests in flight were last sampled by weights that failed their proof
     Column("spoiled", Integer, nullable=False, server_default=text("0")),
     Column("switched_at", Float, nullable=False, server_default=text("0")),  # when its weights were last replaced
 )
 
-load_failures = Table(  # engines that died, or took too long, while they took up a version
+load_failures = Table(  # engines that crashed or timed out while they loaded a version
     "load_failures",
     metadata,
     Column("id", Id, primary_key=True, autoincrement=True),
@@ -257,7 +257,7 @@ load_failures = Table(  # engines that died, or took too long, while they took u
 )
 Index("ix_load_failures_version", load_failures.c.version)
 
-calibrations = Table(  # how far an engine is from the trainer when it holds what it was started with, version 0
+calibrations = Table(  # difference between an engine and the trainer on version 0, which the engine is started with
     "calibrations",
     metadata,
     Column("engine", String(400), primary_key=True),
@@ -270,7 +270,7 @@ calibrations = Table(  # how far an engine is from the trainer when it holds wha
 leases = Table(
     "leases",
     metadata,
-    Column("name", String(200), primary_key=True),  # what one process at a time may do
+    Column("name", String(200), primary_key=True),  # what only one process at a time may do
     Column("owner", String(200)),
     Column("until", Float, nullable=False),  # Unix seconds
 )

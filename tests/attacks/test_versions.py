@@ -57,6 +57,7 @@ TURNED = safetensors({**TENSORS, "embed.weight": ("F32", [3, 2])})
 RENAMED = safetensors({"embed.weight": TENSORS["embed.weight"], "tail.weight": TENSORS["head.weight"]})
 HALF = safetensors({name: ("BF16", shape) for name, (_, shape) in TENSORS.items()})
 FEWER = safetensors({"embed.weight": TENSORS["embed.weight"]})
+REST = safetensors({"head.weight": TENSORS["head.weight"]})
 MORE = safetensors({**TENSORS, "z": ("F32", [1])})
 INDEX = "model.safetensors.index.json"
 IN_FILES = {
@@ -66,6 +67,8 @@ IN_FILES = {
     "fewer": ({WEIGHTS: FEWER}, "'head.weight' is missing"),
     "more": ({WEIGHTS: MORE}, "'z' is not in version 0"),
     "twice": ({"other.safetensors": FEWER}, "'embed.weight' is in model.safetensors and in other.safetensors"),
+    "hidden from engines": ({WEIGHTS: FEWER, ".rest.safetensors": REST}, "engines do not read '.rest.safetensors'"),
+    "read alone": ({WEIGHTS: FEWER, "consolidated.safetensors": REST}, "do not read 'consolidated.safetensors'"),
     "truncated": ({WEIGHTS: SOUND[:-2]}, "model.safetensors"),
     "longer": ({WEIGHTS: SOUND + b"x"}, "model.safetensors"),
     "empty": ({WEIGHTS: b""}, "is no safetensors file"),

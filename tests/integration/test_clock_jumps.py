@@ -1,17 +1,26 @@
-"""The database's clock jumps, or its host was asleep: nobody who lives loses what is theirs. On both databases."""
+"""The database's clock jumps, its host was asleep, or a host's clock is wrong: nobody who lives loses what is theirs.
+
+On both databases.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
+import pytest
 from sqlalchemy import Connection, select, update
 
-from shared.config import Config
-from shared.experience import Purpose
-from shared.ledger import transitions
+from explorer_service.housekeeping import Housekeeper
+from explorer_service.metrics import ExplorerMetrics
+from shared.config import Config, ExplorerConfig
+from shared.experience import Purpose, State
+from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger, database_time
 from shared.ledger.tables import explorers, leases, open_streams, version_leases
 from shared.process import process_name
+from tests.support.samples import sample
 from tests.support.servers import make_config, write_scripted_version
 from trainer_service.janitor import Janitor
 from trainer_service.resume import StateStore
@@ -131,3 +140,21 @@ def test_after_a_jump_the_janitor_deletes_nothing_until_those_who_live_have_rene
     clock.now_s += 30.0
     cleaner.run(None)
     assert kept(tmp_path) == [0, 4, 5, 6]
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_an_explorer_whose_host_is_an_hour_ahead_discards_no_row_of_another(ledger, monkeypatch):
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("chatcmpl-1")])
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + HOUR_S)
+
+    class Writer:
+        async def write(self, work):
+            with ledger.write() as connection:
+                return work(connection)
+
+    config = ExplorerConfig(expire_after_s=HOUR_S / 2)
+    asyncio.run(Housekeeper(config, Writer(), ExplorerMetrics(), merges_counts=False)._expire())
+    with ledger.read() as connection:
+        assert queries.count_by_state(connection)[State.RECORDED] == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from aiohttp import web
 
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import wait_until
@@ -122,6 +123,23 @@ def test_a_500_of_an_engine_that_is_healthy_passes_on(stream, engines, start_exp
     reply = say(explorer, "hello", stream=stream)
     assert (reply.status_code, reply.json()) == (500, {"error": "a fault was put in"})
     assert [engine.state for engine in explorer.deps.pool.engines] == ["serving"] * 2
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_an_engine_without_developer_mode_serves_what_it_was_started_with(
+    kind, scripted_engine, start_explorer, monkeypatch
+):
+    """vLLM has the route /resume in developer mode alone; nothing else can have paused it."""
+    monkeypatch.setattr("explorer_service.reload.health.STALLED_AFTER_S", 0.5)
+
+    def has_no_route():
+        raise web.HTTPNotFound
+
+    scripted_engine.script.on_call["/resume"] = has_no_route
+    explorer = start_explorer([scripted_engine.url], model={"kind": kind}).wait_ready()
+    scripted_engine.script.delay_s = 2.5  # long enough to be taken for an engine that somebody paused
+    assert say(explorer, "hello").headers["X-Flywheel-Version"] == "0"
+    assert 'reload_failures_total{reason="refused"}' not in explorer.http.get("/metrics").text
 
 
 def test_chats_wait_for_room_and_too_many_are_refused(scripted_engine, start_explorer):

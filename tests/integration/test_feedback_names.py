@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from explorer_service.feedback_limits import SLICE_COST
+from shared.ledger import queries, transitions
 from tests.support.processes import REPOSITORY
+from tests.support.samples import sample
 from tests.support.servers import RunningExplorer
 
 PAGE = (REPOSITORY / "docs" / "explorer.md").read_text(encoding="utf-8")
@@ -48,6 +51,40 @@ def test_a_choice_is_named_by_its_number_and_the_bare_id_is_all_of_them(explorer
     answer = say(explorer, msg_ids=[msg_id], reward=1)
     assert answer["applied"] == 1 and [one["msg_id"] for one in answer["receipts"]] == [msg_id]
     assert [row["reward"] for row in rows_of(explorer, "t")] == [1, 1, 1]
+
+
+def test_messages_of_many_choices_cost_as_many_rows(explorer, monkeypatch):
+    """Nobody's chat waits for thousands of rows that a few ids name, or for what was said of other choices."""
+    names, sizes, apply_to = [f"chatcmpl-{number}" for number in range(20)], [], transitions.apply_to
+    with explorer.ledger.write() as connection:
+        transitions.record(connection, [sample(name, choice=choice) for name in names for choice in range(16)])
+
+    def apply_counted(connection, targets, feedback):
+        sizes.append(sum(map(len, targets.values())))
+        return apply_to(connection, targets, feedback)
+
+    monkeypatch.setattr(transitions, "apply_to", apply_counted)
+    for state in ("applied", "duplicate"):
+        answer = say(explorer, msg_ids=names, reward=1)
+        assert [one["state"] for one in answer["receipts"]] == [state] * 20
+        assert len(sizes) > 1 and sum(sizes) == 320 and max(sizes) <= SLICE_COST
+        sizes.clear()
+    say(explorer, msg_ids=names[:1], reward=0.5)
+    assert sizes == [16]
+
+    class Counted:
+        def __init__(self, connection):
+            self.connection, self.read = connection, 0
+
+        def execute(self, query):
+            found = self.connection.execute(query).all()
+            self.read += len(found)
+            return found
+
+    with explorer.ledger.read() as connection:
+        counted = Counted(connection)
+        (log,) = queries.load_signals(counted, [sample(names[0], choice=3)]).values()
+    assert [signal.value for signal in log] == [1, 0.5] and counted.read == 2
 
 
 @pytest.mark.parametrize(

@@ -216,3 +216,44 @@ def test_a_follower_that_stood_still_in_a_reload_labels_the_chats_that_waited_fo
     labels = {row.msg_id: f"v{row.version_end:06d}" for row in rows}
     assert len(said) == 6
     assert {name: labels[name] for name in said} == said
+
+
+@ON_SQLITE
+def test_streams_of_an_owner_that_stood_still_while_a_version_was_staged_go_on_under_what_another_one_has_loaded(
+    pair, scripted_engine, tmp_path, ledger
+):
+    publish_row(tmp_path, ledger, 0)
+    both_serve(pair, 0)
+    script, before, ends = scripted_engine.script, owner_of_engine(ledger), threading.Event()
+    asked: list[float] = []
+
+    def stage() -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            ends.wait(60)
+
+    script.on_call["/flywheel/stage"] = stage
+    script.reply_ids, script.logprobs, script.gap_s = list(range(100, 140)), [-0.5] * 40, 0.4
+    lines: list[str] = []
+    caller = threading.Thread(target=read_stream, args=(pair[0], lines))
+    caller.start()
+    wait_for(lambda: len(lines) > 1, "a stream")
+    publish_row(tmp_path, ledger, 1)
+    wait_for(lambda: bool(asked), "staging")
+    pair[0].process.send(signal.SIGSTOP)
+    wait_for(lambda: owner_of_engine(ledger) not in (before, None), "another owner", 30)
+    both_serve(pair[1:], 1)
+    pair[0].process.send(signal.SIGCONT)
+    caller.join(60)
+    ends.set()
+    assert lines[-1] == "data: [DONE]"
+    with ledger.read() as connection:
+        crossed = connection.execute(select(experiences.c.version_end).where(experiences.c.version == 0))
+        assert sorted(crossed.scalars())[-1] == 1
+
+
+def read_stream(explorer: Explorer, lines: list[str]) -> None:
+    body = {"messages": [], "stream": True}
+    with httpx.stream("POST", explorer.url + "/chat", json=body, timeout=60) as reply:
+        for line in reply.iter_lines():
+            lines += [line] if line else []

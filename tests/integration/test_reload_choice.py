@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from explorer_service.engines.admin import EngineAdmin
 from explorer_service.reload import follow
 from explorer_service.reload.judge import VersionJudge
-from shared.errors import VersionMissing
+from shared.errors import VersionError, VersionMissing
 from shared.experience import Sampling
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
@@ -160,6 +161,41 @@ def test_what_goes_back_in_is_proven_by_its_own_tolerance(scripted_engine, start
     wait_until(lambda: states(explorer)[2] == "REJECTED" and shown(explorer)["state"] == "serving")
     loads = [call for call in script.calls[calls:] if call.startswith("reload")]
     assert loads == ["reload v000002", "reload v000001"] and served(explorer) == "1"
+
+
+def test_damage_to_what_serves_holds_up_no_newer_version(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    for version in range(2):
+        publish(explorer, version, -1.0 - version)
+        wait_until(lambda version=version: served(explorer) == str(version))
+    explorer.stop()
+    file = explorer.config.root / "versions/v000001/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    again = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    assert served(again) == "1", "as the engine has it in its memory"
+    publish(again, 2, -3.0)
+    wait_until(lambda: served(again) == "2")
+
+
+def test_a_proven_version_is_not_rejected_for_what_one_machine_stages_of_it(
+    scripted_engine, start_explorer, monkeypatch
+):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    for version in range(2):
+        publish(explorer, version, -1.0 - version)
+        wait_until(lambda version=version: served(explorer) == str(version))
+    explorer.stop()
+    scripted_engine.die()
+    publish(explorer, 2, -3.0)
+
+    async def stage(_self, version, *_more):
+        if version == 1:
+            raise VersionError("v000001: 'model.safetensors' does not match its sha256")
+
+    monkeypatch.setattr(EngineAdmin, "stage", stage)
+    again = start_explorer([scripted_engine.url], reload=SETTINGS)
+    wait_until(lambda: states(again)[2] == "SERVING")
+    assert states(again)[1] == "RETIRED"
 
 
 def test_a_follower_gives_an_engine_no_chats_before_it_knows_how_the_version_is_sampled(

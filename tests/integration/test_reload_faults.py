@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from sqlalchemy import select
@@ -14,6 +15,7 @@ from tests.support import take_up_faults
 from tests.support.failing_ledger import failing_statements
 from tests.support.house import House, Streams
 from tests.support.postgres import sqlite_alone
+from tests.support.script import Script
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import publish, served, wait_until
 
@@ -93,6 +95,34 @@ def test_a_version_that_no_engine_takes_up_is_given_up_and_the_last_good_one_ser
     house.publish(3)
     house.all_serve(3)
     assert house.loads(2) == loads
+
+
+def refuse_probe(script: Script, version: str, *, dies: bool) -> None:
+    is_asked = script.loaded == version
+    script.refused = {"/v1/completions"} if is_asked else set()
+    script.healthy = not (is_asked and dies)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_probe_that_a_healthy_engine_refuses_is_one_that_failed_and_else_the_engine_has_died(start_house, dies):
+    house = start_house()
+    for engine in house.engines:
+        script = engine.script
+        script.on_call["/v1/completions"] = partial(refuse_probe, script, "v000002", dies=dies)
+    with Streams(house) as chats:
+        house.publish(2)
+        if dies:
+            wait_until(lambda: any(not engine.script.healthy for engine in house.engines))
+            for engine in house.engines:
+                engine.script.on_call, engine.script.refused = {}, set()
+            wait_until(lambda: bool(load_failures_of(house)))
+            for engine in house.engines:
+                engine.script.healthy = True
+    house.all_serve(2 if dies else 1)
+    assert house.state(2) == ("SERVING" if dies else "REJECTED")
+    assert dies or (house.loads(2) == 1 and "is refused" in house.row(2).reason)
+    assert set(chats.ended.values()) == {"weights_unproven"}
+    chats.check_labels()
 
 
 @pytest.mark.parametrize("path", take_up_faults.CALLS)
@@ -209,9 +239,13 @@ def test_a_load_failure_is_written_down_with_its_engine(start_house):
     house.engines[0].script.deadly.add("/collective_rpc")
     house.publish(2)
     house.all_serve(2)
-    with house.explorers[0].ledger.read() as connection:
-        found = connection.execute(select(load_failures.c.version, load_failures.c.engine)).all()
+    found = load_failures_of(house)
     assert len(found) <= 1 and all(row.version == 2 and house.engines[0].url in row.engine for row in found)
+
+
+def load_failures_of(house: House):
+    with house.ledger.read() as connection:
+        return connection.execute(select(load_failures.c.version, load_failures.c.engine)).all()
 
 
 def test_an_overtaken_version_is_not_loaded(scripted_engine, start_explorer):

@@ -71,6 +71,26 @@ def test_a_wrong_configuration_is_refused_with_status_2(command, tmp_path):
     assert line == "flywheel: trainer.batch_sise=8: no such key; did you mean 'batch_size'?"
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": {"pth": "base"}}, "model.pth='base': no such key; did you mean 'path'?"),
+        ({"explorer__engines": [{"name": "e0", "uri": 1}]}, "explorer.engines.0.uri=1: no such key; did you mean 'u"),
+        ({"explorer__two\nlines": 1}, r"'explorer.two\nlines'=1: no such key"),
+        ({"explorer__keys": [{"key_env": "K", "role": "boss"}]}, "explorer.keys.0.role='boss': must be 'chat'"),
+        (
+            {"explorer__keys": [{"key_env": "K", "role": "chat", "requests_at_once": 0}]},
+            "explorer.keys.0.requests_at_once=0: input should be greater than",
+        ),
+        ({"trainer__max_share_per_key": 2}, "trainer.max_share_per_key=2: input should be less than"),
+    ],
+    ids=str,
+)
+def test_one_line_names_the_key_and_the_value(changes, said, tmp_path):
+    line = config_error(config_file(tmp_path, **changes))
+    assert line.startswith(said) and len(line.splitlines()) == 1
+
+
 def test_a_missing_configuration_file_is_named(tmp_path):
     assert "cannot be read" in refusal("up", "-c", str(tmp_path / "none.yaml"), status=2)
 
@@ -173,6 +193,10 @@ def config_error(file: Path, **environ: str) -> str:
         {"explorer__engines": [{"name": "e0", "url": f"ftp://u:{SECRET}@127.0.0.1:1"}]},
         {"explorer__engines": {"name": "e0", "url": f"http://u:{SECRET}@127.0.0.1:1"}},
         {"explorer__engines": [{"name": "e0", "url": f"http://u:{SECRET}"}]},
+        {"explorer__engines": [f"http://u:{SECRET}@127.0.0.1:1"]},
+        {"explorer__engines": f"http://u:{SECRET}@127.0.0.1:1"},
+        {"explorer__keys": [{"secret": SECRET, "role": "chat"}]},
+        {"explorer__keys": [{"value": SECRET, "role": "chat"}]},
         {"database_url": f"mysql://u:{SECRET}@db/x"},
         {"database_url": f"host=db password={SECRET}"},
         {"database_url": f"postgresql://u:{SECRET}/#@db/x"},

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 from sqlalchemy import select, update
 
+from explorer_service.engines.admin import HEALTH_TIMEOUT_S
 from shared.experience import Tokens
 from shared.ledger.tables import engines, experiences, payloads
 from tests.support.postgres import sqlite_alone
@@ -115,6 +116,22 @@ def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_h
     with Stream(other) as stream:
         publish(owner_first[0], 2, -3.0)
     assert lost and stream.sampled() == ((1.0, 2.0), (1, 2))
+
+
+def test_streams_of_all_explorers_wait_for_an_engine_that_answers_nobody_while_it_loads(owner_first, scripted_engine):
+    script = scripted_engine.script
+    script.gap_s, script.tells_weights = 0.5, True
+
+    def load_busily() -> None:
+        script.hung.add("/health")
+        time.sleep(HEALTH_TIMEOUT_S + 1.0)
+        script.hung.discard("/health")
+
+    script.on_call["/collective_rpc"] = load_busily
+    with Stream(owner_first[0]) as own, Stream(owner_first[1]) as other:
+        publish(owner_first[0], 2, -3.0)
+    for stream in (own, other):
+        assert stream.sampled() == ((1.0, 2.0), (1, 2))
 
 
 def test_streams_that_cross_a_reload_name_both_versions_where_its_owner_died_in_it(owner_first, scripted_engine):

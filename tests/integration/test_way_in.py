@@ -144,6 +144,25 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_there(scripted_engine, 
     assert (status, json.loads(answer)["error"]["code"]) == (413, "body_too_large")
 
 
+@pytest.mark.parametrize("spoken", ["Connection: close", "HTTP/1.0"])
+def test_who_sends_all_of_a_body_before_it_reads_is_told_why_it_is_refused(spoken, scripted_engine, start_explorer):
+    """Its connection ends with the answer: with bytes of it unread there, the answer would be lost with them."""
+    explorer = start_explorer([scripted_engine.url], max_body_bytes=1000).wait_ready()
+    for path, expected in (("/chat", 413), ("/health", 405)):
+        data = request(path, bytes(20_000_000), *(() if spoken == "HTTP/1.0" else (spoken,)))
+        with connect(explorer) as opened:
+            opened.sendall(data.replace(b"HTTP/1.1", b"HTTP/1.0", 1) if spoken == "HTTP/1.0" else data)
+            assert read_answers(opened, 1)[0][0] == expected
+            assert opened.recv(1) == b"", "the connection has ended"
+
+
+def test_who_asks_whether_to_go_on_and_is_refused_sends_no_body(explorer):
+    data = request("/health", bytes(1000), "Expect: 100-continue", "Connection: close")
+    with connect(explorer) as opened:
+        opened.sendall(data[:-1000])
+        assert read_answers(opened, 1)[0][0] == 405
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_caller_who_leaves_ends_the_work(explorer, scripted_engine, stream):
     script = scripted_engine.script

@@ -88,7 +88,7 @@ CLASSES = """
 
 @pytest.mark.parametrize("name", CLASSES.split())
 def test_their_name_has_one_of_ours(name):
-    table = (REPOSITORY / "docs/agents.md").read_text().partition("## Their name, our name")[2]
+    table = (REPOSITORY / "docs/agents.md").read_text().partition("## Names in other systems")[2]
     assert any(re.search(rf"\b{name}\b", line.split(" | ")[0]) for line in table.splitlines())
 
 

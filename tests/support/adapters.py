@@ -1,4 +1,4 @@
-"""What tests of adapters ask of an explorer."""
+"""Helpers for tests of adapters: requests to an explorer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.servers import RunningExplorer, served, wait_until
 
 
 def said(reply: httpx.Response) -> str:
-    """Which folder answered, as the scripted engine says it."""
+    """The folder that answered, according to the scripted engine."""
     assert reply.status_code == 200, reply.text
     return str(reply.json()["choices"][0]["message"]["content"]).rpartition(" ")[2]
 
@@ -33,7 +33,7 @@ def publish_and_wait(explorer: RunningExplorer, *versions: int) -> None:
 
 
 def watch_openings(explorer: RunningExplorer) -> list[set[int]]:
-    """What the engine serves each time that it opens from now on."""
+    """Record what the engine serves each time it opens."""
     pool, opened_with = explorer.deps.pool, []
     serve = pool.serve
 

@@ -1,15 +1,15 @@
-"""Tiny random models of several architectures, made on the spot."""
+"""Tiny random models of several architectures, generated on demand."""
 
 from __future__ import annotations
 
 from typing import Any
 
 NAMES = ("qwen2", "llama", "gemma2", "mistral", "qwen3_5", "lfm2")
-PLAIN = ("qwen2", "llama", "gemma2", "mistral")  # nothing but attention looks along a row
+PLAIN = ("qwen2", "llama", "gemma2", "mistral")  # only attention connects the tokens of a row
 
 
 def make(name: str, *, seed: int = 0, vocabulary: int = 211, **over: Any) -> Any:
-    """A causal LM with large random weights, in float32. mistral: each token sees the last 7."""
+    """A causal LM with large random weights, in float32. mistral: each token attends to the last 7."""
     import torch
     import transformers
 

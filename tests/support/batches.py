@@ -18,7 +18,7 @@ from trainer_service.ranks import Ranks
 from trainer_service.shares import bound_shares, keys_of
 from trainer_service.trajectories import TokenSequence, Trajectory, trajectories_of
 
-ALONE = Ranks(0, 1, None, 1.0)  # the only one
+ALONE = Ranks(0, 1, None, 1.0)  # the only rank
 
 
 def array(*values: float) -> np.ndarray:
@@ -26,14 +26,14 @@ def array(*values: float) -> np.ndarray:
 
 
 def rows_batch(rows: Iterable[Experience]) -> Batch:
-    """What the trainer makes of claimed rows."""
+    """The batch that the trainer makes from claimed rows."""
     return make_batch(list(rows))
 
 
 def sequence(
     rewards: Sequence[float], behaviour: Sequence[float] | None = None, ends: Sequence[int] = ()
 ) -> TokenSequence:
-    """A prompt of two tokens and a reply, of which each token is an action with a reward."""
+    """A prompt of two tokens and a reply; each token of the reply is an action with a reward."""
     length = len(rewards)
     tokens = Tokens(
         np.arange(2, dtype=np.int32), np.arange(2, 2 + length, dtype=np.int32), -np.ones(length, np.float32)
@@ -48,19 +48,19 @@ def sequence(
 
 
 def batch_of(*sequences: TokenSequence) -> Batch:
-    """Each sequence as a trajectory of one turn, which its last reward rates."""
+    """Each sequence as a trajectory of one turn, rated by its last reward."""
     return Batch.of(Trajectory(None, [one], [0], [float(one.rewards[-1])], None) for one in sequences)
 
 
 def rewarded_batch(said: Iterable[tuple[str | None, float | None]]) -> Batch:
-    """Trajectories of one turn of two tokens: the key that spoke of each, and its reward; None: nobody did."""
+    """Trajectories of one turn of two tokens. said: the key that rated each, and the reward; None: no rating."""
     return Batch.of(
         Trajectory(None, [sequence([0.0, reward or 0.0])], [0], [reward], None, [0], key=key) for key, reward in said
     )
 
 
 def precomputed(batch: Batch, **arrays: Sequence[np.ndarray]) -> Precomputed:
-    """What the models said; log π = −1 and V = 0 where nothing else is given."""
+    """The models' precomputed values; by default log π = −1 and V = 0."""
     ones = [np.full(len(one.actions), -1.0, np.float32) for one in batch.sequences]
     said = {"proximal": ones, "processed": ones, "reference": ones, "values": [0 * one for one in ones], "teacher": []}
     return Precomputed(**{**said, **{name: list(given) for name, given in arrays.items()}})
@@ -79,7 +79,7 @@ def loss_of(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The loss of one minibatch in one micro-batch, and its figures. Lists have one tensor [A] for each sequence.
 
-    max_share: of the gradient that one key may have.
+    max_share: the largest share of the gradient for one key.
     """
     units = algorithm.units(batch)
     constants, figures = algorithm.constants(batch, units, seen, {} if memory is None else memory)

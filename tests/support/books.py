@@ -1,4 +1,4 @@
-"""Customers who keep their own books of what was acknowledged, outside the process that is being killed."""
+"""Customers who record every acknowledgement, outside the process that is killed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from shared.ledger.tables import experiences, signals
 
 @dataclass(slots=True)
 class Books:
-    """What the service has promised."""
+    """The acknowledgements of the service."""
 
     url: str
     pause_s: float = 0.002  # between a customer's visits
     chats: set[str] = field(default_factory=set)  # answered, or streamed up to [DONE]
-    rewards: dict[str, float] = field(default_factory=dict)  # receipts of feedback
-    committed: set[str] = field(default_factory=set)  # rewarded before a commit that was answered
+    rewards: dict[str, float] = field(default_factory=dict)  # acknowledged by receipts of feedback
+    committed: set[str] = field(default_factory=set)  # rewarded before an acknowledged commit
     refused: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def open(self, customers: int) -> None:
-        """Let them come."""
+        """Start the customers."""
         self._threads = [threading.Thread(target=self._customer, args=(n,)) for n in range(customers)]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Let them go."""
+        """Stop the customers."""
         self._stop.set()
         for thread in self._threads:
             thread.join(60)
@@ -45,7 +45,7 @@ class Books:
             while not self._stop.wait(self.pause_s):
                 try:
                     self._visit(http, draw)
-                except httpx.HTTPError:  # refused or cut off: nothing was acknowledged, so nothing is promised
+                except httpx.HTTPError:  # refused or cut off: nothing was acknowledged
                     self.refused += 1
                     self._stop.wait(0.05)
 
@@ -63,7 +63,7 @@ class Books:
             self.committed |= rewarded
 
     def check(self, ledger: Ledger) -> None:
-        """Everything promised stands in the ledger, once."""
+        """Assert that the ledger contains everything acknowledged, once."""
         with ledger.read() as connection:
             rows = connection.execute(select(experiences.c.msg_id, experiences.c.reward, experiences.c.state)).all()
             said = connection.execute(select(signals.c.msg_id)).scalars().all()

@@ -1,4 +1,4 @@
-"""Versions with weights of some size, published as a trainer does it: whole, or as deltas of each other."""
+"""Versions with weights of some size, published like a trainer's: whole, or as deltas of each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBE = Probe("float32", [ProbeSequence([5, 6, 7], [-1.0, -1.0])])
 
 
 class Weights:
-    """Weights of 16 bits in two files, and the trainer that changes a share of them with each version."""
+    """Weights of 16 bits in two files; each version changes a share of them."""
 
     def __init__(self, root: Path, anchor_every: int = 16, count: int = 20_000) -> None:
         self.root = root
@@ -27,7 +27,7 @@ class Weights:
         self._bits = {name: self._random.integers(0, 2**16, count, np.uint16) for name in FILES}
 
     def publish(self, version: int, share: float = 0.01, parent: int | None = -1) -> Manifest:
-        """Write a version; its parent is the one before unless named."""
+        """Write a version. Its parent is the one before, unless given."""
         parent = parent if parent != -1 else version - 1 if version else None
         manifest = Manifest(version, parent, "full", "base", "", version, time.time(), {}, PROBE)
         for bits in self._bits.values():
@@ -45,7 +45,7 @@ class Weights:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """The sha256 of each file but the manifest."""
+    """The sha256 of each file except the manifest."""
     return {
         str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in folder.rglob("*")

@@ -1,8 +1,8 @@
-"""A scripted engine as a process of its own, to be killed: python -m tests.support.engine_process PORT ROOT STAGING
+"""A scripted engine in its own process, to be killed: python -m tests.support.engine_process PORT ROOT STAGING
 
-It starts on version 0 of ROOT once that is there, and stages adapters in STAGING, as `flywheel engine` does; `-`: it
-stages none. Each token's logprob is minus the version that sampled it. It says what it loads and unloads, and
-`gone NAME` when the files of an adapter that it has are not there any more.
+It starts on version 0 of ROOT once this exists, and stages adapters in STAGING like `flywheel engine`; with `-` it
+stages none. Each token's logprob is minus the version that sampled it. It prints what it loads and unloads, and
+`gone NAME` if the files of an adapter that it holds are gone.
 """
 
 from __future__ import annotations

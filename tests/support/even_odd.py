@@ -1,4 +1,4 @@
-"""A task that a tiny model learns in seconds: behind an even prompt token an even reply token is worth 1, behind an odd
+"""A task that a tiny model learns in seconds: after an even prompt token an even reply token is worth 1, after an odd
 one an odd token."""
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from shared.experience import Experience, Sampling, Tokens
 from shared.reward import Signal
 from tests.support.models import make_tiny_model
 
-REWARD = 0.85  # of the model that has learnt it
-TEACHER = 0.95  # what the replies of a teacher are worth
+REWARD = 0.85  # of a model that has learnt the task
+TEACHER = 0.95  # the reward of a teacher
 END = 2  # the token that ends a reply
 
 
 def logprobs(model: Any, prompts: np.ndarray) -> Any:
-    """log π of every token behind each prompt: [prompts, vocabulary]."""
+    """log π of every token after each prompt: [prompts, vocabulary]."""
     import torch
 
     return model(input_ids=torch.from_numpy(prompts)).logits[:, -1].log_softmax(-1)
 
 
 def expected_reward(model: Any) -> float:
-    """Over 128 prompts that are always the same."""
+    """The expected reward over 128 fixed prompts."""
     import torch
 
     model.eval()
@@ -44,7 +44,7 @@ def reward_of_folder(folder: Path) -> float:
 
 
 def make_taught_model(folder: Path) -> Path:
-    """A small model that has learnt the task."""
+    """Make a small model that has learnt the task."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -65,7 +65,7 @@ def make_taught_model(folder: Path) -> Path:
 
 
 def sampled(model: Any, draw: np.random.Generator, count: int, *, pairs: bool = False) -> list[Experience]:
-    """Replies of one token, sampled by the model, with their rewards. pairs: two to each prompt."""
+    """Replies of one token, sampled by the model, with their rewards. pairs: two replies to each prompt."""
     import torch
 
     prompts = draw.integers(4, 200, (count, 3))
@@ -84,7 +84,7 @@ def sampled(model: Any, draw: np.random.Generator, count: int, *, pairs: bool = 
 
 
 def with_feedback(row: Experience, algorithm: str, draw: np.random.Generator) -> Experience:
-    """A row with what an algorithm learns from, true to the task."""
+    """The row with the feedback that the algorithm learns from, correct for the task."""
     if algorithm in ("grpo", "rloo", "step_grpo"):
         return replace(row, task_id=f"t{row.id % 4}", run_id=str(row.id))
     if algorithm == "kto":
@@ -95,6 +95,6 @@ def with_feedback(row: Experience, algorithm: str, draw: np.random.Generator) ->
     if algorithm == "hint":
         return replace(row, hint=np.array([1, 6, right, END], np.int32), reward=None)
     if algorithm == "distill":
-        share = TEACHER if row.reward else 1 - TEACHER  # its even or odd tokens are alike to the teacher
+        share = TEACHER if row.reward else 1 - TEACHER  # the teacher gives all even tokens, and all odd ones, the same
         return replace(row, teacher=np.log(np.array([share / 104], np.float32)), reward=None)
     return row

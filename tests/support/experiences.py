@@ -17,7 +17,7 @@ from shared.reward import Signal
 
 
 def make_experiences(model_folder: Path, count: int, *, seed: int = 0, reply_tokens: int = 6) -> list[Experience]:
-    """Random prompts, replies drawn at random, with the model's own logprobs of them; reward: share of even tokens."""
+    """Random prompts and replies, with the model's own logprobs; reward: the share of even tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -52,7 +52,7 @@ def make_experiences(model_folder: Path, count: int, *, seed: int = 0, reply_tok
 
 
 def samples_of(rows: list[Experience]) -> list[Sample]:
-    """As an explorer would have recorded them."""
+    """The samples that an explorer would have recorded."""
     return [
         Sample(
             msg_id=row.msg_id,
@@ -70,7 +70,7 @@ def samples_of(rows: list[Experience]) -> list[Sample]:
 
 
 def record_ready(ledger: Ledger, rows: list[Experience], key_name: str | None = None) -> None:
-    """Record, reward and commit them, as chats, feedback and commits would have."""
+    """Record, reward and commit the rows, like chats, feedback and commits."""
     with ledger.write() as connection:
         transitions.record(connection, samples_of(rows))
         for row in rows:
@@ -93,7 +93,7 @@ def record_ready(ledger: Ledger, rows: list[Experience], key_name: str | None = 
 def trainer_config(root: Path, model_folder: Path, lora: dict[str, object] | None = None, **trainer: object) -> Config:
     """lora: the settings of `model.lora`; None: all weights are trained.
 
-    How much an update changes has no bound: of a model of random weights a few rows change everything.
+    The change of an update has no bound: a few rows change everything in a model of random weights.
     """
     kind = {"kind": "full"} if lora is None else {"kind": "lora", "lora": lora}
     return Config.model_validate(
@@ -113,7 +113,7 @@ def trainer_config(root: Path, model_folder: Path, lora: dict[str, object] | Non
 
 
 def rows(count: int, version: int = 0, name: str = "m") -> list[Experience]:
-    """Rows of one token each, all alike but for their names."""
+    """Rows of one token each, equal except for their names."""
     tokens = Tokens(np.array([1], np.int32), np.array([2], np.int32), np.array([-0.5], np.float32))
     return [
         Experience(0, f"{name}{n}", 0, None, None, None, f"{name}{n}", version, 1.0, 0.0, tokens, Sampling())

@@ -1,4 +1,4 @@
-"""A ledger that refuses one statement of a take-up, in the process of the test and of its explorers."""
+"""A ledger that refuses one statement of a take-up, in the process that runs the test and its explorers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from sqlalchemy import Engine, event
 from shared.errors import LedgerError
 
 _TABLES = "versions|engines|explorers|leases|load_failures|decisions|calibrations"
-# heartbeats, and the thread that looks for the newest version
+# heartbeats, and the thread that polls for the newest version
 _OF_OTHERS = re.compile(
     r"SET owner_until = \S+ WHERE owner = |SET until=\S+ WHERE leases\.owner|^SELECT .* DESC LIMIT 1$"
 )
 
 
 class FailingLedger:
-    """Refuses one statement of a take-up, counted from when it is armed."""
+    """Refuses one statement of a take-up, counted from the call of `arm`."""
 
     def __init__(self) -> None:
         self._left = 0
         self._only: str | None = None
         self.refused: str | None = None
-        self.met: dict[str, None] = {}  # each such statement that has come by, in their order
+        self.met: dict[str, None] = {}  # the statements seen so far, in order
 
     def arm(self, number: int, statement: str | None = None) -> None:
-        """statement: of these alone."""
+        """statement: count only statements with this text."""
         self._left, self._only, self.refused = number, statement, None
 
     def look_at(self, _connection: object, _cursor: object, statement: str, *_: object) -> None:
@@ -47,7 +47,7 @@ class FailingLedger:
 
 @contextmanager
 def failing_statements() -> Iterator[FailingLedger]:
-    """All ledgers of this process, until the end of the block."""
+    """Apply to all ledgers of this process, until the end of the block."""
     ledger = FailingLedger()
     event.listen(Engine, "before_cursor_execute", ledger.look_at)
     try:

@@ -1,4 +1,4 @@
-"""Flywheel's commands with faults put in from outside. Run as a module: python -m tests.support.faults COMMAND ...
+"""Flywheel's commands with injected faults. Run as a module: python -m tests.support.faults COMMAND ...
 
 Points at which a process kills itself:
 
@@ -6,13 +6,13 @@ Points at which a process kills itself:
     NAME 2, NAME committed      inside a transition of the ledger, or one of READS: after its second statement,
                                 and after the COMMIT
 
-FAULT: the point. POINTS: a file to which every process adds the points it comes by, and `died POINT` before it dies.
+FAULT: the point. POINTS: a file to which every process adds the points that it passes, and `died POINT` before it dies.
 LIMIT_FILE: bytes of the largest file that the kernel allows. LIMIT_MEMORY: bytes of data beyond those in use.
-FAIL_UPDATES: numbers of the updates, such as 2,3, that fail after their last step.
-HANG_IN_UPDATE: RANK:NUMBER, the rank that is stopped when it begins that optimizer step.
-FULL_DISK: how often the disk is full in the middle of writing, such as {"version": 2, "state": 1}.
-FREE_BYTES_WITHOUT: FILE:BYTES, what is free on every disk until the file is there.
-SABOTAGE: a fault of ours, put in on purpose, that a harness must find.
+FAIL_UPDATES: numbers of the updates, for example 2,3, that fail after their last step.
+HANG_IN_UPDATE: RANK:NUMBER, the rank that stops when it begins that optimizer step.
+FULL_DISK: how often the disk is full in the middle of a write, for example {"version": 2, "state": 1}.
+FREE_BYTES_WITHOUT: FILE:BYTES, the free space of every disk until the file exists.
+SABOTAGE: a bug added on purpose, which a harness must find.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ READS = ("any_lease_expired", "count_ready", "load_lease", "oldest_ready", "reme
 
 
 class Faults:
-    """The points of this process, and the one at which it ends."""
+    """The points of this process, and the one at which it dies."""
 
     def __init__(self, fault: str, call: int = 1, points: Path | None = None) -> None:
         self._fault, self._call, self._points = fault, call, points
         self._known = set(points.read_text().splitlines()) if points and points.exists() else set()
-        self._here = threading.local()  # which transition runs, and how many of its statements have
+        self._here = threading.local()  # the running transition, and how many of its statements have run
 
     def pass_by(self, point: str) -> None:
-        """The process is at this point now."""
+        """The process passes this point."""
         if self._points and point not in self._known:
             self._known.add(point)
             self._note(point)
@@ -83,7 +83,7 @@ class Faults:
                 file.write(line + "\n")
 
     def watch_transitions(self) -> None:
-        """Points between the statements of every transition, and of the reads beside them."""
+        """Add points between the statements of every transition and of READS."""
         for name, function in inspect.getmembers(transitions, inspect.isfunction):
             if "connection" in inspect.signature(function).parameters:
                 self._name(transitions, name)
@@ -91,7 +91,7 @@ class Faults:
             self._name(queries, name)
         event.listen(Engine, "after_cursor_execute", self._after_statement)
         record: Any = import_module("shared.ledger.transitions.record")
-        record.copy_rows = self._followed(record.copy_rows)  # COPY passes by SQLAlchemy's events
+        record.copy_rows = self._followed(record.copy_rows)  # COPY triggers no event of SQLAlchemy
         Ledger._transaction = self._ended(Ledger._transaction)  # type: ignore[method-assign]
 
     def _name(self, module: ModuleType, name: str) -> None:
@@ -140,7 +140,7 @@ class Faults:
         return name
 
     def watch_trainer(self) -> None:
-        """Points around the steps of publishing."""
+        """Add points around the steps of publishing."""
         from trainer_service import janitor, learner, loop, resume
 
         owners = {
@@ -157,7 +157,7 @@ class Faults:
             self._surround(owners[owner], attribute, name)
 
     def fail_updates(self, numbers: set[int]) -> None:
-        """Let these updates fail when they have changed everything."""
+        """Make these updates fail after their last step."""
         from trainer_service.errors import UpdateError
         from trainer_service.update import Updater
 
@@ -172,7 +172,7 @@ class Faults:
         Updater.update = update  # type: ignore[method-assign]
 
     def hang_in_update(self, rank: str, number: int) -> None:
-        """Let this rank be stopped when it begins this optimizer step, in which the others go on."""
+        """Stop this rank when it begins this optimizer step; the others continue."""
         from trainer_service.backends.deepspeed import DeepSpeedBackend
 
         original, count = DeepSpeedBackend.step, itertools.count(1)
@@ -185,7 +185,7 @@ class Faults:
         DeepSpeedBackend.step = step  # type: ignore[method-assign]
 
     def fill_disk(self, failures: dict[str, int]) -> None:
-        """Let the disk be full, so many times, when all of a version but the base or of a state is written."""
+        """Make the disk full, this many times, at the end of writing a version other than the base, or a state."""
         from trainer_service import resume
 
         for what, module in {"version": versions, "state": resume}.items():
@@ -206,7 +206,7 @@ class Faults:
         original: Callable[..., Any] = getattr(owner, attribute)
 
         def surrounded(*args: Any, **kwargs: Any) -> Any:
-            # the base version is no update
+            # the base version is not an update
             counts = name != "transitions.publish" or kwargs.get("trainer") is not None
             if counts:
                 self.pass_by(f"before {name}")
@@ -219,7 +219,7 @@ class Faults:
 
 
 def consume_before_saving() -> None:
-    """CONSUMED before the state that contains the rows is durable."""
+    """Mark rows CONSUMED before the state that contains them is durable."""
     from trainer_service import loop
 
     def publish(self: loop.Trainer) -> None:
@@ -234,7 +234,7 @@ def consume_before_saving() -> None:
 
 
 def commit_without_fsync() -> None:
-    """SQLite answers a COMMIT before it is on the disk."""
+    """Make SQLite answer a COMMIT before it is on the disk."""
     from shared.ledger import driver
 
     prepare = driver.prepare_sqlite
@@ -250,14 +250,14 @@ SABOTAGE = {"consumed_before_saved": consume_before_saving, "commit_without_fsyn
 
 
 def limit_resources() -> None:
-    """What the kernel refuses, and what a disk has free."""
+    """Set the kernel's limits, and the free space of disks."""
     if limit := os.environ.pop("LIMIT_FILE", ""):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     if limit := os.environ.pop("LIMIT_MEMORY", ""):
         used = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
         most = int(limit) + 1024 * int(used.split()[1])
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-        ctypes.CDLL(None).mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD: what is freed goes back, and counts no more
+        ctypes.CDLL(None).mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD: freed memory returns to the kernel
     if full := os.environ.pop("FREE_BYTES_WITHOUT", ""):
         file, free = full.rsplit(":", 1)
         real = shutil.disk_usage
@@ -267,7 +267,7 @@ def limit_resources() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """One life of a command, as the environment says."""
+    """Run a command once, with the faults of the environment."""
     limit_resources()
     if name := os.environ.get("SABOTAGE"):
         SABOTAGE[name]()

@@ -1,4 +1,4 @@
-"""Faults of a published folder. None of them may reach an engine."""
+"""Faults of a published folder. None may reach an engine."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ WEIGHTS = "model.safetensors"
 
 
 def nothing(_folder: Path) -> None:
-    """The fault is elsewhere."""
+    """No change: the fault is elsewhere."""
 
 
 @dataclass(frozen=True)
 class FolderFault:
-    """What is wrong with a version, and a part of the reason with which it is rejected."""
+    """A fault of a version, and a part of the reason for its rejection."""
 
     name: str
     reason: str
-    before: Callable[[Path], object] = nothing  # what is done to the folder before its manifest is written
+    before: Callable[[Path], object] = nothing  # applied to the folder before its manifest is written
     after: Callable[[Path], object] = nothing
-    manifest: Callable[[Manifest], dict[str, Any]] = lambda _: {}  # its fields that are changed
+    manifest: Callable[[Manifest], dict[str, Any]] = lambda _: {}  # changed fields of the manifest
 
 
 def weights(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """A fault that the manifest knows of: the trainer itself wrote other tensors."""
+    """A fault that the manifest includes: the trainer itself wrote other tensors."""
 
     def damage(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
@@ -80,7 +80,7 @@ def add_pickle(folder: Path) -> None:
 
 
 def other_probe(manifest: Manifest) -> dict[str, Any]:
-    """Logprobs that no engine computes with these weights."""
+    """Replace the logprobs with some that no engine computes with these weights."""
     sequences = [
         msgspec.structs.replace(sequence, logprobs=[p - 1.0 for p in sequence.logprobs])
         for sequence in manifest.probe.sequences
@@ -89,7 +89,7 @@ def other_probe(manifest: Manifest) -> dict[str, Any]:
 
 
 LATE = FolderFault("late", "")  # sound; see publish_copy
-WRONG_PROBE = FolderFault("a wrong probe", "other logprobs", manifest=other_probe)  # only an engine finds it out
+WRONG_PROBE = FolderFault("a wrong probe", "other logprobs", manifest=other_probe)  # only an engine detects it
 FOLDER_FAULTS = [
     FolderFault("a tensor of another shape", "in version 0", before=weights(turn)),
     FolderFault("a missing tensor", "is missing", before=weights(lambda tensors: tensors.pop(max(tensors)))),
@@ -111,7 +111,7 @@ FOLDER_FAULTS = [
 def publish_copy(root: Path, ledger: Ledger, of: int, fault: FolderFault, late: Path | None = None) -> int:
     """Publish a copy of a version with this fault. Returns its number.
 
-    late: the folder shows only when somebody moves it here, as a version's folder on a slow network does.
+    late: move the folder here; the test moves it back, like a folder that appears late on a slow network.
     """
     with ledger.read() as connection:
         version = max(row.version for row in list_versions(connection)) + 1

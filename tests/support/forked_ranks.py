@@ -1,4 +1,4 @@
-"""Ranks of a trainer as forks of the command that starts them: what `services.ranks` asks of a process, and no more."""
+"""A trainer's ranks as forks of the command that starts them: only the interface that `services.ranks` uses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ForkedRank:
 
 
 def _run(command: Sequence[str], environ: dict[str, str]) -> None:
-    """What `python -m services.cli COMMAND` does in a process of its own."""
+    """Do what `python -m services.cli COMMAND` does in its own process."""
     status = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""Two explorers on one ledger in front of two scripted engines, and chats in flight while something happens."""
+"""Two explorers on one ledger in front of two scripted engines, and chats in flight during an event."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class House:
 
     explorers: list[RunningExplorer]
     engines: list[ScriptedEngine]
-    asked: int = 1  # how often each is asked what it serves: behind one address there may be several workers
+    asked: int = 1  # requests of the status from each: one address may have several workers
 
     @property
     def root(self) -> Path:
@@ -36,7 +36,7 @@ class House:
 
     @property
     def newest(self) -> int:
-        """The last version that was published."""
+        """The last published version."""
         with self.ledger.read() as connection:
             return max(row.version for row in list_versions(connection))
 
@@ -48,14 +48,14 @@ class House:
             return next(row for row in list_versions(connection) if row.version == version)
 
     def all_serve(self, version: int) -> None:
-        """Until both explorers give chats to both engines, and these hold the version."""
+        """Wait until both explorers send chats to both engines, and the engines hold the version."""
         asked = [explorer for explorer in self.explorers for _ in range(self.asked)]
         wait_until(lambda: all(self.serves(explorer, version) for explorer in asked), 40)
         assert all(engine.script.loaded.startswith(f"v{version:06d}") for engine in self.engines)
         assert not any(engine.script.paused for engine in self.engines)
 
     def serves(self, explorer: RunningExplorer, version: int, state: str = "serving") -> bool:
-        """Whether this explorer gives chats to both engines, and these hold the version."""
+        """Whether this explorer sends chats to both engines, and the engines hold the version."""
         reply = explorer.http.get("/status")
         shown = reply.json()["engines"] if reply.status_code == 200 else [{"state": "unknown", "version": None}]
         return all((engine["state"], engine["version"]) == (state, version) for engine in shown)
@@ -68,13 +68,13 @@ class House:
         return sum(call.startswith(f"reload v{version:06d}") for call in calls)
 
     def recorded(self) -> set[str]:
-        """The messages that the ledger has."""
+        """The messages in the ledger."""
         with self.ledger.read() as connection:
             return set(connection.execute(select(experiences.c.msg_id)).scalars())
 
 
 class Streams:
-    """Chats that are in flight while something happens: four at each explorer."""
+    """Chats in flight during an event: four at each explorer."""
 
     def __init__(self, house: House) -> None:
         self.house = house
@@ -120,7 +120,7 @@ class Streams:
                 self.ended.setdefault(msg_id, "broken off")
 
     def check_labels(self) -> None:
-        """Rows stand for whole streams alone, and name the versions that sampled their first and last token."""
+        """Assert that only complete streams have rows, with the versions that sampled their first and last token."""
         with self.house.ledger.read() as connection:
             query = select(experiences.c.msg_id, experiences.c.version, experiences.c.version_end, payloads.c.tokens)
             rows = {row.msg_id: row for row in connection.execute(query.join(payloads))}

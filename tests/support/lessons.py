@@ -1,4 +1,4 @@
-"""What callers say and a trainer does, as transactions on a ledger."""
+"""Callers' feedback and a trainer's steps, as transactions on a ledger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record(ledger: Ledger, *names: str, **about: Any) -> None:
 
 
 def say(ledger: Ledger, name: str, *signals: Signal, **about: Any) -> str:
-    """The receipt."""
+    """Send feedback. Returns the receipt's state."""
     asked = {"msg_ids": [name], "task_id": None, "run_id": None, **about}
     with ledger.write() as connection:
         said = {"signals": signals, "rule": RewardConfig(), "learned": LEARNED}
@@ -50,7 +50,7 @@ def publish(ledger: Ledger, lease: Lease, version: int) -> None:
 
 
 def train(ledger: Ledger, version: int) -> dict[str, tuple[int, float | None, list[str]]]:
-    """Commit, claim and publish: what acts of each row, its own reward, and the kinds of its signals."""
+    """Commit, claim and publish. Returns for each row what acts, its own reward, and its kinds of signals."""
     commit(ledger)
     lease = claim(ledger)
     if lease is None:

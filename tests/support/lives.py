@@ -1,8 +1,8 @@
-"""Many lives of Flywheel's commands, each a fork of one process that has imported everything: for tests that kill.
+"""Runs of Flywheel's commands, each a fork of one process that has imported everything: for tests that kill.
 
-What takes a trainer most of ten seconds, importing PyTorch and DeepSpeed, is done once. Nothing else is shared: no
-computation has begun before the fork. The ranks of a trainer are forks of the command that starts them. Run as a
-module, it reads a line of JSON for each thing asked of it.
+A trainer needs most of ten seconds to import PyTorch and DeepSpeed; here this happens once. Nothing else is shared: no
+computation has begun before the fork. A trainer's ranks are forks of the command that starts them. Run as a module, it
+reads a line of JSON for each request.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Lives:
         assert self._ask({"ready": True}) == 1
 
     def begin(self, arguments: list[str], log: Path, **environ: str) -> Life:
-        """Run `flywheel ARGUMENTS`; its output is added to `log`. environ: the faults (see tests.support.faults)."""
+        """Run `flywheel ARGUMENTS`; append its output to `log`. environ: the faults (see tests.support.faults)."""
         return Life(self, self._ask({"arguments": arguments, "log": str(log), "environ": environ}), log)
 
     def wait(self, pid: int, block: bool) -> int:
-        """The exit status of a life, negative for a signal; 256 while it lasts."""
+        """The exit status of a run, negative for a signal; 256 while it runs."""
         return self._ask({"pid": pid, "block": block})
 
     def _ask(self, question: dict[str, object]) -> int:
@@ -78,7 +78,7 @@ class Life:
             self._status = self._lives.wait(self.pid, block=True)
 
     def stop(self) -> int:
-        """Ask it to end; returns its exit status."""
+        """Stop it with a signal. Returns its exit status."""
         if self.alive:
             os.kill(self.pid, signal.SIGTERM)
         return self.wait(60)
@@ -96,11 +96,11 @@ class Life:
 
 
 def _serve() -> None:
-    """Import all that a command may need, then fork for whoever asks."""
+    """Import everything that a command may need, then fork on request."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an import prints is no answer
+    os.dup2(2, 1)  # output of imports must not mix with answers
     import transformers
-    from transformers import Qwen2ForCausalLM, Qwen2TokenizerFast  # noqa: F401 — else every life imports them lazily
+    from transformers import Qwen2ForCausalLM, Qwen2TokenizerFast  # noqa: F401 — otherwise every run imports them
 
     for module in (
         "deepspeed",
@@ -138,7 +138,7 @@ def _live(arguments: list[str], log: str, environ: dict[str, str]) -> None:
         os.dup2(descriptor, own)
     os.closerange(3, 64)
     os.environ.update(environ)
-    tempfile.tempdir = None  # TMPDIR may be another
+    tempfile.tempdir = None  # TMPDIR may differ
     status = 1
     try:
         status = faults.run(arguments)

@@ -1,4 +1,4 @@
-"""A tiny model for tests: a real Hugging Face folder, made on the spot, the same bits each time."""
+"""A tiny model for tests: a real Hugging Face folder, generated on demand, the same bits each time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 def make_tiny_model(folder: Path, *, tied: bool = True, dtype: str = "float32", seed: int = 0) -> Path:
     """A Qwen2-type model of two layers and a word-level tokenizer with a chat template. Heads are 32 wide: vLLM's CPU
-    attention takes no narrower ones.
+    attention supports no narrower ones.
 
-    Transformers loads every Qwen2 folder with its byte-level BPE class, which knows no word of this vocabulary: each
-    word is an added token, so that both classes give it the same id. Text that is none of them has no tokens.
+    Transformers loads every Qwen2 folder with its byte-level BPE class, which does not know this vocabulary. So each
+    word is an added token, and both classes give it the same id. Other text has no tokens.
     """
     import torch
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers

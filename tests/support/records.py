@@ -1,4 +1,4 @@
-"""Records of updates that nobody made."""
+"""Made-up records of updates."""
 
 from __future__ import annotations
 

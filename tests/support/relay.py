@@ -1,4 +1,4 @@
-"""A relay in front of an engine: it passes everything on, and does something when the explorer asks for a path."""
+"""A relay in front of an engine: it forwards everything, and calls a function when the explorer requests a path."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ PIECE_BYTES = 65_536
 
 
 class Relay:
-    """Runs in a thread of its own on a free loopback port."""
+    """Runs in its own thread on a free loopback port."""
 
     def __init__(self, port: int) -> None:
-        """port: of the engine."""
-        self.on_call: dict[str, Callable[[], bool]] = {}  # once each, by path; returns whether to pass the request on
+        """port: the engine's."""
+        self.on_call: dict[str, Callable[[], bool]] = {}  # by path, called once each; returns whether to forward
         self.url = ""
         self._port = port
         self._loop = asyncio.new_event_loop()
@@ -70,6 +70,6 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def _path(piece: bytes) -> str:
-    """Of the request that begins here: a client that keeps its connection sends no two at once."""
+    """The path of the request that begins here: on a kept connection, a client sends one request at a time."""
     method, _, rest = piece.partition(b" ")
     return rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1") if method == b"POST" else ""

@@ -1,4 +1,4 @@
-"""What tests of reloads ask an explorer and its ledger, and what others do to that ledger meanwhile."""
+"""Helpers for tests of reloads: queries to an explorer and its ledger, and changes by other explorers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def states(explorer: RunningExplorer) -> dict[int, str]:
 
 
 def shown(explorer: RunningExplorer) -> dict[str, object]:
-    """Its engine, as it says to an admin."""
+    """Its engine, as /status shows it to an admin."""
     engine: dict[str, object] = explorer.http.get("/status").json()["engines"][0]
     return engine
 
 
 def announced(explorer: RunningExplorer) -> tuple[str, int | None]:
-    """What the engine's owner has last said of it."""
+    """The last announcement of the engine's owner."""
     with explorer.ledger.read() as connection:
         row = read_engine(connection, explorer.deps.leases.key(explorer.config.explorer.engines[0].url))
     assert row is not None
@@ -41,7 +41,7 @@ def reject(explorer: RunningExplorer, *versions: int) -> None:
 
 
 def take_the_turn(ledger: Ledger, owner: str | None, seconds: float = 5.0) -> None:
-    """Another explorer's engine takes up a version; None: no more."""
+    """Give the lease `reload` to another explorer; None: to nobody."""
     with ledger.write() as connection:
         turn = update(leases).where(leases.c.name == "reload")
         connection.execute(turn.values(owner=owner, until=time.time() + seconds))

@@ -1,4 +1,4 @@
-"""One sample, for tests of storing."""
+"""A sample, for tests that store it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LoRA routes of the scripted engine, and adapters as PEFT writes them, made without torch."""
+"""The LoRA routes of the scripted engine, and adapters in PEFT's format, written without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROBE_IDS = [5, 6, 7]
 
 
 class ScriptedAdapters:
-    """What vLLM 0.32 does with adapters: names that are loaded at run time, of folders that have to stay there."""
+    """vLLM 0.32's handling of adapters: names are loaded at run time from folders that must stay."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -71,7 +71,7 @@ class ScriptedAdapters:
         return web.Response(text="Success")
 
     def logprobs(self, name: str, token_ids: list[int]) -> list[float] | None:
-        """Of a sequence of the probe, by the adapter of this name; None: it is none, or has no effect."""
+        """The logprobs of a probe's sequence by this adapter; None: it is not loaded, or has no effect."""
         folder = self._script.adapters.get(name)
         if folder is None or name in self._script.without_effect:
             return None
@@ -80,7 +80,7 @@ class ScriptedAdapters:
 
 
 def publish_base(explorer: RunningExplorer) -> None:
-    """Version 0, of which adapters are."""
+    """Publish version 0, the base of adapters."""
     files = {"model.safetensors": safetensors(BASE), "generation_config.json": b"{}"}
     write_scripted_version(explorer.config.root, 0, -1.0, files, base="base")
     with explorer.ledger.write() as connection:
@@ -88,7 +88,7 @@ def publish_base(explorer: RunningExplorer) -> None:
 
 
 def write_adapter(root: Path, version: int, logprob: float | None = None, **wrong: Any) -> Path:
-    """An adapter's folder. Its probe differs from the base's by the version. wrong: settings, tensors, fingerprint."""
+    """Write an adapter's folder. The version determines its probe. wrong: settings, tensors, fingerprint."""
     logprob = -1.0 - 0.1 * version if logprob is None else logprob
     probe = Probe("float32", [ProbeSequence(PROBE_IDS, [logprob] * 2)], base=[ProbeSequence(PROBE_IDS, [-1.0, -1.0])])
     manifest = Manifest(
@@ -109,13 +109,13 @@ def write_adapter(root: Path, version: int, logprob: float | None = None, **wron
 
 
 def publish_adapter(explorer: RunningExplorer, version: int, logprob: float | None = None, **wrong: Any) -> str:
-    """Publish an adapter as a trainer does. Returns the name by which engines know it."""
+    """Publish an adapter like a trainer. Returns its name on engines."""
     write_adapter(explorer.config.root, version, logprob, **wrong)
     return publish_row(explorer, version)
 
 
 def publish_row(explorer: RunningExplorer, version: int) -> str:
-    """Make an adapter that is written official. Returns the name by which engines know it."""
+    """Make a written adapter official. Returns its name on engines."""
     about = {"kind": "lora", "step": version, "manifest_sha256": _sha(explorer, version)}
     with explorer.ledger.write() as connection:
         transitions.publish(connection, version=version, parent=version - 1, **about)

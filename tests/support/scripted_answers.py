@@ -1,4 +1,4 @@
-"""Answers of a scripted engine that depend on its script alone."""
+"""Answers of a scripted engine that depend only on its script."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def break_off(request: web.Request) -> web.Response:
 
 
 def bad_request(message: str) -> web.Response:
-    """As vLLM refuses a body."""
+    """vLLM's answer to an invalid body."""
     error = {"message": message, "type": "Bad Request", "param": None, "code": 400}
     return web.json_response({"error": error}, status=400)
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Tokens of a chat, as vLLM counts them."""
+    """The `usage` of a chat, as in vLLM."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 async def write_events(request: web.Request, events: list[dict[str, Any]]) -> web.StreamResponse:
-    """A whole stream at once."""
+    """Write a whole stream at once."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for event in events:
@@ -39,7 +39,7 @@ async def write_events(request: web.Request, events: list[dict[str, Any]]) -> we
 
 
 def completion_choice(script: Script, body: dict[str, Any]) -> dict[str, Any]:
-    """An echo stands before the text, or is left out when token ids are asked for; logprobs have it in any case."""
+    """An echo precedes the text, except if token ids are requested; logprobs always contain it."""
     echo = body.get("echo") in (True, "true", "yes")
     logprobs = [None, *script.logprobs[: len(script.prompt_ids) - 1]] if echo else []
     choice = {
@@ -57,7 +57,7 @@ def completion_choice(script: Script, body: dict[str, Any]) -> dict[str, Any]:
 def token_events(
     script: Script, sampled: list[tuple[int, float]], body: dict[str, Any], head: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """An event a token. One whose text is held back comes only when its logprob or id is asked for."""
+    """One event for each token. A held-back token has one only if its logprob or id is requested."""
     events, text = [], ""
     for position, (token, logprob) in enumerate(sampled):
         text += f"t{token}{script.padding}"

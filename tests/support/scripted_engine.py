@@ -1,7 +1,7 @@
-"""A scripted engine behind real HTTP, for fast tests: answers like vLLM 0.32, samples what it is told to.
+"""A scripted engine behind real HTTP, for fast tests: answers like vLLM 0.32, samples as its script says.
 
-Its "weights" are a version number read from the folder it is told to load; a probe is reproduced exactly when the
-folder's manifest says what the engine holds.
+Its "weights" are a version number, read from the folder that it loads. It reproduces a probe exactly if the folder's
+manifest is that of the weights that it holds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tests.support.scripted_answers import bad_request, break_off, completion_ch
 
 
 class ScriptedEngine:
-    """Runs in a thread of its own on a free loopback port."""
+    """Runs in its own thread on a free loopback port."""
 
     def __init__(self, port: int = 0, script: Script | None = None) -> None:
-        """port: 0 for any that is free."""
+        """port: 0 for any free one."""
         self.script = script or Script()
         self._port = port
         self._come_back()
@@ -87,14 +87,14 @@ class ScriptedEngine:
         return await handler(request)  # type: ignore[no-any-return]
 
     def die(self) -> None:
-        """The process is gone, and whatever looks after it starts it again."""
+        """The process dies, and its supervisor restarts it."""
         script = self.script
         script.dead, script.deaths, script.label, script.loaded = True, script.deaths + 1, "default", "start"
         script.adapters.clear()
         self._loop.call_soon_threadsafe(self._loop.call_later, script.dead_s, self._come_back)
 
     def start_on(self, folder: Path) -> None:
-        """As `flywheel engine` has started it on a version, and will again."""
+        """Start on a version, now and after each death, like `flywheel engine`."""
         self.script.starts_on = folder
         self._come_back()
 
@@ -192,7 +192,7 @@ class ScriptedEngine:
         return None
 
     def _reply_id(self, prefix: str, request: web.Request, body: dict[str, Any]) -> str:
-        """As vLLM makes it: of the header, else of the body's field, else at random."""
+        """As in vLLM: from the header, else the body's field, else random."""
         asked = request.headers.get("X-Request-Id") or body.get("request_id") or uuid.uuid4().hex
         return self.script.reply_id or f"{prefix}{asked}"
 
@@ -266,12 +266,12 @@ class ScriptedEngine:
         return list(zip(script.reply_ids, logprobs, strict=False))
 
     def _told(self, body: dict[str, Any]) -> float:
-        """Minus the version that samples now, times a step."""
+        """Minus the current version, times a step."""
         held = self._holding(body)
         return -float(held[1:7]) * self.script.told_step if held.startswith("v") else 0.0
 
     def _holding(self, body: dict[str, Any]) -> str:
-        """The folder that answers: the adapter's, or the one whose weights were loaded."""
+        """The folder that answers: the adapter's, or that of the loaded weights."""
         folder = self.script.adapters.get(body.get("model") or "agent")
         return self.script.loaded if folder is None else Path(folder).name
 
@@ -295,6 +295,6 @@ class ScriptedEngine:
                 event["choices"][0]["logprobs"] = {"content": [{"token": "t", "logprob": self._told(body)}]}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             script.events += 1
-            await asyncio.sleep(script.gap_s if number else 0.0)  # the first says that the first token was sampled
+            await asyncio.sleep(script.gap_s if number else 0.0)  # the first event marks the first sampled token
         await response.write(b"data: [DONE]\n\n")
         return response

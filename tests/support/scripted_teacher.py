@@ -1,4 +1,4 @@
-"""A scripted teacher behind real HTTP: answers like vLLM, by a function that a test may change."""
+"""A scripted teacher behind real HTTP: answers like vLLM, with a function that a test may replace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answer = Callable[[str, Body], tuple[int, Any]]
 
 
 def as_vllm(tokenizer: Any) -> Answer:
-    """A status and a body for a path and a body, as vLLM would; log p of a token is −id/100."""
+    """vLLM's status and body for a path and a body; log p of a token is −id/100."""
 
     def answer(path: str, body: Body) -> tuple[int, Any]:
         if path == "/v1/models":
@@ -27,7 +27,7 @@ def as_vllm(tokenizer: Any) -> Answer:
 
 
 class ScriptedTeacher:
-    """`answer` says what is answered."""
+    """`answer` makes the answers."""
 
     def __init__(self, answer: Answer) -> None:
         self.asked: list[tuple[str, Body, str | None]] = []
@@ -48,10 +48,10 @@ class ScriptedTeacher:
             do_POST = do_GET
 
             def log_message(self, *_: Any) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a caller that went away
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a caller that left
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Starting the real explorer for tests: the real app under the real server, in a thread, on a free port."""
+"""Starts the real explorer for tests: the real app in the real server, in a thread, on a free port."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shared.versions import Manifest, write_version
 
 
 def free_port() -> int:
-    """A port that nothing listens on, below those that outgoing connections get: a server may come back to it."""
+    """An unused port below those of outgoing connections, so that a server can restart on it."""
     while True:
         port = random.SystemRandom().randrange(12_000, 32_000)
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -58,7 +58,7 @@ def make_config(
                 "engines": [{"name": f"e{n}", "url": url} for n, url in enumerate(engine_urls)],
                 "reload": {"poll_interval_s": 0.02, "drain_s": 1.0},
                 "engine_wait_s": 5.0,
-                "allowed_hosts": ["x"],  # what tests write who speak HTTP by hand
+                "allowed_hosts": ["x"],  # the host in hand-written HTTP of tests
                 "port": free_port(),
                 **explorer,
             },
@@ -71,16 +71,16 @@ class RunningExplorer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.deps: Deps  # once it has started
+        self.deps: Deps  # set after the start
         self.ledger = Ledger.open(config.ledger_url, answering_within(config.explorer.ledger_timeout_s))
-        self.background = Background(lambda: None)  # the test's process does not end when a side task dies
+        self.background = Background(lambda: None)  # the test's process continues when a side task dies
         self.app = build_app(self._open_deps, config.explorer)
         self.server = build_server(self.app, config.explorer)
         listener = listen(config.explorer)
         self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
         self.thread.start()
         self.url = f"http://127.0.0.1:{config.explorer.port}"
-        json = {"Content-Type": "application/json"}  # of bodies that are given as bytes
+        json = {"Content-Type": "application/json"}  # for bodies given as bytes
         self.http = httpx.Client(base_url=self.url, headers=json, timeout=30, verify=False)
         wait_until(lambda: self.server.started)
 
@@ -134,7 +134,7 @@ def write_scripted_version(
     base: str = "",
     arithmetic: str = "float32",
 ) -> Path:
-    """A version whose weights are small; the engine goes by its probe. files: beside or instead of the weights."""
+    """A version with small weights; the scripted engine uses its probe. files: added, or in place of the weights."""
     probe = Probe("float32", [ProbeSequence([5, 6, 7], [logprob, logprob])], arithmetic=arithmetic)
     manifest = Manifest(
         version, version - 1 if version else None, "full", "base", base, version, time.time(), {}, probe

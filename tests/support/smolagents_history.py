@@ -1,4 +1,4 @@
-"""An agent's history as smolagents 1.26 sends it: tool calls are text, and their results are user messages."""
+"""An agent's history in smolagents 1.26: tool calls are text, and their results are user messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 
 def tool_step(reply: Mapping[str, Any], results: Sequence[str]) -> list[Message]:
-    """What a ToolCallingAgent sends for a reply with tool calls. It sorts the calls by their ids."""
+    """The messages of a ToolCallingAgent for a reply with tool calls. It sorts the calls by their ids."""
     calls = [
         _call(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
         for call in sorted(reply["tool_calls"], key=lambda call: call["id"])
@@ -20,7 +20,7 @@ def tool_step(reply: Mapping[str, Any], results: Sequence[str]) -> list[Message]
 
 
 def code_step(content: str, number: int, result: str) -> list[Message]:
-    """What a CodeAgent sends for a reply of text: it adds the closing tag, and a call with an id of its own."""
+    """The messages of a CodeAgent for a text reply: it adds the closing tag, and a call with its own id."""
     closed = content if content.strip().endswith("</code>") else content + "</code>"
     code = closed.split("<code>")[1].split("</code>")[0].strip()
     call = _call(f"call_{number}", "python_interpreter", code)

@@ -1,4 +1,4 @@
-"""What goes wrong around a take-up on scripted engines, whoever runs the explorers: each function checks one row."""
+"""Faults around a take-up on scripted engines, for explorers in threads or processes. Each function checks one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.folder_faults import FOLDER_FAULTS, LATE, WEIGHTS, publish_co
 from tests.support.house import House, Streams
 from tests.support.servers import wait_until
 
-CALLS = ("/pause", "/collective_rpc", "/resume", "/v1/completions")  # the last one asks for the proof
+CALLS = ("/pause", "/collective_rpc", "/resume", "/v1/completions")  # the last one requests the proof
 
 
 def give_up_folders(house: House, good: int) -> None:
-    """Each fault of a folder is found before an engine is asked to load it."""
+    """Each fault of a folder is found before an engine loads it."""
     with Streams(house) as chats:
         for fault in FOLDER_FAULTS:
             version = publish_copy(house.root, house.ledger, good, fault)
@@ -35,7 +35,7 @@ def give_up_folders(house: House, good: int) -> None:
 
 
 def take_up(house: House, good: int, is_good: bool) -> None:
-    """A version is taken up with streams in flight, or the last good one goes back in."""
+    """A version is taken up with streams in flight, or the last good one is loaded again."""
     version = house.newest + 1
     for engine in house.engines:
         engine.script.wrong_probe_for = set() if is_good else {f"v{version:06d}"}
@@ -48,7 +48,7 @@ def take_up(house: House, good: int, is_good: bool) -> None:
 
 
 def wait_for_folder(house: House, good: int, elsewhere: Path) -> None:
-    """A folder that shows late is waited for, while the engines serve, and is then taken up."""
+    """The explorers wait for a folder that appears late, while the engines serve; then it is taken up."""
     with Streams(house) as chats:
         version = publish_copy(house.root, house.ledger, good, LATE, late=elsewhere)
     assert house.state(version) == "PUBLISHED" and not house.loads(version)
@@ -62,7 +62,7 @@ def wait_for_folder(house: House, good: int, elsewhere: Path) -> None:
 
 
 def fill_staging_disk(house: House, good: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engines' own disks are full: they serve on and say so, and take the version up when there is room."""
+    """The engines' own disks are full: they serve on, report it, and take the version up when there is space."""
     for number, engine in enumerate(house.engines):
         engine.script.stage = Stage(house.root, house.root / "staged" / str(number), keep=2)
     empty = staging._empty
@@ -85,12 +85,12 @@ def fill_staging_disk(house: House, good: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _says(house: House, reason: str) -> bool:
-    """Whether an explorer that is asked says so: the one that owns an engine does, the others name their owner."""
+    """Whether an explorer reports this: the engine's owner does, the others name the owner."""
     return any(reason in str(explorer.http.get("/status").json()["engines"]) for explorer in house.explorers)
 
 
 def kill_engine(house: House, path: str) -> None:
-    """An engine that is killed when it is asked this comes back, and takes the version up."""
+    """An engine that is killed by a request of this path restarts, and takes the version up."""
     deaths = house.engines[0].script.deaths
     house.engines[0].script.deadly.add(path)
     with Streams(house) as chats:
@@ -102,15 +102,15 @@ def kill_engine(house: House, path: str) -> None:
 
 
 def lock_ledger(house: House, path: str, seconds: float) -> None:
-    """The ledger takes nothing for a while, from the moment when an engine is asked this.
+    """The ledger is locked for a while, beginning when an engine gets a request of this path.
 
-    The version is taken up, and every stream is whole but for those whose row the ledger did not take in time.
+    The version is taken up, and every stream is whole except those whose row the ledger did not store in time.
     """
     locked: list[float] = []
 
     def lock() -> None:
         if locked:
-            return  # the other engine comes by, too
+            return  # the other engine also calls this
         locked.append(time.monotonic())
         connection: Any = sqlite3.connect(house.root / "ledger.sqlite3", isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA busy_timeout = 5000")

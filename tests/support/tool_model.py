@@ -1,7 +1,7 @@
-"""A tiny model that uses tools, for whole turns of agents' frameworks. Made on the spot, the same bits each time.
+"""A tiny model that uses tools, for whole turns of agents' frameworks. Generated on demand, the same bits each time.
 
-It has learned four things and nothing else: with tools at hand it asks for the weather in two cities at once, given
-their results it sums them up, and without tools it greets.
+It has learned four things and nothing else: with tools it requests the weather in two cities at once, given their
+results it sums them up, and without tools it greets.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ WORDS = [
 
 
 def make_tool_model(folder: Path) -> Path:
-    """Make tokenizer and model (about 20 s of one core) and save them as Hugging Face does."""
+    """Make tokenizer and model (about 20 s of one core) and save them in Hugging Face format."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -114,7 +114,7 @@ def make_tool_model(folder: Path) -> Path:
         )
     )
     _train(model, tokenizer)
-    # a model's own default, taken by the engine for callers who set none: what it learned, and never a slip
+    # the model's default for requests that set none: it never samples anything but what it learned
     model.generation_config.update(do_sample=True, temperature=0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -156,7 +156,7 @@ def _tools(draw: random.Random) -> str:
 
 
 def _example(draw: random.Random) -> tuple[str, str]:
-    """A prompt as the template writes it, and what the model is to say."""
+    """A prompt in the template's format, and the reply to learn."""
     kind = draw.choice(("call", "sum", "sum", "greet", "route"))
     said = [("tools", f"<tools>{_tools(draw)}</tools>")] if kind in ("call", "sum") else []
     if draw.random() < 0.7:
@@ -167,7 +167,7 @@ def _example(draw: random.Random) -> tuple[str, str]:
     if kind == "sum":
         said.append(("assistant", TOOL_CALLS))
         said += [("tool", f"<tool_response>{_filler(draw, 8)}</tool_response>") for _ in CITIES]
-    if kind in ("call", "sum") and draw.random() < 0.3:  # as AgentScope 2 ends each request
+    if kind in ("call", "sum") and draw.random() < 0.3:  # AgentScope 2 ends each request like this
         said.append(("user", f"<system-reminder>{_filler(draw, 60)} 2026-11-21T08:10:12\n</system-reminder>"))
     prompt = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in said)
     target = {"call": TOOL_CALLS, "sum": SUMMARY, "greet": GREETING, "route": ROUTE}[kind]
@@ -178,7 +178,7 @@ def _train(model: Any, tokenizer: Any) -> None:
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the other cores have tests of their own
+    torch.set_num_threads(1)  # other tests use the other cores
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)
     draw = random.Random(SEED + 1)

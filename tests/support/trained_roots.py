@@ -1,4 +1,4 @@
-"""Root folders with rows that are ready, for trainers as real processes."""
+"""Root folders with ready rows, for trainers as real processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support.lives import Life, Lives
 from tests.support.processes import Process, wait_for, write_config
 
 ROWS, BATCH = 40, 8
-LAST = ROWS // BATCH  # the version that all rows end in
+LAST = ROWS // BATCH  # the version that contains all rows
 
 
 def prepare(root: Path, model: Path, rows=(), database_url: str | None = None, **trainer: object) -> None:
-    """A root with rows that are ready."""
+    """Make a root folder with ready rows."""
     config = trainer_config(root, model, batch_size=BATCH, **trainer)
     write_config(config.model_copy(update={"database_url": database_url}), root / "flywheel.yaml")
     ledger = open_ledger(root)
@@ -29,7 +29,7 @@ def start(root: Path) -> Process:
 
 
 def begin(lives: Lives, root: Path, **environ: str) -> Life:
-    """As `start`, without the seconds it takes to import everything, and with faults."""
+    """Like `start`, without the time of the imports, and with faults."""
     return lives.begin(["trainer", "-c", str(root / "flywheel.yaml")], root / "trainer.log", **environ)
 
 
@@ -50,7 +50,7 @@ def weights(root: Path, version: int) -> bytes:
 
 
 def finish(lives: Lives, root: Path, **environ: str) -> None:
-    """A life that nobody disturbs, up to the last version, and on until it has nothing to do."""
+    """Run undisturbed up to the last version, and on until the trainer is idle."""
     log = root / "trainer.log"
     before = log.stat().st_size if log.exists() else 0
     with begin(lives, root, **environ) as trainer:

@@ -1,4 +1,4 @@
-"""Configurations of Trinity-RFT's kinds, made anew from the names and defaults of its keys."""
+"""Configurations like Trinity-RFT's, newly written from the names and defaults of its keys."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def as_yaml(keys: dict[str, Any]) -> str:
-    """A file with these values by dotted keys."""
+    """A YAML file with these values, given by dotted keys."""
     tree: dict[str, Any] = {}
     for path, value in keys.items():
         *parents, leaf = path.split(".")
@@ -193,6 +193,6 @@ def as_yaml(keys: dict[str, Any]) -> str:
 
 
 def converted(text: str, **environ: str) -> Conversion:
-    """What becomes of a file with this text, written into the working folder."""
+    """The conversion of a file with this text, written into the working folder."""
     Path("trinity.yaml").write_text(text, encoding="utf-8")
     return convert(read([Path("trinity.yaml")], environ)[0])

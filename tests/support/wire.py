@@ -1,4 +1,4 @@
-"""Bytes on a connection: what an HTTP client library would never send, and answers read as strictly as they can be."""
+"""Bytes on a connection: requests that no HTTP library would send, and strictly read answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STREAM_BODY = b'{"messages": [], "stream": true}'
 
 
 def connect(explorer: RunningExplorer, first: bytes = b"", timeout_s: float = 20) -> socket.socket:
-    """A connection on which every write is a packet of its own."""
+    """A connection on which every write is a separate packet."""
     url = explorer.http.base_url
     opened = socket.create_connection((url.host, url.port), timeout=timeout_s)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -30,7 +30,7 @@ def get(path: str, *fields: str) -> bytes:
 
 
 def post(path: str, body: bytes, *fields: str, length: int | None = None) -> bytes:
-    """length: what is announced, where it is not the body's."""
+    """A POST request. length: the announced length, if not the body's."""
     head = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *fields]
     head.append(f"Content-Length: {len(body) if length is None else length}")
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body
@@ -43,7 +43,7 @@ def post_chunked(path: str, body: bytes, *fields: str, trailers: bytes = b"") ->
 
 
 def send_slowly(opened: socket.socket, *parts: bytes) -> None:
-    """The parts, so far apart that the explorer reads each of them alone."""
+    """Send the parts with pauses, so that the explorer reads each separately."""
     for part in parts:
         opened.sendall(part)
         time.sleep(0.03)
@@ -57,13 +57,13 @@ class Answer:
 
 
 def read_answer(opened: socket.socket, method: str = "GET") -> Answer:
-    """The next answer, and an error if anything but that comes before the connection is silent or closed."""
+    """The next answer. Fails if anything else arrives before the connection is idle or closed."""
     (answer,) = read_answers(opened, 1, method)
     return answer
 
 
 def read_answers(opened: socket.socket, count: int, method: str = "GET") -> list[Answer]:
-    """So many answers to requests of that method. Fails where they end early, or bytes follow them."""
+    """`count` answers to requests of that method. Fails if they end early, or if bytes follow."""
     client = h11.Connection(h11.CLIENT)
     answers: list[Answer] = []
     while len(answers) < count:
@@ -99,7 +99,7 @@ def _next_answer(client: h11.Connection, opened: socket.socket) -> Answer:
 
 
 def read_to_end(opened: socket.socket, timeout_s: float = 20) -> bytes:
-    """All that comes until the explorer closes the connection. Fails when it does not."""
+    """All bytes until the explorer closes the connection. Fails if it does not."""
     opened.settimeout(timeout_s)
     received = bytearray()
     with contextlib.suppress(ConnectionError):

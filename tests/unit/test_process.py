@@ -1,7 +1,9 @@
 """Processes whose parent dies, and which of them run by their names."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 from shared.process import is_gone, is_running, process_name
 
@@ -28,6 +30,21 @@ def test_a_name_says_of_a_process_on_this_machine_whether_it_runs_and_of_one_els
     assert (is_running(before), is_gone(before)) == (False, True)
     for elsewhere in (f"0123456789ab-{pid}-{start}-{digits}", "an engine's url", ""):
         assert (is_running(elsewhere), is_gone(elsewhere)) == (False, False)
+
+
+def test_of_a_process_that_proc_hides_nothing_is_known(monkeypatch):
+    """As those of other users are where /proc is mounted with hidepid: a service manager may do that."""
+    name = process_name()
+
+    def hidden(_file: Path) -> str:
+        raise FileNotFoundError
+
+    def refuse(_pid: int, _number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    monkeypatch.setattr(os, "kill", refuse)
+    assert (is_running(name), is_gone(name)) == (False, False)
 
 
 def test_a_process_that_has_ended_does_not_run_also_where_its_name_does_not_say_when_it_began():

@@ -103,7 +103,7 @@ def test_a_machine_with_fewer_gpus_than_ranks_is_refused_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"trainer\.ranks=2, and this trainer sees 1 GPUs; lower trainer\.ranks"):
+    with pytest.raises(ConfigError, match=r"trainer\.ranks=2, but this trainer sees 1 GPUs; lower trainer\.ranks"):
         join_ranks(1.0)
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit, match="2"):

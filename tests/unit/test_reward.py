@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from shared.config import ALGORITHMS, RewardConfig, TrainerConfig
-from shared.reward import Kind, Signal, learned_kinds, reward_of
+from shared.reward import Kind, Lesson, NewWords, Signal, credit_of, learned_kinds, reward_of
 
 UP, DOWN = Signal("rating", text="up"), Signal("rating", text="down")
 HALF, COMMENT = Signal("reward", value=0.5), Signal("comment", text="well")
@@ -42,3 +42,29 @@ def test_every_algorithm_says_what_it_learns_from(name):
     learned = learned_kinds(TrainerConfig.model_validate({"algorithm": name, **teacher}))
     assert learned and learned <= set(get_args(Kind))
     assert learned == set(ALGORITHMS[name].learns_from)
+
+
+class Counted(str):
+    """A text that counts how often it is compared with another one."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_what_was_said_five_hundred_times_of_a_row_is_not_compared_each_with_each():
+    said = [Signal("comment", text=Counted(number)) for number in range(500)]
+    assert credit_of(said, RewardConfig(), frozenset(("comment",))).teaches == Lesson.COMMENT
+    assert Counted.compared < 2 * len(said)
+
+
+def test_words_are_new_once_for_each_key_until_they_have_acted():
+    first, again = (Signal("comment", text="well", key_name="a", id=number) for number in (3, 4))
+    other, later = Signal("comment", text="well", key_name="b", id=5), Signal("comment", text="so", key_name="a", id=9)
+    words = NewWords(Lesson.COMMENT, last_signal=3)
+    assert [words.has(one) for one in (HALF, first, again, other, later)] == [False, False, False, True, True]
+    words = NewWords(Lesson.REWARD, last_signal=3, log=[first])
+    assert [words.has(one) for one in (again, other)] == [False, True]

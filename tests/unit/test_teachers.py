@@ -161,6 +161,17 @@ def test_a_row_that_the_teacher_refuses_is_counted_and_holds_no_other_up(server)
     assert (dict(batch.unused), list(batch.taught)) == ({"teacher_refused": 1}, [1])
 
 
+def test_a_row_on_which_the_teacher_fails_each_time_holds_no_other_up_while_it_answers_those(server):
+    """As vLLM does where a logprob is no number."""
+    stop, asked = StopRequest(), rows(2)
+    asked[0] = replace(asked[0], tokens=replace(asked[0].tokens, reply_ids=np.array([7], np.int32)))
+    server.answer = lambda path, body: (500, {}) if body["prompt"][1] == 7 else scripted(path, body)
+    limit = threading.Timer(20, stop.set)
+    limit.start()
+    assert [row.unused for row in teacher_of(server, stop).teach(asked)] == [("teacher_refused",), ()]
+    limit.cancel()
+
+
 def test_the_key_comes_from_its_variable(server, monkeypatch):
     with pytest.raises(ConfigError, match=r"trainer\.distill\.key_env=TEACHER_KEY: the variable is not set"):
         teacher_of(server, key_env="TEACHER_KEY")

@@ -1,1 +1,1 @@
-"""Algorithms: one file each, with its formula, paper and equation on top; free of DeepSpeed, SQL and I/O."""
+"""Algorithms: one file each, which starts with its formula, paper and equation; no DeepSpeed, SQL or I/O."""

@@ -1,4 +1,4 @@
-"""Advantages: how much better each action was than expected. One function for each way to expect.
+"""Advantages: how much better each action was than expected. One function for each kind of expectation.
 
 Generalized advantage estimation (Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", eq. 11-16):
 
@@ -6,7 +6,7 @@ Generalized advantage estimation (Schulman et al. 2016, "High-Dimensional Contin
     Â_t = δ_t + γλ Â_{t+1}              backwards from the end of the trajectory, where V = 0
     R_t = Â_t + V(s_t)                   the critic's target
 
-A global baseline (Hu et al. 2025, "REINFORCE++", arXiv 2501.03262): the mean and the standard deviation of all returns.
+A global baseline (Hu et al. 2025, "REINFORCE++", arXiv 2501.03262): mean and standard deviation of all returns.
 
     G_t = r_t + γ G_{t+1}                backwards from the end of the trajectory
     Â_t = (G_t − mean G) / std G         over all tokens of the batch, and of earlier ones while batches are small
@@ -17,16 +17,16 @@ attempts at one task.
     Â = (R − mean R) / std R             over the attempts of the group
     Â = R − mean of the others' R        leave-one-out
 
-A tracker (Xu & Ding 2025, "Single-stream Policy Optimization", arXiv 2509.13232): what was earned before at the like.
+A tracker (Xu & Ding 2025, "Single-stream Policy Optimization", arXiv 2509.13232): earlier scores of similar attempts.
 
-    n ← 2^−h n + 1,  m ← m + (R − m) / n       h: half-lives that have passed since; at each of three levels
+    n ← 2^−h n + 1,  m ← m + (R − m) / n       h: half-lives since the last attempt; at each of three levels
     v_l = (n_l m_l + κ v_{l−1}) / (n_l + κ)    from all attempts (l = 1) to those of a system prompt and of a task
-    Â = R − v_3                                with what was known before the batch
+    Â = R − v_3                                with the values before the batch
 
-n m and n (1 − m) are the two counts of a Beta distribution where R lies in [0, 1], n and m those of a Gaussian mean.
+n m and n (1 − m) are the two counts of a Beta distribution if R lies in [0, 1]; n and m are those of a Gaussian mean.
 
 A state is the text before a sampled token, an action is the token. Tokens that were not sampled (prompts, tool results)
-are not actions: t runs over the sampled tokens of a trajectory only. Shapes: A actions of one trajectory.
+are not actions: t runs only over the sampled tokens of a trajectory. Shapes: A actions of one trajectory.
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ from trainer_service.algorithms.seam import Batch, Figures, Floats, Memory, Prec
 from trainer_service.algorithms.surrogates import divergence
 from trainer_service.trajectories import Trajectory
 
-Span = tuple[int, int, int]  # actions: of the units' sequences the number, the first one, the one behind the last
-_REWARDS = 1024  # sequences whose rewards' deviation is taken
-_SAME = 1e-6  # a standard deviation that is less than this, relative to the mean, comes of rounding
+Span = tuple[int, int, int]  # actions: index of a sequence of the units, first action, index after the last
+_REWARDS = 1024  # sequences over which the deviation of rewards is taken
+_SAME = 1e-6  # a smaller standard deviation, relative to the mean, is a rounding error
 
 
 def gae(rewards_A: Floats, values_A: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:
-    """Advantages and returns of one trajectory.
+    """Return advantages and returns of one trajectory, [A] each.
 
     rewards_A: [A] reward after each action; values_A: [A] V(s_t) before it.
-    Returns: advantages [A], returns [A].
     """
     advantages_A = np.zeros_like(values_A)
     following, next_value = 0.0, 0.0
@@ -66,33 +65,33 @@ def gae(rewards_A: Floats, values_A: Floats, gamma: float, lam: float) -> tuple[
 
 
 def returns(rewards_A: Floats, gamma: float) -> Floats:
-    """G_t of one trajectory: [A]."""
+    """Return G_t of one trajectory: [A]."""
     return gae(rewards_A, np.zeros_like(rewards_A), gamma, 1.0)[1]
 
 
 def is_zero(std: float, mean: float) -> bool:
-    """Whether numbers of this mean and standard deviation are equal but for rounding."""
+    """Whether numbers with this mean and standard deviation are equal up to rounding."""
     return std < _SAME * max(1.0, abs(mean))
 
 
 def whiten(advantages: list[Floats]) -> list[Floats]:
-    """Shift and scale to mean 0 and standard deviation 1 over all tokens of the batch; equal ones become 0."""
+    """Shift and scale to mean 0 and standard deviation 1 over all tokens of the batch; equal values become 0."""
     flat = np.concatenate(advantages, dtype=np.float64)
     return standardize(advantages, float(flat.mean()), float(flat.std()))
 
 
 def standardize(arrays: list[Floats], mean: float, std: float) -> list[Floats]:
-    """(x − mean) / std, in float64; 0 where the standard deviation is 0 but for rounding."""
+    """Return (x − mean) / std, computed in float64; 0 if the standard deviation is 0 up to rounding."""
     if is_zero(std, mean):
         return [np.zeros_like(array, np.float32) for array in arrays]
     return [((array.astype(np.float64) - mean) / std).astype(np.float32) for array in arrays]
 
 
 def running_moments(memory: Memory, arrays: list[Floats], window: int) -> tuple[float, float]:
-    """Mean and standard deviation over all numbers of a batch and, while it is small, of earlier batches.
+    """Return mean and standard deviation over all numbers of a batch and, while it is small, of earlier batches.
 
     arrays: one for each sequence. A batch of fewer sequences than `window` is completed with the moments in `memory`,
-    which count as the sequences that are missing, at most as many as there were. Changes `memory`.
+    which count as the missing sequences, at most as many as they come from. Changes `memory`.
     """
     flat = np.concatenate(arrays, dtype=np.float64)
     mean, variance, count = float(flat.mean()), float(flat.var()), len(arrays)
@@ -109,7 +108,7 @@ def running_moments(memory: Memory, arrays: list[Floats], window: int) -> tuple[
 def shaped_rewards(
     batch: Batch, units: list[Unit], precomputed: Precomputed, config: SurrogateConfig, memory: Memory
 ) -> list[Floats]:
-    """Rewards of the units' sequences, one array [A] for each, less a KL penalty for each token where it counts there.
+    """Return rewards of the units' sequences, [A] each, minus a KL penalty for each token if it is in the reward.
 
     r_t = reward − β KL_t, with k1 β (log π_prox − log π_ref)                             (Ziegler et al. 2019, eq. 2)
     """
@@ -118,7 +117,7 @@ def shaped_rewards(
 
 
 def given_rewards(batch: Batch, units: list[Unit], config: SurrogateConfig, memory: Memory) -> list[Floats]:
-    """Rewards of the units' sequences, one array [A] for each: outliers bounded, and brought to a common size."""
+    """Return rewards of the units' sequences, [A] each, with bounded outliers and, if configured, a common scale."""
     sequences = pick(batch.sequences, units)
     rewards = bound_outliers([s.rewards for s in sequences], [s.ends for s in sequences], config.outlier_bound)
     if not config.normalize_rewards:
@@ -129,7 +128,7 @@ def given_rewards(batch: Batch, units: list[Unit], config: SurrogateConfig, memo
 
 
 def kl_penalties(units: list[Unit], precomputed: Precomputed, config: SurrogateConfig) -> list[Floats]:
-    """β KL_t of the units' sequences, one array [A] for each; none where there is no penalty in the reward."""
+    """Return β KL_t of the units' sequences, [A] each; an empty list if the reward has no penalty."""
     if not config.kl_coef or config.kl_in == "loss":
         return []
     gaps = [p - q for p, q in zip(pick(precomputed.proximal, units), pick(precomputed.reference, units), strict=True)]
@@ -137,10 +136,10 @@ def kl_penalties(units: list[Unit], precomputed: Precomputed, config: SurrogateC
 
 
 def bound_outliers(rewards: list[Floats], ends: list[list[int]], bound: float | None) -> list[Floats]:
-    """Rewards within `bound` times their median distance from the median, so that no single one outweighs the others.
+    """Bound rewards to `bound` times their median distance from the median, so that no reward outweighs the others.
 
-    ends: of each array, where rewards may stand. Distances of 0 do not count: where most rewards are equal, the few
-    others are no outliers.
+    ends: of each array, the indices of rewards. Distances of 0 are ignored: if most rewards are equal, the few others
+    are no outliers.
     """
     given = np.concatenate([r[places] for r, places in zip(rewards, ends, strict=True)], dtype=np.float64)
     centre = float(np.median(given))
@@ -156,11 +155,11 @@ def bound_outliers(rewards: list[Floats], ends: list[list[int]], bound: float | 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one score is for: a trajectory, one of the alternatives in it, or a turn."""
+    """What one score is for: a trajectory, one of its alternatives, or a turn."""
 
     group: Hashable  # attempts of one group are compared
-    levels: tuple[str, ...]  # what a tracker knows it by: all, its system prompt, its task
-    score: float  # its undiscounted return, less its KL penalty
+    levels: tuple[str, ...]  # keys in a tracker: all, its system prompt, its task
+    score: float  # its undiscounted return minus its KL penalty
     spans: list[Span]  # its actions
 
 
@@ -174,11 +173,11 @@ def attempts(
     by_turn: bool = False,
     prompt_tokens: int = 0,
 ) -> list[Attempt]:
-    """The attempts of a batch. units: one for each sequence. prompt_tokens: how many of them name a system prompt.
+    """Return the attempts of a batch. units: one for each sequence. prompt_tokens: length of a system prompt's prefix.
 
-    Attempts at one task are a group. Without a task the alternatives of a trajectory are one, and so are trajectories
-    that begin with choices of one message. Two turns of a group are compared when as many turns of their own
-    trajectories came before them.
+    Attempts at one task form a group. Without a task, the alternatives of a trajectory form one, and so do trajectories
+    that start with choices of one message. Turns of a group are compared if equally many turns precede them in their
+    trajectories.
     """
     rewards, penalties = given_rewards(batch, units, config, memory), kl_penalties(units, precomputed, config)
     earned = [returns(one, 1.0) for one in rewards]
@@ -202,7 +201,7 @@ def attempts(
 def _parts(
     trajectory: Trajectory, own: list[int], lengths: list[int], *, by_turn: bool
 ) -> list[tuple[int, list[Span]]]:
-    """What has a score of its own in a trajectory: how many turns came before it, and its spans."""
+    """Return what has its own score in a trajectory: the number of turns before it, and its spans."""
     if by_turn:
         spans = [(own[number], begin, end) for number, begin, end in trajectory.turn_spans()]
         return [(depth, [span]) for depth, span in zip(trajectory.turn_depths(), spans, strict=True)]
@@ -220,14 +219,14 @@ def group_advantages(
     by_turn: bool = False,
     leave_one_out: bool = False,
 ) -> tuple[list[Floats], Figures]:
-    """Advantages of the units' sequences, one array [A] for each: attempts, or turns, compared in their groups."""
+    """Return advantages of the units' sequences, [A] each: attempts, or turns, are compared within their groups."""
     found = attempts(batch, units, precomputed, config, memory, by_turn=by_turn)
     advantages, figures = grouped(found, config, memory, leave_one_out=leave_one_out)
     return spread(found, advantages, pick(precomputed.proximal, units)), figures
 
 
 def spread(found: list[Attempt], advantages: Sequence[float], like: list[Floats]) -> list[Floats]:
-    """The advantage of each attempt at all of its actions: [A] for each sequence, as those of `like`."""
+    """Assign each attempt's advantage to all its actions: [A] for each sequence, shaped like `like`."""
     arrays = [np.zeros_like(one) for one in like]
     for attempt, advantage in zip(found, advantages, strict=True):
         for number, begin, end in attempt.spans:
@@ -238,7 +237,7 @@ def spread(found: list[Attempt], advantages: Sequence[float], like: list[Floats]
 def grouped(
     found: list[Attempt], config: GroupConfig, memory: Memory, *, leave_one_out: bool
 ) -> tuple[list[float], Figures]:
-    """Each attempt compared with its group; a group of one with the mean of all scores. Changes `memory`."""
+    """Compare each attempt with its group; a group of one with the mean of all scores. Changes `memory`."""
     scores, advantages = np.array([one.score for one in found]), np.zeros(len(found))
     mean, std = running_moments(memory, [np.array([one.score], np.float32) for one in found], config.baseline_sequences)
     members: dict[Hashable, list[int]] = {}
@@ -253,7 +252,7 @@ def grouped(
         width = {"group": deviation, "batch": std, "none": 1.0}[config.scale]
         if is_zero(deviation, centre) or is_zero(width, centre if config.scale == "group" else mean):
             continue
-        stretch = count / (count - 1) if leave_one_out and count > 1 else 1.0  # R − mean of the others
+        stretch = count / (count - 1) if leave_one_out and count > 1 else 1.0  # gives R − mean of the others
         advantages[own] = stretch * (scores[own] - centre) / width
     singles = sum(len(own) == 1 for own in members.values())
     figures = {"groups": len(members), "groups_of_one": singles, "groups_of_equals": equal, "baseline": mean}
@@ -261,10 +260,10 @@ def grouped(
 
 
 def tracked(found: list[Attempt], memory: Memory, drift: float, config: SPOConfig) -> list[float]:
-    """v of each attempt, by what was known before this batch; then the batch is added to `memory`.
+    """Return v of each attempt from the values before this batch; then add the batch to `memory`.
 
-    drift: KL divergence, nats for each token, of the trainer's policy from the samplers'.
-    memory: "clock", half-lives that have passed; "seen", by key: n, m and the clock's time of the last attempt.
+    drift: KL divergence of the trainer's policy from the samplers', nats per token.
+    memory: "clock", half-lives so far; "seen", by key: n, m and the clock at the last attempt.
     """
     low, high = config.bounds or (0.0, 1.0)
     scores = [(one.score - low) / (high - low) for one in found]
@@ -283,7 +282,7 @@ def tracked(found: list[Attempt], memory: Memory, drift: float, config: SPOConfi
             value = (count * mean + config.shrinkage * value) / (count + config.shrinkage)
         values.append(low + (high - low) * value)
     for attempt, score in zip(found, scores, strict=True):
-        for key in reversed(attempt.levels):  # what was seen last comes last, and all attempts never go
+        for key in reversed(attempt.levels):  # orders keys by last use, and keeps the key of all attempts
             count, mean, at = seen.pop(key, (0.0, 0.0, clock))
             count = count * 2.0 ** (at - clock) + 1
             seen[key] = [count, mean + (score - mean) / count, clock]
@@ -294,5 +293,5 @@ def tracked(found: list[Attempt], memory: Memory, drift: float, config: SPOConfi
 
 
 def _digest(*parts: object) -> str:
-    """A name of a level that takes 16 characters, whatever it is made of."""
+    """Return a name for a level with 16 characters."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

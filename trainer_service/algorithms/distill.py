@@ -1,4 +1,4 @@
-"""Distillation: another model's opinion of the policy's own samples, token by token.
+"""Distillation: another model scores the policy's own samples, token by token.
 
     Â_t  = clip( log π_T(y_t|x, y_<t) − log π_prox(y_t|x, y_<t), −c, c ) − β (log π_prox − log π_ref)
     loss = −E[ w_t · J_t ] − c_e H[π_θ]                        J_t: PPO's clipped objective; it and w_t: surrogates.py
@@ -8,10 +8,10 @@ reverse KL divergence KL(π ‖ π_T) (Agarwal et al. 2024, "On-Policy Distillat
 Gu et al. 2024, "MiniLLM", arXiv 2306.08543).
 
 Departures, each with its reason:
-1. A token counts by itself, without the divergence of later tokens: one sample a prompt would make that mostly noise.
+1. A token's advantage excludes the divergence of later tokens: with one sample per prompt, that is mostly noise.
 2. The difference is clipped, so that no single token outweighs all others.
-3. A teacher behind an endpoint answers at temperature 1, whatever the reply was sampled with: what is sampled becomes
-   like the teacher at that temperature. One in a folder is asked at the sampling temperature.
+3. A teacher behind an endpoint scores at temperature 1, whatever the sampling temperature was: samples then become like
+   the teacher at that temperature. A teacher in a folder scores at the sampling temperature.
 
 E is the mean over the tokens of the minibatch that the teacher scored.
 """
@@ -42,7 +42,7 @@ class Distill(PartialPolicyGradient[DistillConfig]):
         teacher = precomputed.teacher if self.config.path else [batch.taught[unit.members[0]] for unit in units]
         proximal, bound = constants["proximal"], self.config.advantage_bound
         gaps = [t - p for t, p in zip(teacher, proximal, strict=True)]
-        constants["counts"] = [(~np.isnan(gap)).astype(np.float32) for gap in gaps]  # NaN: it refused to score a row
+        constants["counts"] = [(~np.isnan(gap)).astype(np.float32) for gap in gaps]  # NaN: it refused to score the row
         constants["advantages"] = [np.nan_to_num(gap.clip(-bound, bound)) for gap in gaps]
         penalties = kl_penalties(units, precomputed, self.config)
         if penalties:

@@ -4,12 +4,12 @@
     loss = −E[ (1−ε) log σ(β Δ) + ε log σ(−β Δ) ]                          eq. 7; ε: label smoothing, section 3 of
                                                         Mitchell 2023, "A note on DPO with noisy preferences"
 
-y_w is preferred over y_l: somebody said so, or y_w is the correction of y_l, or, if that is asked for, y_w is the best
-and y_l the worst run of a task that began with the same prompt. The last is Song et al. 2024 ("Trial and Error",
-arXiv 2403.02502): of a run of several turns, what the model sampled counts, what tools answered does not.
+y_w is preferred over y_l by a signal, or y_w is the correction of y_l, or, if configured, y_w is the best and y_l the
+worst run of a task with the same first prompt. The last is Song et al. 2024 ("Trial and Error", arXiv 2403.02502): in a
+run of several turns, only sampled tokens count, not tool results.
 
-Departure: a token that has moved beyond `clip` within the batch, up in y_w and down in y_l, has no gradient: without a
-bound, what bad replies share with good ones is unlearned with them.
+Departure: a token that has moved beyond `clip` within the batch, up in y_w or down in y_l, has no gradient: without a
+bound, tokens that bad replies share with good ones would be unlearned with them.
 
 log π is at the temperature that the reply was sampled with. E is the mean over the preferences of the minibatch.
 """
@@ -37,7 +37,7 @@ class DPO:
         return Needs.REFERENCE | (Needs.PROXIMAL if self.config.clip else Needs.NOTHING)
 
     def units(self, batch: Batch) -> list[Unit]:
-        """One for each preference: the preferred sequence, then the other."""
+        """One unit for each preference: the preferred sequence, then the other."""
         stated = list(dict.fromkeys(batch.pairs))
         known = {frozenset(pair) for pair in stated}
         compared = _best_over_worst(batch) if self.config.best_over_worst else ()
@@ -62,7 +62,7 @@ class DPO:
         return constants, {"preferences": float(len(units))}
 
     def _slopes(self, constants: Constants) -> list[float]:
-        """Of each member: |σ(−β Δ) − ε| at the start of the batch. Without a bound nobody looks there, and Δ is 0."""
+        """Return |σ(−β Δ) − ε| of each member at the start of the batch; without `clip`, π is unknown and Δ is 0."""
         policy = constants.get("proximal", constants["reference"])
         gained = [float(p.sum(dtype=np.float64) - r[0]) for p, r in zip(policy, constants["reference"], strict=True)]
         margins = [
@@ -92,8 +92,7 @@ class DPO:
 
 
 def _best_over_worst(batch: Batch) -> list[tuple[int, int]]:
-    """Of each task of a group of keys, and prompt: the run of the highest return and that of the lowest, unless they
-    are equal.
+    """For each task (with its group of keys) and prompt, return the runs of highest and lowest return, unless equal.
 
     A run whose turns did not merge into one sequence is left out.
     """

@@ -1,4 +1,4 @@
-"""GRPO (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300): the attempts at a task, compared with their mean.
+"""GRPO (Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300): attempts at a task are compared with their mean.
 
     Â    = (R − mean R) / std R          over the attempts at one task; R: return of an attempt
     loss = −E[ w_t · J_t ] + β E[ KL_t ]                       J_t: PPO's clipped objective; it and w_t: surrogates.py
@@ -7,8 +7,8 @@
 Departures, each with its source or reason:
 1. E is the mean over all tokens of the minibatch: the paper's mean over sequences (`mean: sequences`) makes long bad
    answers cheap (Yu et al. 2025, "DAPO", section 3.3).
-2. An attempt that is alone at its task is compared with the mean of all: production cannot sample it again.
-3. A group is a task as callers name it; its prompts need not be the same.
+2. A single attempt at a task is compared with the mean of all attempts: production cannot sample it again.
+3. A group is a task as callers name it; its prompts need not be equal.
 """
 
 from __future__ import annotations

@@ -1,30 +1,30 @@
-"""Words as a teacher: the policy that has read what was said of a reply teaches the one that has not.
+"""Words as a teacher: the policy with words about a reply in its prompt teaches the policy without them.
 
     Â_t  = clip( log π_T(y_t | h, x, y_<t) − log π_prox(y_t | x, y_<t), −c, c ) − β (log π_prox − log π_ref)
     loss = −E[ w_t · J_t ] − c_e H[π_θ]                        J_t: PPO's clipped objective; it and w_t: surrogates.py
 
-h is a block of tokens with a comment, a correction or the user's next message, before everything else; x and y are the
-turn's own prompt and reply. What the words make likelier is reinforced, what they make less likely is not, token by
-token (SDPO: "Reinforcement Learning via Self-Distillation", arXiv 2601.20802; for what users say next, arXiv
+h is a block of tokens with a comment, a correction or the user's next message, before all other tokens; x and y are the
+turn's own prompt and reply. A token that the words make more likely is reinforced, and one that they make less likely
+is weakened (SDPO: "Reinforcement Learning via Self-Distillation", arXiv 2601.20802; for the user's next message, arXiv
 2603.12273; for demonstrations, SDFT, arXiv 2601.19897). With samples of π_prox this is the gradient of the reverse KL
 divergence from the teacher.
 
-With top_k, the default, the term in Â_t of the teacher gives way to a divergence over its k likeliest tokens i and all
-others, ∅:
+With top_k, the default, a divergence over the teacher's k most likely tokens i and all others, ∅, replaces the
+teacher's term in Â_t:
 
     loss = E[ m_t Σ_i p_i log(p_i / π_θ(i|x, y_<t)) ] + …                  p: the teacher's; i: its top k, and ∅
 
 Departures, each with its reason:
-1. The words stand before the row's own tokens, which are never tokenised again; in SDPO they follow the prompt.
+1. The words precede the row's own tokens, which are never tokenized again; in SDPO they follow the prompt.
 2. The difference is clipped: a few tokens would outweigh all others (as in the code of arXiv 2603.12273).
-3. With top_k nothing is clipped: the derivative by a logit is p − π. All others count as one class, without which the
-   divergence would not be 0 where both agree. It is the same whatever token was sampled at its place: so an importance
-   weight of that token does not belong to it, and m_t is 0 where w_t is, else 1.
-4. Words that change nothing are left out, and so are those that contradict the turn's reward: that blame where it is
-   above the mean and in the highest quarter of the rewards seen, or praise where it is below and in the lowest.
-5. The teacher is a running average of the weights, as in SDPO, unless `teacher` names π_prox or the last version.
+3. With top_k nothing is clipped: the derivative by a logit is p − π. All other tokens are one class; without it, the
+   divergence would not be 0 where both agree. The divergence does not depend on the token that was sampled, so that
+   token's importance weight does not apply: m_t is 0 where w_t is 0, else 1.
+4. Words without effect are left out, and so are words that contradict the turn's reward: blame for a reward above
+   the mean and in the highest quarter of the range of recent rewards, or praise for one below and in the lowest.
+5. The teacher is a running average of the weights, as in SDPO, unless `teacher` selects π_prox or the last version.
 
-E is the mean over the tokens of the minibatch whose words count.
+E is the mean over the tokens of the minibatch whose words are used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from trainer_service.algorithms.seam import Batch, Constants, Figures, Floats, M
 from trainer_service.algorithms.surrogates import PartialPolicyGradient as Partial
 from trainer_service.algorithms.surrogates import divergence_with_tail, policy_constants, policy_needs
 
-WINDOW = 256  # rewards that are seen
+WINDOW = 256  # number of recent rewards
 
 
 class Hint(Partial[HintConfig]):
@@ -50,7 +50,7 @@ class Hint(Partial[HintConfig]):
 
     @property
     def top(self) -> int:
-        """How many of the teacher's likeliest tokens are precomputed."""
+        """Number of the teacher's most likely tokens to precompute."""
         return self.config.top_k
 
     def units(self, batch: Batch) -> list[Unit]:
@@ -92,7 +92,7 @@ class Hint(Partial[HintConfig]):
         return loss, sums
 
     def _neutral(self, batch: Batch, units: list[Unit], memory: Memory) -> tuple[float, float]:
-        """From where to where rewards contradict no words. Adds the batch's rewards to `memory`."""
+        """Return the range of rewards that contradict no words. Adds the batch's rewards to `memory`."""
         fixed = self.config.neutral_reward
         if not isinstance(fixed, str):
             return (-np.inf, np.inf) if fixed is None else (fixed, fixed)
@@ -105,7 +105,7 @@ class Hint(Partial[HintConfig]):
         return min(mean, kept[0] + quarter), max(mean, kept[-1] - quarter)
 
     def _reason_against(self, effect: Floats, reward: float | None, neutral: tuple[float, float]) -> str | None:
-        """The figure that counts these words as left out; None: they count."""
+        """Return the figure that counts these words as left out; None: they are used."""
         if float(np.abs(effect).mean()) < self.config.least_effect:
             return "hints_without_effect"
         is_good = None if reward is None or neutral[0] <= reward <= neutral[1] else reward > neutral[1]
@@ -113,7 +113,7 @@ class Hint(Partial[HintConfig]):
 
 
 def _spread(units: list[Unit], found: list[Any], proximal: list[Floats]) -> list[Any]:
-    """What was found of the actions that words are about, [B, N], as [A, N]: 0 elsewhere."""
+    """Expand arrays [B, N] at the actions that words are about to [A, N], with 0 elsewhere."""
     whole = [np.zeros((len(own), one.shape[1]), one.dtype) for own, one in zip(proximal, found, strict=True)]
     for unit, one, into in zip(units, found, whole, strict=True):
         into[unit.words[0].actions] = one

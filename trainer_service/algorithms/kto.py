@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv 2402.01306): from ratings alone.
+"""Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv 2402.01306): learns from ratings alone.
 
     r(x, y) = log π_θ(y|x) / π_ref(y|x)                                 a sum over the tokens of the reply; eq. 7
     z       = max( 0, mean over i of log π(y_j|x_i) / π_ref(y_j|x_i) )       j: another sequence than i; section 4.1
@@ -6,12 +6,12 @@
     loss    = E[ λ_y (1 − v(x, y)) ]
 
 Departures:
-1. z is one number for the whole batch, of the policy at its start. A micro-batch's own would be noise.
-2. λ balances ups and downs (section 4.2), by the counts of this batch and of up to WINDOW ratings before it.
-3. A down also weighs min(1, π_prox(y|x) / π_behaviour(y|x)), π_prox being the policy at the start of the batch and
-   π_behaviour the one that sampled: what was unlearned since is not pushed further (Le Roux et al. 2025, TOPR).
-4. A token that has moved beyond `clip` within the batch, the way that its rating pushes it, has no gradient: without a
-   bound, what bad replies share with good ones is unlearned with them.
+1. z is one number for the whole batch, from the policy at its start. That of a micro-batch would be noise.
+2. λ balances ups and downs (section 4.2), by the counts of this batch and of up to WINDOW earlier ratings.
+3. A down is also weighted by min(1, π_prox(y|x) / π_behaviour(y|x)), π_prox: policy at the start of the batch,
+   π_behaviour: the sampling policy. A reply unlearned since is not pushed further (Le Roux et al. 2025, TOPR).
+4. A token that has moved beyond `clip` within the batch, in the direction of its rating, has no gradient: without a
+   bound, tokens that bad replies share with good ones would be unlearned with them.
 
 log π is at the temperature that the reply was sampled with. E is the mean over the rated sequences of the minibatch.
 """
@@ -41,7 +41,7 @@ from trainer_service.algorithms.seam import (
 )
 from trainer_service.algorithms.surrogates import drift_of, held
 
-WINDOW = 1024  # earlier ratings that the balance of ups and downs is taken over, besides the batch's
+WINDOW = 1024  # number of earlier ratings in the balance of ups and downs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class KTO:
         return Needs.PROXIMAL | Needs.REFERENCE
 
     def units(self, batch: Batch) -> list[Unit]:
-        """The rated sequences; then as many mismatched ones, only to be scored; none with one rated sequence."""
+        """The rated sequences; then as many mismatched ones, which are only scored; none if one sequence is rated."""
         rated = sorted(batch.ratings)
         neighbours = zip(rated, rated[1:] + rated[:1], strict=True)
         mismatched = [_answer_of_another(batch, place, other) for place, other in neighbours if place != other]
@@ -96,10 +96,10 @@ class KTO:
 
 
 def _answer_of_another(batch: Batch, place: int, other: int) -> int:
-    """Adds the prompt of one sequence with what follows another's prompt. Returns its place.
+    """Add a sequence with the prompt of one sequence and the answer to another's prompt. Returns its place.
 
-    It is no longer than the longest sequence of the batch, so that it is within the model's context: what the prompt
-    begins with is left out.
+    It is at most as long as the longest sequence of the batch, so that it fits the model's context: the start of the
+    prompt is cut off.
     """
     prompt, answer = batch.sequences[place], batch.sequences[other]
     begin = int(answer.actions[0])
@@ -111,10 +111,10 @@ def _answer_of_another(batch: Batch, place: int, other: int) -> int:
 
 
 def _balance(memory: Memory, ups: float, downs: float, largest: float) -> dict[bool, float]:
-    """λ by rating: 1 for the more frequent one; for the other as much as balances them. Changes `memory`."""
+    """Return λ by rating: 1 for the more frequent one; the other gets the ratio of the counts. Changes `memory`."""
     earlier = memory.get("ups", 0.0) + memory.get("downs", 0.0)
     kept = min(1.0, WINDOW / earlier) if earlier else 0.0
     ups, downs = ups + kept * memory.get("ups", 0.0), downs + kept * memory.get("downs", 0.0)
     memory.update(ups=ups, downs=downs)
-    times = downs / ups if ups else math.inf  # as many downs as ups
+    times = downs / ups if ups else math.inf  # so that both weigh the same
     return {True: min(max(times, 1.0), largest), False: min(max(1 / times if times else math.inf, 1.0), largest)}

@@ -5,16 +5,16 @@
     loss   = −L_CLIP + c_v L_V − c_e H[π_θ]                                                           eq. 9
 
 Departures, each with its source or reason:
-1. π_prox is the policy at the start of the batch, and w_t corrects for the one that sampled; see surrogates.py.
-2. The reward carries a KL penalty towards the base model for each token (Ziegler et al. 2019); see
+1. π_prox is the policy at the start of the batch; w_t corrects for the policy that sampled; see surrogates.py.
+2. The reward includes a KL penalty towards the base model for each token (Ziegler et al. 2019); see
    advantages.shaped_rewards.
 3. Advantages come from GAE and are whitened over the batch.
-4. The critic learns (R − μ)/σ with running moments of returns, so that neither c_v nor ε_v depends on the size of
+4. The critic learns (R − μ)/σ with running moments of returns, so that neither c_v nor ε_v depends on the scale of
    rewards (as in Yu et al. 2022, "The Surprising Effectiveness of PPO in Cooperative Multi-Agent Games", section 5.1).
-5. Single rewards far outside of the others are bounded, and so are advantages and returns (return_clip), so that one
-   row cannot outweigh all others.
+5. Outliers among rewards are bounded, and so are advantages and returns (return_clip), so that one row cannot outweigh
+   all others.
 
-E is the mean over all sampled tokens of the minibatch, or as `mean` says.
+E is the mean over all sampled tokens of the minibatch, or as `mean` sets it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer_service.algorithms.advantages import gae, is_zero, running_moments,
 from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Needs, Now, Precomputed, Unit, pick
 from trainer_service.algorithms.surrogates import PolicyGradient, policy_constants, policy_loss, policy_needs, total
 
-WINDOW = 1024  # sequences whose returns the critic's scale is taken over
+WINDOW = 1024  # number of sequences behind the scale of the critic's returns
 
 
 class PPO(PolicyGradient[PPOConfig]):
@@ -76,6 +76,6 @@ class PPO(PolicyGradient[PPOConfig]):
 
 
 def _scale(memory: Memory) -> tuple[np.float32, np.float32]:
-    """Mean and standard deviation of the returns that the critic has learnt; 0 and 1 at first."""
+    """Return mean and standard deviation of the returns that the critic has learned; 0 and 1 at first."""
     mean, std = memory.get("mean", 0.0), math.sqrt(memory.get("variance", 1.0))
     return np.float32(mean), np.float32(1.0 if is_zero(std, mean) else std)

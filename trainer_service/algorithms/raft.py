@@ -1,16 +1,15 @@
 """Reward-ranked fine-tuning (Dong et al. 2023, "RAFT", arXiv 2304.06767): the likelihood of the best sampled replies.
 
-    loss = −E[ log π_θ(a_t|s_t) ]        over the tokens of turns whose reward reaches the bar
+    loss = −E[ log π_θ(a_t|s_t) ]        over the tokens of turns whose reward reaches a threshold
 
-A turn's reward is its own, or else the outcome of its trajectory. The bar is a quantile of the batch's rewards, or the
-same for every batch. It is expert iteration (Anthony et al. 2017) with a stream in the place of rounds.
+A turn's reward is its own, or else the outcome of its trajectory. The threshold is a quantile of the batch's rewards,
+or a constant. This is expert iteration (Anthony et al. 2017) on a stream instead of in rounds.
 
 Departures:
-1. Replies are ranked among all of the batch instead of among several samples of one prompt: production has one sample.
-2. A reply of the lowest reward is never learnt: of a batch in which all rewards are equal, nothing is.
+1. Replies are ranked within the batch instead of among several samples of one prompt: production has one sample.
+2. A reply with the lowest reward is never learned: if all rewards of a batch are equal, no reply is.
 
-log π_θ is at the temperature that the reply was sampled with. E is the mean over the tokens of the minibatch that are
-learnt.
+log π_θ is at the temperature that the reply was sampled with. E is the mean over the learned tokens of the minibatch.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class RAFT:
         return loss, {"negative_log_likelihood": loss.detach()}
 
     def _counts(self, batch: Batch) -> list[Floats]:
-        """Of each sequence [A]: 1 for the tokens that are learnt, 0 for others."""
+        """For each sequence, [A]: 1 for learned tokens, 0 for others."""
         counts = [np.zeros(len(sequence.actions), np.float32) for sequence in batch.sequences]
         turns = _rewarded_turns(batch)
         good = self._are_good([reward for *_, reward in turns])
@@ -81,7 +80,7 @@ class RAFT:
 
 
 def _rewarded_turns(batch: Batch) -> list[tuple[int, int, int, float]]:
-    """Of each turn with a reward: its sequence, its first action there, the one after its last, and the reward."""
+    """For each turn with a reward, return its sequence, its first action, the index after its last, and the reward."""
     found = []
     for trajectory, places in zip(batch.trajectories, batch.members, strict=True):
         for (number, begin, end), own in zip(trajectory.turn_spans(), trajectory.turn_rewards, strict=True):

@@ -1,4 +1,4 @@
-"""The algorithms by name. A new one is a page beside this file, a section of settings, and a line here."""
+"""The algorithms by name. A new one needs a file next to this one, a section of settings, and a line here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer_service.algorithms.sft import SFT
 from trainer_service.algorithms.spo import SPO
 from trainer_service.algorithms.step_grpo import StepGRPO
 
-PAGES: dict[str, Any] = {  # each takes its section
+PAGES: dict[str, Any] = {  # each is built with its section
     "ppo": PPO,
     "reinforce_pp": ReinforcePP,
     "sft": SFT,
@@ -36,6 +36,6 @@ PAGES: dict[str, Any] = {  # each takes its section
 
 
 def algorithm(name: str, config: TrainerConfig) -> Algorithm:
-    """One of the configured algorithms, with its settings."""
+    """Return one of the configured algorithms, with its settings."""
     built: Algorithm = PAGES[name](config.settings_of(name))
     return built

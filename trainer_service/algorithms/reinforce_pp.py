@@ -1,16 +1,16 @@
 """REINFORCE++ (Hu et al. 2025, "REINFORCE++", arXiv 2501.03262).
 
-    G_t  = Σ_{i≥t} γ^{i−t} r_i           r_i: reward less the KL penalty of token i
+    G_t  = Σ_{i≥t} γ^{i−t} r_i           r_i: reward minus the KL penalty of token i
     Â_t  = (G_t − mean G) / std G        over all tokens of the batch: a global baseline instead of a critic
     loss = −E[ w_t · J_t ] − c_e H[π_θ]                        J_t: PPO's clipped objective; it and w_t: surrogates.py
 
 Departures, each with its source or reason:
-1. While batches are small, mean and standard deviation are taken over earlier batches as well (running moments).
-   A batch whose rewards are all equal then teaches whether they are better than those before.
-2. π_prox is the policy at the start of the batch, and w_t corrects for the one that sampled; see surrogates.py.
-3. Single rewards far outside of the others are bounded; see advantages.bound_outliers.
+1. While batches are small, mean and standard deviation include earlier batches (running moments).
+   A batch of equal rewards then teaches whether they are better than earlier ones.
+2. π_prox is the policy at the start of the batch; w_t corrects for the policy that sampled; see surrogates.py.
+3. Outliers among rewards are bounded; see advantages.bound_outliers.
 
-E is the mean over all sampled tokens of the minibatch, or as `mean` says.
+E is the mean over all sampled tokens of the minibatch, or as `mean` sets it.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     Â    = R − mean of the others' R     over the other attempts at the same task; R: return of an attempt
     loss = −E[ w_t · J_t ] + β E[ KL_t ]                       J_t: PPO's clipped objective; it and w_t: surrogates.py
 
-The baseline does not depend on the attempt itself: the gradient has no bias, and there is no deviation to divide by.
+The baseline does not depend on the attempt itself: the gradient is unbiased, without division by a deviation.
 
 Departures, each with its source or reason:
-1. The paper takes one step for each batch, without a ratio. J_t lets a batch serve several steps.
-2. The KL penalty is in the loss; `kl_in: reward` with `kl: k1` takes it off R, as in the paper.
-3. An attempt that is alone at its task is compared with the mean of all, and a group is a task as callers name it.
+1. The paper takes one step for each batch, without a ratio. With J_t, one batch can be used for several steps.
+2. The KL penalty is in the loss; `kl_in: reward` with `kl: k1` subtracts it from R, as in the paper.
+3. A single attempt at a task is compared with the mean of all attempts; a group is a task as callers name it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What an algorithm is. It sees arrays and tensors: no DeepSpeed, no SQL, no files, no ranks.
+"""The interface of an algorithm. It sees arrays and tensors: no DeepSpeed, no SQL, no files, no ranks.
 
-The trainer takes a batch through these steps:
+The trainer processes a batch in these steps:
 
-1. `units`      each algorithm says which sequences it trains on, and which of them it needs together
-2. precompute   one forward pass of each model that an algorithm needs; what the ranks computed is gathered
-3. `constants`  on the whole batch, the same on every rank: advantages, weights, baselines
-4. step         for each minibatch, packed into micro-batches that part no unit: Σ weight · `loss` / `size`
+1. `units`      each algorithm selects the sequences that it trains on, and those that it needs together
+2. precompute   one forward pass of each model that an algorithm needs; the ranks exchange the results
+3. `constants`  on the whole batch, equal on every rank: advantages, weights, baselines
+4. step         for each minibatch, packed into micro-batches that split no unit: Σ weight · `loss` / `size`
 
 Shapes: A actions (sampled tokens) of one sequence, K actions of a micro-batch, S sequences of a micro-batch. A sequence
-counts as often as units name it.
+counts once for each unit that names it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Figures = dict[str, float]  # for logs and plots
-Memory = dict[str, Any]  # JSON: trackers, running means; saved with the trainer's state, the same on every rank
+Memory = dict[str, Any]  # JSON: trackers, running means; saved with the trainer's state, equal on every rank
 Constants = dict[str, list[Floats]]
-"""By name: one array for each member of the units, in their order; [A], or [1] for what belongs to a whole sequence.
+"""By name: one array for each member of the units, in their order; [A], or [1] for a value of a whole sequence.
 
-`others` is [A, N], of int64: tokens in the place of each action that the loss asks the policy about, too.
+`others` is [A, N], of int64: further tokens at each action that the loss scores under the policy.
 """
 
 
@@ -40,55 +40,55 @@ class Needs(Flag):
     """What is computed for an algorithm."""
 
     NOTHING = 0
-    PROXIMAL = auto()  # log π of the weights that the batch begins with: plain, and as the sampler processes it
+    PROXIMAL = auto()  # log π of the weights at the start of the batch: plain, and as the sampler processes it
     REFERENCE = auto()  # log π of the base model
-    VALUES = auto()  # the critic's V before each action, then and under the weights that are trained
-    TEACHER = auto()  # log π of the same actions by a teacher, behind the words of the units where they have some
-    ENTROPY = auto()  # in the loss: entropy with its gradient; without this it is for plots alone
+    VALUES = auto()  # the critic's V before each action, at the start and under the trained weights
+    TEACHER = auto()  # log π of the same actions by a teacher, after the words of the units if they have any
+    ENTROPY = auto()  # entropy with its gradient, for the loss; without this, entropy is only plotted
 
 
 class Said(Enum):
-    """What somebody said that a unit learns from. Whoever said it answers for the unit's gradient (shares.py)."""
+    """The kind of signal that a unit learns from. The unit's gradient counts for the key that sent it (shares.py)."""
 
-    SCORE = auto()  # what makes the reward of a trajectory
+    SCORE = auto()  # signals that make up the reward of a trajectory
     RATING = auto()
     ANSWER = auto()  # a correction or a demonstration
     PREFERENCE = auto()
 
 
 Speakers = dict[tuple[Said, tuple[int, ...]], str | None]
-"""The key that said something of these places; None: without a key."""
+"""The key that sent a signal about these places; None: without a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What was said of one turn of a sequence, as a block of tokens that makes a teacher of whoever has read it."""
+    """Words about one turn of a sequence, as a block of tokens; a model that reads it becomes a teacher."""
 
-    token_ids: Ints  # to stand before the sequence's own
-    actions: Ints  # [B] which of the sequence's actions are the turn's
-    reward: float | None = None  # the turn's, or else that of the whole
-    key: str | None = None  # that said the last of it
+    token_ids: Ints  # placed before the sequence's own tokens
+    actions: Ints  # [B] the turn's actions, as indices into the sequence's
+    reward: float | None = None  # of the turn, or else of the whole
+    key: str | None = None  # key that wrote the last of them
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the rows say."""
+    """The sequences of a batch, and the signals about them. A place is an index into `sequences`."""
 
-    sequences: list[TokenSequence]  # those of trajectories, then others, such as turns of these alone, or corrections
-    trajectories: list[Trajectory]  # the credit of what was sampled
-    members: list[list[int]]  # of each trajectory: its sequences, by their places in `sequences`
-    written: Sequence[int] = ()  # places of what people wrote: corrections, demonstrations
-    pairs: list[tuple[int, int]] = field(default_factory=list)  # places: of the preferred one, of the other
-    ratings: dict[int, bool] = field(default_factory=dict)  # by place: thumbs up
-    words: dict[int, list[Words]] = field(default_factory=dict)  # by place: for each turn that was spoken of
-    taught: dict[int, Floats] = field(default_factory=dict)  # by place [A]: a remote teacher's log p; NaN: it gave none
-    rehearsed: Sequence[int] = ()  # places of what was trained on before and is not counted as new
+    sequences: list[TokenSequence]  # those of trajectories, then others, such as single turns or corrections
+    trajectories: list[Trajectory]  # credit of the sampled sequences
+    members: list[list[int]]  # places of each trajectory's sequences
+    written: Sequence[int] = ()  # places of written answers: corrections, demonstrations
+    pairs: list[tuple[int, int]] = field(default_factory=list)  # places: the preferred sequence, the other one
+    ratings: dict[int, bool] = field(default_factory=dict)  # by place: True for thumbs up
+    words: dict[int, list[Words]] = field(default_factory=dict)  # by place: the words about its turns
+    taught: dict[int, Floats] = field(default_factory=dict)  # by place [A]: a remote teacher's log p; NaN: none
+    rehearsed: Sequence[int] = ()  # places of sequences that were trained on before and do not count as new
     said_by: Speakers = field(default_factory=dict)  # of ratings, answers and preferences
-    unused: Figures = field(default_factory=dict)  # how much of what was said teaches nothing, by reason
+    unused: Figures = field(default_factory=dict)  # number of signals that cannot be learned from, by reason
 
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory]) -> Batch:
-        """A batch of trajectories, with nothing but their rewards."""
+        """Build a batch of trajectories, with no signals but their rewards."""
         batch = cls([], list(trajectories), [])
         for trajectory in batch.trajectories:
             batch.members.append([batch.add(sequence) for sequence in trajectory.sequences])
@@ -96,7 +96,7 @@ class Batch:
 
     @property
     def rewarded(self) -> list[int]:
-        """The sequences of trajectories that have a reward, of one turn or of the whole."""
+        """Places of the sequences of trajectories with a reward, for one turn or for the whole."""
         given = [[t.outcome, *t.turn_rewards] for t in self.trajectories]
         return [
             place
@@ -107,12 +107,12 @@ class Batch:
 
     @property
     def rewards(self) -> list[float]:
-        """All that was said, once each: of trajectories their outcomes, and what is of single turns."""
+        """All rewards, each once: the outcomes of trajectories, and the rewards of single turns."""
         return [float(r) for t in self.trajectories for r in (t.outcome, *t.turn_rewards) if r is not None]
 
     @property
     def scored_by(self) -> dict[int, str | None]:
-        """The key that set the reward of each trajectory's sequences."""
+        """The key that set the reward of each trajectory's sequences, by place."""
         return {
             place: trajectory.key
             for trajectory, places in zip(self.trajectories, self.members, strict=True)
@@ -120,51 +120,51 @@ class Batch:
         }
 
     def add(self, sequence: TokenSequence) -> int:
-        """Add a sequence, such as one that an algorithm composed of a prompt and another's reply. Returns its place."""
+        """Add a sequence, for example one of a prompt and another sequence's reply. Returns its place."""
         self.sequences.append(sequence)
         return len(self.sequences) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Sequences whose losses need each other: they are trained on in one micro-batch."""
+    """Sequences whose losses need each other: one micro-batch contains all of them."""
 
     members: tuple[int, ...]  # places in the batch
-    words: tuple[Words, ...] = ()  # for Needs.TEACHER: one for each member, or none at all
+    words: tuple[Words, ...] = ()  # for Needs.TEACHER: one for each member, or none
     trained: bool = True  # False: only precomputed
-    said: Said | None = None  # what it learns from; None: its words, or else nothing that anybody said
+    said: Said | None = None  # what it learns from; None: its words, or no signal
 
 
 @dataclass(frozen=True, slots=True)
 class Precomputed:
-    """What the models said before the first step. Arrays that no algorithm needs are empty."""
+    """Scores by the models before the first step. Arrays that no algorithm needs are empty."""
 
     proximal: list[Floats]  # of each sequence [A]: log π_prox at the sampling temperature
     processed: list[Floats]  # of each sequence [A]: log π_prox as the engine's sampler processes it
     reference: list[Floats]  # of each sequence [A]: log π_ref at the sampling temperature
     values: list[Floats]  # of each sequence [A]: the critic's
     teacher: list[Floats]  # of each member of the units, at the sampling temperature: [B] of its words, else [A]
-    top: list[Ints] = field(default_factory=list)  # of each member [B, N]: the teacher's likeliest tokens there
-    top_logprobs: list[Floats] = field(default_factory=list)  # [B, N]: its log π of these
+    top: list[Ints] = field(default_factory=list)  # of each member [B, N]: the teacher's most likely tokens
+    top_logprobs: list[Floats] = field(default_factory=list)  # [B, N]: the teacher's log π of these
 
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """The units of a micro-batch under the weights that are trained: one after another, with their members in order."""
+    """The units of a micro-batch under the trained weights: one after another, with their members in order."""
 
     logprobs_K: Tensor  # at the sampling temperature
     entropy_K: Tensor  # nats
     values_K: Tensor | None  # None without Needs.VALUES
-    sequence_K: Tensor  # which of the S sequences each action belongs to
-    unit_S: Tensor  # which unit each sequence belongs to, from 0
-    others_KN: Tensor | None = None  # log π of the tokens that the part's constants name as `others`
+    sequence_K: Tensor  # index of each action's sequence among the S
+    unit_S: Tensor  # index of each sequence's unit
+    others_KN: Tensor | None = None  # log π of the tokens in the part's constant `others`
 
     def sum_S(self, x_K: Tensor) -> Tensor:
-        """Sums over the actions of each sequence: [S]."""
+        """Sum over the actions of each sequence: [S]."""
         return x_K.new_zeros(len(self.unit_S)).index_add(0, self.sequence_K, x_K)
 
     def only(self, chosen_K: Tensor) -> Now:
-        """The same with these actions alone."""
+        """Return the same for these actions alone."""
         return replace(
             self,
             logprobs_K=self.logprobs_K[chosen_K],
@@ -176,42 +176,42 @@ class Now:
 
 
 class Algorithm(Protocol):
-    """One algorithm with its settings. It holds nothing that changes: what it must keep stands in its memory.
+    """One algorithm with its settings. The object is immutable: state between batches belongs in its memory.
 
-    Which signals it learns from, and what must be claimed together, stands with its settings
-    (shared/config/algorithms.py): explorers ask for that, and they import no PyTorch.
+    Its settings (shared/config/algorithms.py) define which signals it learns from and what must be claimed together,
+    because explorers need that and do not import PyTorch.
     """
 
     @property
     def needs(self) -> Needs: ...
 
     def units(self, batch: Batch) -> list[Unit]:
-        """What it learns from, of this batch. It may add sequences to the batch."""
+        """Return the units of this batch to learn from. It may add sequences to the batch."""
 
     def constants(
         self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
     ) -> tuple[Constants, Figures]:
-        """What the loss takes as constant, for the whole batch. It may change its memory.
+        """Return the constants of the loss for the whole batch. It may change its memory.
 
-        `weights` multiply what each member adds to the loss, and may be lowered before the first step; `size` does not
-        depend on them. How steep the loss is beside them stands in `advantages`, `shares` or `slopes`, [A] each.
+        `weights` multiply each member's part of the loss, and may be reduced before the first step; `size` does not
+        depend on them. The slope of the loss apart from them is in `advantages`, `shares` or `slopes`, [A] each.
         """
 
     def size(self, units: list[Unit], constants: Constants) -> float:
-        """What the loss of a minibatch is divided by: how many tokens, sequences or pairs these units have."""
+        """Return the divisor of a minibatch's loss: the number of tokens, sequences or pairs in these units."""
 
     def loss(self, now: Now, constants: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """A sum over the micro-batch, to be minimized, and sums to plot, which are divided by the size, too.
+        """Return a sum over the micro-batch, to be minimized, and sums to plot, which are divided by the size, too.
 
-        constants: those of the micro-batch's units, by name: [K], or [S] for what belongs to whole sequences.
+        constants: of the micro-batch's units, by name: [K], or [S] for values of whole sequences.
         """
 
 
 def one_each(places: Iterable[int], said: Said | None = None) -> list[Unit]:
-    """A unit for each of these sequences: none needs another's loss. said: what they learn from."""
+    """Return a unit for each of these sequences, for losses without dependencies. said: what they learn from."""
     return [Unit((place,), said=said) for place in places]
 
 
 def pick(items: Sequence[T], units: list[Unit]) -> list[T]:
-    """Of what there is one of for each sequence of the batch: that of the units' members."""
+    """From items of all sequences of the batch, return those of the units' members."""
     return [items[place] for unit in units for place in unit.members]

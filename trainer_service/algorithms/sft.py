@@ -3,7 +3,7 @@
     loss = −E[ log π_θ(a_t|s_t) ]        over all tokens of written answers: corrections and demonstrations
 
 log π_θ is at the temperature of the conversation that the answer belongs to. E is the mean over the tokens of the
-minibatch. Good replies of the model itself are `raft`'s.
+minibatch. `raft` learns from the model's own good replies.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """SPO (Xu & Ding 2025, "Single-stream Policy Optimization", arXiv 2509.13232): single samples and a tracker.
 
-    Â    = (R − v(x) − μ) / σ            R: return of an attempt; v(x): what was earned before at the like
+    Â    = (R − v(x) − μ) / σ            R: return of an attempt; v(x): earlier scores of similar attempts
     loss = −E[ w_t · J_t ] − c_e H[π_θ]                        J_t: PPO's clipped objective; it and w_t: surrogates.py
 
 Departures, each with its source or reason:
-1. The paper keeps a value for each prompt. Prompts of production do not repeat: v is an estimate for the task, shrunk
-   towards the one for the system prompt, and that towards the one for all; see advantages.tracked.
-2. What was seen loses weight with KL divergence, as in the paper, and with age. The divergence is the one between the
-   samplers of a batch and the trainer's policy: it is known without another forward pass.
-3. Rewards without bounds have a Gaussian tracker; bounded ones a Beta tracker, as in the paper.
-4. While batches are small, μ and σ are taken over earlier batches as well (running moments).
-5. Prompts are not drawn by their difficulty: callers decide what is asked.
+1. The paper stores a value for each prompt. Prompts in production do not repeat: v is an estimate for the task, shrunk
+   towards the one for the system prompt, which is shrunk towards the one for all; see advantages.tracked.
+2. Earlier scores lose weight with KL divergence, as in the paper, and with age. The divergence is between the samplers
+   of a batch and the trainer's policy: it is known without another forward pass.
+3. Unbounded rewards have a Gaussian tracker; bounded ones a Beta tracker, as in the paper.
+4. While batches are small, μ and σ include earlier batches (running moments).
+5. Prompts are not selected by difficulty: callers choose them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Surrogate objectives: how an advantage becomes a loss of the policy that is trained. And importance weights.
+"""Surrogate objectives, which turn an advantage into a loss of the trained policy, and importance weights.
 
 With r_t(θ) = π_θ(a_t|s_t) / π_prox(a_t|s_t), of each token, to be maximized; [·] is constant for the gradient:
 
@@ -11,14 +11,14 @@ With r_t(θ) = π_θ(a_t|s_t) / π_prox(a_t|s_t), of each token, to be maximized
                                                                                2501.12599)
 
 i runs over the n tokens of the sequence; the second term of opmd is the gradient of −τ/2 (Σ_i log r_i)². `clip` has two
-refinements: ε_high above ε_low leaves unlikely tokens room to become likely (Yu et al. 2025, "DAPO", section 3.1); and
-where Â_t < 0, J_t is at least c Â_t (Ye et al. 2020, "Mastering Complex Control in MOBA Games").
+refinements: ε_high above ε_low allows unlikely tokens to become likely (Yu et al. 2025, "DAPO", section 3.1); and where
+Â_t < 0, J_t is at least c Â_t (Ye et al. 2020, "Mastering Complex Control in MOBA Games").
 
 π_prox is the policy at the start of the batch, not the one that sampled: the decoupled objective of Hilton et al. 2022
-("Batch size-invariance for policy optimization", eq. 3). The difference between the two is corrected by a weight w_t,
-constant for the gradient: each token's ratio π_prox/π_behaviour, or the product over its sequence. It is truncated to
-[floor, cap] (Ionides 2008), or 0 outside of it ("IcePop", arXiv 2510.18855). Both terms of the ratio are as the sampler
-processed them (temperature, top-k, top-p, min-p). `topr` has a correction of its own; with it w_t is 0 or 1.
+("Batch size-invariance for policy optimization", eq. 3). A weight w_t, constant for the gradient, corrects the
+difference: each token's ratio π_prox/π_behaviour, or its product over the sequence. It is truncated to [floor, cap]
+(Ionides 2008), or set to 0 outside that range ("IcePop", arXiv 2510.18855). Both policies of the ratio are as the
+sampler processed them (temperature, top-k, top-p, min-p). `topr` has its own correction; with it w_t is 0 or 1.
 
 Shapes: K tokens of a micro-batch, S sequences of it, A actions of one sequence.
 """
@@ -50,14 +50,14 @@ from trainer_service.algorithms.seam import (
 
 C = TypeVar("C", bound=SurrogateConfig)
 
-_LEAST_TAIL = 1e-6  # float32 knows no smaller rest of 1
-LARGEST_LOG_RATIO = 20.0  # nats: far outside of any clip range, and float32 still holds the square of a sum of e^20
+_LEAST_TAIL = 1e-6  # float32 has no smaller remainder of 1
+LARGEST_LOG_RATIO = 20.0  # nats: far outside any clip range, and float32 can still store the square of a sum of e^20
 
 
 def clipped(
     log_ratio_K: Tensor, advantages_K: Tensor, *, low: float, high: float, dual: float | None
 ) -> tuple[Tensor, Tensor]:
-    """J_t of PPO, and which ratios are outside of the clip range. dual: c, above 1; None: no bound."""
+    """Return J_t of PPO, and which ratios are outside the clip range. dual: c, above 1; None: no bound."""
     ratio_K = log_ratio_K.exp()
     surrogate_K = torch.minimum(ratio_K * advantages_K, ratio_K.clamp(1 - low, 1 + high) * advantages_K)
     if dual is not None:
@@ -68,7 +68,7 @@ def clipped(
 def surrogate(
     now: Now, log_ratio_K: Tensor, constants: dict[str, Tensor], config: SurrogateConfig
 ) -> tuple[Tensor, Tensor]:
-    """J_t of each token by the configured surrogate, and which tokens its bound holds for: [K]. log_ratio: log r_t."""
+    """Return J_t of each token by the configured surrogate, and which tokens it bounds: [K]. log_ratio: log r_t."""
     advantages_K, moved_K = constants["advantages"], log_ratio_K.detach()
     low, high, dual = config.clip, config.clip_high or config.clip, config.dual_clip
     if config.surrogate == "clip":
@@ -91,26 +91,26 @@ def surrogate(
 
 
 def divergence(gap: Tensor, estimator: str) -> Tensor:
-    """KL(π‖π_ref) estimated at tokens that π sampled; gap: log π − log π_ref (Schulman 2020, "Approximating KL")."""
+    """Estimate KL(π‖π_ref) at tokens that π sampled; gap: log π − log π_ref (Schulman 2020, "Approximating KL")."""
     if estimator == "k1":
         return gap
     return 0.5 * gap.square() if estimator == "k2" else (-gap).clamp(max=LARGEST_LOG_RATIO).exp() - 1 + gap
 
 
 def divergence_with_tail(teacher_KN: Tensor, policy_KN: Tensor) -> Tensor:
-    """KL(teacher‖policy) over N tokens and all others as one class: [K]. Given are the log-probabilities of the N."""
+    """Return KL(teacher‖policy) over N tokens, and all others as one class: [K]. Arguments: log-probabilities."""
     tails = [torch.log1p(-one.exp().sum(-1).clamp(max=1 - _LEAST_TAIL)) for one in (teacher_KN, policy_KN)]
     inside_K = (teacher_KN.exp() * (teacher_KN - policy_KN)).sum(-1)
     return inside_K + tails[0].exp() * (tails[0] - tails[1])
 
 
 def importance_weights(log_ratio_A: Floats, config: SurrogateConfig) -> Floats:
-    """w_t: [A]; 0 where a mask leaves the token out, or, with a floor of 0, where π_prox could not sample it.
+    """Return w_t: [A]; 0 where a mask excludes the token or, with a floor of 0, where π_prox could not sample it.
 
     log_ratio_A: [A] log π_prox/π_behaviour, both as the sampler processed them.
     """
     levels = log_ratio_A if config.importance == "token" else np.full_like(log_ratio_A, log_ratio_A.sum())
-    ratios = np.exp(np.minimum(levels, np.float32(LARGEST_LOG_RATIO)))  # e^89 is infinite in float32
+    ratios = np.exp(np.minimum(levels, np.float32(LARGEST_LOG_RATIO)))  # float32 overflows at e^89
     low, high = np.float32(config.importance_floor), np.float32(config.importance_cap)
     kept = np.full(len(ratios), True)
     if config.importance_outside == "mask":
@@ -124,17 +124,17 @@ def importance_weights(log_ratio_A: Floats, config: SurrogateConfig) -> Floats:
 
 
 def policy_needs(config: SurrogateConfig) -> Needs:
-    """What `policy_constants` and `policy_loss` need."""
+    """Return the needs of `policy_constants` and `policy_loss`."""
     reference = Needs.REFERENCE if config.kl_coef else Needs.NOTHING
     return Needs.PROXIMAL | reference | (Needs.ENTROPY if config.entropy_coef else Needs.NOTHING)
 
 
 def drift_of(batch: Batch, units: list[Unit], precomputed: Precomputed) -> list[Floats]:
-    """log π_prox/π_behaviour of the units' sequences: [A], both as the sampler processed them.
+    """Return log π_prox/π_behaviour of the units' sequences, [A] each, both as the sampler processed them.
 
-    It is 0 where the sampler masked tokens, by a grammar or a bias: no model says what it then had to choose from.
-    A token that top-p, top-k or min-p cuts off by π_prox has log π_prox before the cut: at the edge, where rounding
-    decides, that is near; of a policy that has moved away it is low.
+    It is 0 where the sampler masked tokens, by a grammar or a bias: the set of allowed tokens is unknown.
+    If top-p, top-k or min-p cuts off a token under π_prox, its log π_prox before the cut is used: that is close if
+    rounding at the edge decided, and low if the policy has moved away.
     """
     now = zip(pick(precomputed.processed, units), pick(precomputed.proximal, units), strict=True)
     known = [np.where(np.isneginf(cut), uncut, cut) for cut, uncut in now]
@@ -147,7 +147,7 @@ def drift_of(batch: Batch, units: list[Unit], precomputed: Precomputed) -> list[
 def policy_constants(
     batch: Batch, units: list[Unit], precomputed: Precomputed, config: SurrogateConfig
 ) -> tuple[Constants, Figures]:
-    """What `policy_loss` takes beside advantages: log π_prox, w_t and more. And what there is to plot of them."""
+    """Return the constants of `policy_loss` except advantages: log π_prox, w_t and others. And figures to plot."""
     proximal, drift = pick(precomputed.proximal, units), drift_of(batch, units, precomputed)
     constants = {"proximal": proximal, "weights": [importance_weights(one, config) for one in drift]}
     figures = _drift_figures(drift, constants["weights"])
@@ -166,10 +166,10 @@ def policy_constants(
 
 
 def _drift_figures(drift: list[Floats], weights: list[Floats]) -> Figures:
-    """How far the samplers' policies are from π_prox, by the untruncated ratios of all tokens.
+    """Measure the distance of the samplers' policies from π_prox, by the untruncated ratios of all tokens.
 
-    effective_sample_size: (Σ ρ)² / (n Σ ρ²), the share of the n tokens that as many of π_prox's own would be worth
-    (Kong 1992). kl_to_sampler: KL(π_behaviour‖π_prox) for each token.
+    effective_sample_size: (Σ ρ)² / (n Σ ρ²), as a share of n: the number of π_prox's own tokens that would be worth as
+    much (Kong 1992). kl_to_sampler: KL(π_behaviour‖π_prox) per token.
     """
     flat, weight = np.concatenate(drift), np.concatenate(weights)
     log_ratio = flat.astype(np.float64).clip(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -183,26 +183,26 @@ def _drift_figures(drift: list[Floats], weights: list[Floats]) -> Figures:
 
 
 def held(now: Now, constants: dict[str, Tensor], sign_S: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """log π of each action, without a gradient where it has moved beyond `clip` within the batch, in the direction of
-    its sequence's sign; and which these are: [K], [K]. The probability is then above 1 + ε times what it was, or below
-    1 / (1 + ε) of it. A clip of 0 holds nothing."""
+    """Return log π of each action, without a gradient if it has moved beyond `clip` within the batch in the direction
+    of its sequence's sign; and which actions these are: [K], [K]. The probability has then risen to more than 1 + ε
+    times its initial value, or fallen below 1 / (1 + ε) of it. A clip of 0 sets no bound."""
     moved_K = sign_S[now.sequence_K] * (now.logprobs_K.detach() - constants["proximal"])
     held_K = moved_K > (math.log1p(clip) if clip else math.inf)
     return torch.where(held_K, now.logprobs_K.detach(), now.logprobs_K), held_K
 
 
 def policy_size(constants: Constants, config: SurrogateConfig) -> float:
-    """What `policy_loss` is divided by: tokens, or sequences."""
+    """Return the divisor of `policy_loss`: the number of tokens, or of sequences."""
     return float(sum(map(len, constants["proximal"])) if config.mean == "tokens" else len(constants["proximal"]))
 
 
 def total(x_K: Tensor, constants: dict[str, Tensor]) -> Tensor:
-    """Σ over tokens, each with its share in a mean over sequences where that is configured."""
+    """Sum over tokens, each with its share in a mean over sequences if that is configured."""
     return (x_K * constants["shares"]).sum() if "shares" in constants else x_K.sum()
 
 
 def policy_loss(now: Now, constants: dict[str, Tensor], config: SurrogateConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """−Σ w_t J_t − c_e Σ H + β Σ KL where that is in the loss, over the micro-batch; and sums to plot."""
+    """Return −Σ w_t J_t − c_e Σ H, plus β Σ KL if it is in the loss, over the micro-batch; and sums to plot."""
     log_ratio_K = (now.logprobs_K - constants["proximal"]).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     surrogate_K, bounded_K = surrogate(now, log_ratio_K, constants, config)
     loss = -total(constants["weights"] * surrogate_K, constants)
@@ -221,7 +221,7 @@ def policy_loss(now: Now, constants: dict[str, Tensor], config: SurrogateConfig)
 
 
 def _to_plot(x_K: Tensor, now: Now, config: SurrogateConfig) -> Tensor:
-    """What gives the mean of x over tokens, or over sequences their means, when it is divided by the size."""
+    """Return a sum that, divided by the size, gives the mean of x over tokens, or over the means of sequences."""
     if config.mean == "tokens":
         return x_K.sum()
     return (now.sum_S(x_K.to(now.logprobs_K)) / now.sum_S(torch.ones_like(now.logprobs_K))).sum()
@@ -229,7 +229,7 @@ def _to_plot(x_K: Tensor, now: Now, config: SurrogateConfig) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PolicyGradient(Generic[C]):
-    """What algorithms that learn from rewards by one of these surrogates share: all but their advantages."""
+    """The common parts of algorithms that learn from rewards by one of these surrogates: all but the advantages."""
 
     config: C
 
@@ -248,7 +248,7 @@ class PolicyGradient(Generic[C]):
 
 
 class PartialPolicyGradient(PolicyGradient[C]):
-    """The same for some tokens alone: those where the constant `counts` is not 0."""
+    """The same for some tokens only: those where the constant `counts` is not 0."""
 
     def size(self, units: list[Unit], constants: Constants) -> float:
         return float(sum(map(np.sum, constants["counts"])))

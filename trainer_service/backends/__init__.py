@@ -1,1 +1,1 @@
-"""What carries out an optimizer step: DeepSpeed."""
+"""Backends of an optimizer step: DeepSpeed."""

@@ -1,6 +1,6 @@
-"""DeepSpeed: the optimizer step and ZeRO. The only file that imports it.
+"""DeepSpeed: the optimizer step and ZeRO. Only this file imports it.
 
-Its own checkpoints, which are pickles, are not used; see `OptimizerState`.
+DeepSpeed's own checkpoints are pickles and are not used; see `OptimizerState`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class DeepSpeedBackend:
     def __init__(
         self, module: nn.Module, groups: list[dict[str, Any]], max_grad_norm: float, config: JSON, ranks: Ranks
     ) -> None:
-        """groups: parameter groups with their learning rates; the gradient of each is clipped to `max_grad_norm` by
-        itself. config: DeepSpeed's configuration.
+        """groups: parameter groups with their learning rates; the gradient of each group is clipped to `max_grad_norm`
+        separately. config: DeepSpeed's configuration.
 
-        Raises ConfigError for a configuration that DeepSpeed refuses.
+        Raises ConfigError for a configuration that DeepSpeed rejects.
         """
         _prepare_environment()
         import deepspeed
@@ -45,17 +45,17 @@ class DeepSpeedBackend:
         self._rates = [float(group["lr"]) for group in groups]
         self._max_grad_norm = max_grad_norm
         self.ranks = ranks
-        # a shared-memory all-reduce for several CPU ranks, which would be compiled at each start
+        # its shared-memory all-reduce for several CPU ranks would be compiled at each start
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         exact = _beyond_bf16(self._groups) if config.get("bf16", {}).get("enabled") else []
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # with bfloat16 it prints its use of memory
+            with contextlib.redirect_stdout(io.StringIO()):  # with bfloat16 it prints its memory usage
                 self._engine, *_ = deepspeed.initialize(
                     model=module, model_parameters=groups, config=config, mpu=ranks.data_parallel()
                 )
         except (*_REFUSALS, deepspeed.DeepSpeedConfigError) as exc:
-            if is_lost(exc):  # the configuration is not to blame
+            if is_lost(exc):  # the configuration is not the cause
                 raise
             raise ConfigError(_refusal(exc, config)) from exc
         self.device: torch.device = self._engine.device
@@ -65,7 +65,7 @@ class DeepSpeedBackend:
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module. Call the backend itself for a forward pass that is to be trained."""
+        """The wrapped module. For a forward pass that is trained, call the backend itself."""
         module: nn.Module = self._engine.module
         return module
 
@@ -73,10 +73,10 @@ class DeepSpeedBackend:
         return self._engine(*args, **kwargs)
 
     def step(self, shares: Sequence[Callable[[], Tensor]], rate: float = 1.0) -> list[float]:
-        """One optimizer step on the sum of the losses that `shares` compute. Returns the norm of each group's gradient,
-        unclipped.
+        """Run one optimizer step on the sum of the losses of `shares`. Returns the norm of each group's gradient before
+        clipping.
 
-        rate: what the learning rates are multiplied by, unless a scheduler of DeepSpeed's sets them.
+        rate: factor of the learning rates, unless a scheduler of DeepSpeed sets them.
         """
         self._engine.train()
         for number, share in enumerate(shares):
@@ -88,7 +88,7 @@ class DeepSpeedBackend:
         return norms
 
     def _set_rates(self, rate: float) -> None:
-        """The configuration's learning rates, also where a saved state brought others; a scheduler's stay."""
+        """Set the configured learning rates, also after a saved state was loaded; a scheduler's are kept."""
         if self._engine.lr_scheduler is None:
             for group, own in zip(self._engine.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = own * rate
@@ -96,7 +96,7 @@ class DeepSpeedBackend:
     def _clip(self, parameters: list[nn.Parameter]) -> float:
         """Scale the gradient of one group down to `max_grad_norm`. Returns its norm before.
 
-        DeepSpeed clips all groups together: a critic far from its targets would leave the policy nothing.
+        DeepSpeed clips all groups together: a critic far from its targets would leave the policy almost no gradient.
         """
         read = self._deepspeed.utils.safe_get_full_grad
         norms = {p: gradient.float().norm() for p in parameters if (gradient := read(p)) is not None}
@@ -108,9 +108,9 @@ class DeepSpeedBackend:
         return norm / scale
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A parameter as the optimizer holds it: whole, in float32; a buffer as it is. Every rank must ask for it.
+        """Return a parameter gathered, in the optimizer's float32; a buffer unchanged. Every rank must call it.
 
-        A frozen parameter is returned as the model holds it.
+        A frozen parameter is returned in the model's type.
         """
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             return self.state.read(tensor)
@@ -120,23 +120,23 @@ class DeepSpeedBackend:
         return tensor.detach()
 
     def close(self) -> None:
-        """Release what DeepSpeed holds of the module."""
+        """Release DeepSpeed's memory for the module."""
         self._engine.destroy()
         del self._engine
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer changes, by name. A parameter that has several names stands under its first."""
+        """Return the trained parameters by name. A parameter with several names has its first."""
         return {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the trained parameters, whole."""
+        """Return the shapes of the trained parameters, not sharded."""
         return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.trained_parameters().items()}
 
 
 def _refusal(error: Exception, config: JSON) -> str:
-    """What DeepSpeed refuses, as one line: the key and its value where it says which, the reason and the remedy."""
+    """Format DeepSpeed's error as one line: key and value if it names them, reason and remedy."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         path = first["loc"]
@@ -155,23 +155,23 @@ def has_bf16() -> bool:
 
 
 def _beyond_bf16(groups: list[list[nn.Parameter]]) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters that bfloat16 rounds, with their weights.
+    """Return the parameters that bfloat16 rounds, with their exact weights.
 
-    DeepSpeed rounds the model first and copies its float32 master weights from that.
+    DeepSpeed first rounds the model, and then copies its float32 master weights from the result.
     """
     weights = [(parameter, parameter.detach()) for group in groups for parameter in group]
     return [(p, exact) for p, exact in weights if not torch.equal(exact, exact.to(torch.bfloat16).to(exact.dtype))]
 
 
 def configuration(learning_rate: float, over: JSON, *, bf16: bool) -> JSON:
-    """Our DeepSpeed configuration, with the user's keys merged over it.
+    """Return our DeepSpeed configuration, with the user's keys merged over it.
 
-    bf16: compute in bfloat16, with float32 in the optimizer and where gradients add up. ZeRO 0 would keep no such
-    gradients beside bfloat16 weights: 1 takes its place, which on one rank keeps the same.
+    bf16: compute in bfloat16, with float32 in the optimizer and in accumulated gradients. ZeRO 0 would not keep float32
+    gradients for bfloat16 weights: stage 1 replaces it, which stores the same on one rank.
     """
     merged = merge(_defaults(learning_rate, over.get("optimizer")), over)
     if bf16:
-        low = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        low = {"bf16": {"enabled": True, "immediate_grad_update": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         merged = merge(low, merged)
         if merged["zero_optimization"]["stage"] == 0:
             merged = merge(merged, {"zero_optimization": {"stage": 1}})
@@ -179,17 +179,17 @@ def configuration(learning_rate: float, over: JSON, *, bf16: bool) -> JSON:
 
 
 def _defaults(learning_rate: float, optimizer: Any) -> JSON:
-    """optimizer: the user's section, if there is one. AdamW's settings are for Adam alone."""
+    """optimizer: the user's section, if any. AdamW's settings apply to Adam alone."""
     params: JSON = {"lr": learning_rate}
     kind = optimizer.get("type", "AdamW") if isinstance(optimizer, dict) else "AdamW"
     if str(kind).lower() in ("adam", "adamw"):
-        # PyTorch's own: DeepSpeed's need an extension that a compiler builds
+        # PyTorch's: DeepSpeed's implementations need a compiled extension
         params |= {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}
         if torch.cuda.is_available():
             params["fused"] = True
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,  # the losses are shares of a sum already, and `step` sets the boundary
+        "gradient_accumulation_steps": 1,  # the losses are already shares of a sum, and `step` sets the boundary
         "gradient_clipping": 0.0,  # `step` clips
         "optimizer": {"type": "AdamW", "params": params},
         "zero_optimization": {"stage": 0},
@@ -199,7 +199,7 @@ def _defaults(learning_rate: float, optimizer: Any) -> JSON:
 
 
 def learning_rate(config: JSON) -> float:
-    """The policy's learning rate in a complete configuration. Raises ConfigError for what is none."""
+    """Return the policy's learning rate in a complete configuration. Raises ConfigError if it is not positive."""
     rate = config["optimizer"]["params"]["lr"]
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
         raise ConfigError(
@@ -209,7 +209,7 @@ def learning_rate(config: JSON) -> float:
 
 
 def merge(base: JSON, over: JSON) -> JSON:
-    """`base` with the keys of `over`, merged section by section."""
+    """Return `base` with the keys of `over`, merged section by section."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -221,6 +221,6 @@ def _prepare_environment() -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DS_LOG_LEVEL", "error")
-    warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)  # DeepSpeed's calls
+    warnings.filterwarnings("ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning)  # by DeepSpeed
     for name in ("DeepSpeed", "deepspeed"):
         logging.getLogger(name).setLevel(logging.ERROR)

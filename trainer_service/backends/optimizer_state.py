@@ -1,7 +1,7 @@
-"""Weights and optimizer state of a DeepSpeed engine, one whole tensor at a time, whatever its ZeRO stage.
+"""Weights and optimizer state of a DeepSpeed engine, one whole tensor at a time, under any ZeRO stage.
 
-What is read is the same under every stage and on every number of ranks, so a state that was saved under one is loaded
-under another. Reads and writes are collective: every rank makes the same calls in the same order.
+Reads return the same under every stage and any number of ranks, so a state that was saved under one can be loaded under
+another. Reads and writes are collective: every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class OptimizerState:
         self._optimizer: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
 
     def moments(self) -> list[str]:
-        """The names of what the optimizer keeps for each weight, such as exp_avg; none before its first step."""
+        """Return the names of the optimizer's values for each weight, such as exp_avg; none before its first step."""
         self._link()
         kept: dict[str, Any] = next(iter(self._optimizer.state.values()), {})
         return sorted(name for name, value in kept.items() if name != STEP and isinstance(value, Tensor))
 
     def read(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
-        """A master weight, or a moment of it: whole, in float32."""
+        """Return a master weight, or one of its moments, gathered in float32."""
         if self._stage == 0:
             return (parameter if moment is None else self._optimizer.state[parameter][moment]).detach()
         whole: Tensor
@@ -58,7 +58,7 @@ class OptimizerState:
             self._utils.safe_set_full_optimizer_state(parameter, whole, moment)
 
     def _write_share(self, parameter: Any, whole: Tensor, moment: str | None) -> None:
-        """The part of a tensor that this rank has under ZeRO 3; the last rank's is padded with zeros."""
+        """Write this rank's part of a tensor under ZeRO 3; the last part is padded with zeros."""
         length = parameter.ds_tensor.numel()
         rank = torch.distributed.get_rank(parameter.ds_process_group)
         padded = torch.nn.functional.pad(whole.flatten(), (0, length * (rank + 1) - whole.numel()))
@@ -66,21 +66,24 @@ class OptimizerState:
         if moment is None:
             self._utils.safe_set_local_fp32_param(parameter, share)
             parameter.ds_tensor.data.copy_(share)
-            if parameter.numel():  # small ones stay whole
+            if parameter.numel():  # small parameters are not sharded
                 parameter.data.copy_(whole)
         else:
             self._utils.safe_set_local_optimizer_state(parameter, share, moment)
 
     def scale_gradient(self, parameter: nn.Parameter, factor: float) -> None:
-        """Multiply the gradient of the next step. DeepSpeed 0.19 cannot set a whole one whose parts are padded."""
+        """Multiply the gradient of the next step. DeepSpeed 0.19 cannot set a whole gradient with padded parts."""
         utils = self._utils
-        if self._stage == 3:
+        if (summed := getattr(parameter, "_hp_grad", None)) is not None:
+            # bfloat16 under ZeRO 1: each rank has the whole sum, of which DeepSpeed sets a part, or a copy beside it
+            summed.mul_(factor)
+        elif self._stage == 3:
             utils.safe_set_local_grad(parameter, utils.safe_get_local_grad(parameter) * factor)
         else:
             utils.safe_set_full_grad(parameter, utils.safe_get_full_grad(parameter) * factor)
 
     def make_moments(self) -> None:
-        """Let the optimizer make its state as its first step does: a step of zeros, at rate 0, one tensor at a time."""
+        """Create the optimizer's state as its first step does: step each tensor with zero gradients at rate 0."""
         for group, flat in list(self._flat_parameters()):
             kept, gradient = dict(group), flat.grad
             group.update(params=[flat], lr=0.0)
@@ -91,7 +94,7 @@ class OptimizerState:
         self._link()
 
     def _link(self) -> None:
-        """Tell DeepSpeed where in its flat state the moments of each weight are.
+        """Register with DeepSpeed where the moments of each weight are in its flat state.
 
         DeepSpeed 0.19 does so once, after the first group's first step, when the other groups have no state yet.
         """
@@ -101,7 +104,7 @@ class OptimizerState:
             zero._lazy_init_hp_params_optimizer_state()
 
     def _flat_parameters(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-        """What the optimizer steps, with its group. Under ZeRO 3 DeepSpeed puts it there for a step only."""
+        """Yield the tensors that the optimizer updates, with their groups. ZeRO 3 inserts them only during a step."""
         if self._stage == 3:
             zero = self._engine.optimizer
             for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
@@ -112,7 +115,7 @@ class OptimizerState:
                     yield group, flat
 
     def progress(self) -> JSON:
-        """Steps and schedule, as JSON."""
+        """Return steps and schedule as JSON."""
         kept: dict[str, Any] = next(iter(self._optimizer.state.values()), {})
         schedule = self._engine.lr_scheduler
         return {
@@ -123,7 +126,7 @@ class OptimizerState:
         }
 
     def set_progress(self, progress: JSON) -> None:
-        """Continue from what `progress` returned."""
+        """Restore what `progress` returned."""
         self._engine.global_steps = progress["steps"]
         for kept in self._optimizer.state.values():
             if isinstance(kept.get(STEP), Tensor):

@@ -1,1 +1,1 @@
-"""Where the figures of updates go: a file, Prometheus, and the trackers that are installed."""
+"""Outputs for the figures of updates: a file, Prometheus, and the installed trackers."""

@@ -1,4 +1,4 @@
-"""A JSON line for each update, in a file that is renamed when it is full: two files of bounded size."""
+"""Appends a JSON line for each update to a file, which is renamed when it is full: two files of bounded size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "figures.jsonl"
 
 
 class JsonLines:
-    """Appends to figures.jsonl. A line that a crash cut short stays alone in its line."""
+    """Appends to figures.jsonl. A line that a crash truncated stays on its own line."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._file, self._max_bytes = folder / NAME, max_bytes

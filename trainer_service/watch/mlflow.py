@@ -1,4 +1,4 @@
-"""MLflow's tracking server, or a database that it keeps. Credentials are taken from its own environment variables."""
+"""MLflow: a tracking server or its database. Credentials come from MLflow's own environment variables."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from trainer_service.watch.record import Record
 
 
 class MLflow:
-    """A run in the experiment that bears the trainer's name."""
+    """A run in the experiment with the trainer's name."""
 
     def __init__(self, uri: str, trainer: str) -> None:
-        """Raises ImportError, and whatever mlflow does when its server is away."""
+        """Raises ImportError, and the errors of mlflow if its server is unavailable."""
         from mlflow import MlflowClient
         from mlflow.entities import Metric
 

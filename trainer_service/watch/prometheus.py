@@ -1,6 +1,6 @@
 """The trainer's own Prometheus endpoint; docs/metrics.md explains each metric.
 
-The explorer's metrics are another process's: a name stands in one of the two.
+The explorer's metrics belong to another process; the two share no names.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from shared.errors import StartupError
 from trainer_service.watch.record import Record
 
 _STAGE_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
-VERSIONS = 16  # newest ones whose reward is shown
+VERSIONS = 16  # newest versions whose reward is shown
 
 
 class TrainerMetrics:
-    """What a trainer shows. One object holds it; nothing is registered globally."""
+    """The metrics of a trainer. One object owns them; nothing is registered globally."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         about: dict[str, Any] = {"registry": self.registry}
         self._figure = Gauge("flywheel_update_figure_number", "The last update's figures", ["figure"], **about)
-        self._shown: set[str] = set()  # figures
+        self._shown: set[str] = set()  # names of figures
         self._rows = Counter("flywheel_update_rows", "Rows trained on, or of no use to any algorithm", ["use"], **about)
         self._signals = Counter("flywheel_update_signals_rows", "Rows by what was said of them", ["kind"], **about)
         self._tokens = Counter("flywheel_update_tokens", "Tokens that updates computed, in all passes", **about)
@@ -58,7 +58,7 @@ class TrainerMetrics:
             self._reward.labels(str(rewards.version)).set(rewards.mean)
 
     def show_trip(self, tripped: Mapping[str, Any] | None) -> None:
-        """The figure that tripped the breaker, the setting of its bound, and the fix; None: it holds no longer."""
+        """Show the figure that tripped the breaker, the setting of its bound, and the fix; None: show nothing."""
         self._tripped.clear()
         if tripped is not None:
             self._tripped.labels(*(str(tripped.get(name, "")) for name in ("figure", "setting", "fix"))).set(1)
@@ -68,10 +68,10 @@ class TrainerMetrics:
 
 
 class MetricsServer:
-    """Serves the metrics at GET /metrics until it is closed."""
+    """Serves the metrics at GET /metrics until `close`."""
 
     def __init__(self, config: WatchConfig, metrics: TrainerMetrics) -> None:
-        """Raises StartupError when the port cannot be had."""
+        """Raises StartupError if the port is not available."""
         assert config.port is not None
         try:
             served: tuple[WSGIServer, Thread] = start_http_server(config.port, config.host, metrics.registry)

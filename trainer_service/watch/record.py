@@ -1,4 +1,4 @@
-"""One update's figures, and the places that take them."""
+"""One update's figures, and the interface of their outputs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SHOWN = ("rows", "reward_mean", "kl_to_reference", "clip_fraction", "grad_norm"
 
 @dataclass(slots=True)
 class Record:
-    """What is known of one update when its turn is over."""
+    """The measurements of one update, from claim to publish."""
 
-    step: int  # updates done
-    version: int  # the last one that was published
+    step: int  # number of updates done
+    version: int  # the last published version
     at: float  # Unix seconds
-    figures: dict[str, float]  # means over tokens unless their names say otherwise
+    figures: dict[str, float]  # means over tokens unless named otherwise
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
-    signals: dict[str, int] = field(default_factory=dict)  # rows by what was said of them; without rehearsed ones
-    rewards: list[Rewards] = field(default_factory=list)  # by the version that sampled, oldest first
+    signals: dict[str, int] = field(default_factory=dict)  # rows by kind of signal, without rehearsed rows
+    rewards: list[Rewards] = field(default_factory=list)  # by sampling version, oldest first
 
     @classmethod
     def of(
@@ -37,7 +37,7 @@ class Record:
         corrupt: int = 0,
         **about: int,
     ) -> Record:
-        """rows: what was claimed. corrupt: rows beside them that are damaged. costs: as of Updater.costs.
+        """rows: the claimed rows. corrupt: number of damaged rows besides. costs: see Updater.costs.
 
         about: step and version.
         """
@@ -56,13 +56,13 @@ class Record:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The line in figures.jsonl."""
+        """Return the line for figures.jsonl."""
         whole = {"step": self.step, "version": self.version, "at": self.at, **self.figures}
         by_version = {str(rewards.version): rewards.mean for rewards in self.rewards}
         return whole | {"seconds": self.seconds, "signals": self.signals, "reward_by_version": by_version}
 
     def flat(self) -> dict[str, float]:
-        """The figures by one name each, for what draws a curve over steps."""
+        """Return the figures with one flat name each, for trackers that plot curves over steps."""
         flat = dict(self.figures)
         flat |= {f"seconds/{stage}": value for stage, value in self.seconds.items()}
         flat |= {f"signals/{kind}": float(count) for kind, count in self.signals.items()}
@@ -72,7 +72,7 @@ class Record:
 
 
 class Sink(Protocol):
-    """A place that takes records. What it raises is logged, and stops nothing."""
+    """An output for records. Its errors are logged and do not stop training."""
 
     def write(self, record: Record) -> None: ...
 
@@ -80,11 +80,11 @@ class Sink(Protocol):
 
 
 def count_signals(rows: Iterable[Experience]) -> dict[str, int]:
-    """Rows by what was said of them; a row of which several kinds were said counts for each."""
+    """Count rows by kind of signal; a row with several kinds counts for each."""
     return dict(Counter(kind for row in rows for kind in sorted({signal.kind for signal in row.signals})))
 
 
 def shown(stats: Mapping[str, float]) -> dict[str, object]:
-    """The figures that the log shows; with several algorithms theirs begin with a name and a slash."""
+    """Return the figures for the log; with several algorithms, names start with the algorithm and a slash."""
     names = [name for name in stats if name.rpartition("/")[2] in _SHOWN or name.startswith("unused/")]
     return {name: float(f"{stats[name]:.4g}") for name in names}

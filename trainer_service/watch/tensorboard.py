@@ -8,7 +8,7 @@ from trainer_service.watch.record import Record
 
 
 class TensorBoard:
-    """A scalar for each figure, over updates."""
+    """Writes one scalar for each figure, over updates."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ImportError."""

@@ -1,4 +1,4 @@
-"""Weights & Biases. Its key and server are taken from its own environment variables."""
+"""Weights & Biases. Its key and server come from its own environment variables."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from trainer_service.watch.record import Record
 
 
 class WeightsAndBiases:
-    """A run that bears the trainer's name; a restarted trainer begins another in the same group."""
+    """A run with the trainer's name; a restarted trainer starts another run in the same group."""
 
     def __init__(self, project: str, trainer: str, folder: Path) -> None:
-        """Raises ImportError, and whatever wandb does when it cannot begin a run."""
+        """Raises ImportError, and the errors of wandb if it cannot start a run."""
         import wandb
 
-        figures_alone = wandb.Settings(console="off")  # the log is not sent
+        figures_alone = wandb.Settings(console="off")  # do not upload the log
         self._run = wandb.init(project=project, group=trainer, name=trainer, dir=str(folder), settings=figures_alone)
         self._run.define_metric("*", step_metric="update")
 

@@ -1,7 +1,7 @@
-"""One writer of training figures. Nothing that it does stops or holds up training.
+"""Writes the figures of training. It never stops or delays training.
 
-The file and Prometheus are written in the trainer's own thread. TensorBoard, W&B and MLflow may hang on a network: they
-have a thread, which takes what it can and leaves out what does not fit its queue.
+The file and Prometheus are written in the trainer's own thread. TensorBoard, W&B and MLflow may block on a network: a
+separate thread writes them, and drops records that do not fit its queue.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ QUEUED = 256  # records
 
 
 class Watch:
-    """Takes the time by stage and one record for each update. Close it at the end."""
+    """Measures the time of each stage, and takes one record for each update. Call `close` at the end."""
 
     def __init__(self, config: TrainerConfig, folder: Path) -> None:
-        """folder: the trainer's own. Raises ConfigError for a missing package, StartupError for a taken port."""
+        """folder: the trainer's own. Raises ConfigError for a missing package, StartupError for a port in use."""
         settings = config.watch
         outside = _outside(settings, config.name, folder)
         self._metrics = TrainerMetrics()
@@ -47,7 +47,7 @@ class Watch:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """The time of this block belongs to a stage of the update that is under way."""
+        """Add the time of this block to a stage of the current update."""
         started = time.perf_counter()
         try:
             yield
@@ -55,7 +55,7 @@ class Watch:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def write(self, record: Record) -> None:
-        """The turn of an update is over. What cannot be written is logged, once for each place."""
+        """Write the record of a finished update. Errors are logged, once for each output."""
         record.seconds, self._seconds = {**record.seconds, **self._seconds}, {}
         for name, sink in self._sinks.items():
             try:
@@ -66,11 +66,11 @@ class Watch:
             self._outside.put(record)
 
     def show_trip(self, tripped: Mapping[str, Any] | None) -> None:
-        """What stands in the ledger while the breaker holds; None: it does no longer."""
+        """Show the tripped breaker as stored in the ledger; None: it is not tripped."""
         self._metrics.show_trip(tripped)
 
     def close(self) -> None:
-        """Stop serving; wait a while for what is still to be sent."""
+        """Stop the endpoint; wait up to the timeout for records in the queue."""
         if self._outside is not None:
             self._outside.close()
         if self._endpoint is not None:
@@ -83,10 +83,10 @@ class Watch:
 
 
 class Outside:
-    """A thread that brings records to places which may fail or hang. What one of them raises ends it, and no other."""
+    """A thread that sends records to outputs that may fail or block. An error disables only its own output."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Sink]], timeout_s: float) -> None:
-        """makers: of each place by its name; they are made in the thread. timeout_s: of `close`."""
+        """makers: create each output, by name, in the thread. timeout_s: of `close`."""
         self._makers, self._timeout_s = dict(makers), timeout_s
         self._records: queue.Queue[Record | None] = queue.Queue(QUEUED)
         self._left_out = 0
@@ -94,7 +94,7 @@ class Outside:
         self._thread.start()
 
     def put(self, record: Record) -> None:
-        """Take a record, or leave it out when too many wait."""
+        """Queue a record, or drop it if the queue is full."""
         try:
             self._records.put_nowait(record)
         except queue.Full:
@@ -103,7 +103,7 @@ class Outside:
                 log.warning("figures are left out: they are sent more slowly than they come", where=list(self._makers))
 
     def close(self) -> None:
-        """Send what waits, for as long as `timeout_s`; a place that hangs is left behind."""
+        """Send queued records for at most `timeout_s`; an output that blocks is abandoned."""
         with contextlib.suppress(queue.Full):
             self._records.put_nowait(None)
         self._thread.join(self._timeout_s)
@@ -124,17 +124,17 @@ class Outside:
 
 @contextlib.contextmanager
 def _logged(name: str, sinks: dict[str, Sink]) -> Iterator[None]:
-    """What a place raises is logged, and the place gets no more records."""
+    """Log an error of an output, and send it no more records."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 — the boundary to code that is not ours
+    except Exception as error:  # noqa: BLE001 — boundary to code of others
         sinks.pop(name, None)
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         log.warning("figures are no longer sent; training goes on", where=name, reason=reason)
 
 
 def _outside(settings: WatchConfig, trainer: str, folder: Path) -> dict[str, Callable[[], Sink]]:
-    """How to make each place that the settings name. Raises ConfigError when its package is not installed."""
+    """Return how to create each configured output. Raises ConfigError if its package is not installed."""
     makers: dict[str, tuple[str, object, Callable[[], Sink]]] = {
         "TensorBoard": ("tensorboard", settings.tensorboard, lambda: TensorBoard(folder / "tensorboard")),
         "W&B": ("wandb", settings.wandb, lambda: WeightsAndBiases(str(settings.wandb), trainer, folder)),

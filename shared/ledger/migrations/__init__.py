@@ -1,3 +1,3 @@
-"""The ledger's schema, step by step. A new step is a new file in versions/, and HEAD names the last one."""
+"""Migrations of the ledger's schema. A new one is a new file in versions/; HEAD names the last one."""
 
 HEAD = "0019"

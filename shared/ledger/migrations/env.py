@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the steps on the connection that shared.ledger.migrate hands over, in its transaction."""
+"""Alembic's entry: runs the migrations on the connection from shared.ledger.migrate, in its transaction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every read of the ledger that is not part of a transition; a file for each subject. Nothing here writes."""
+"""All queries of the ledger outside transitions, in a file for each subject. Nothing here writes."""
 
 from shared.ledger.queries.adapters import leased_versions, pinned_versions, served_adapters
 from shared.ledger.queries.explorers import (

@@ -1,4 +1,4 @@
-"""Which adapters an engine serves, and which versions callers have pinned: both are leases on versions."""
+"""The adapters that an engine serves, and the versions that callers have pinned: both are leases on versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.ledger.tables import version_leases, versions
 
 
 def served_adapters(connection: Connection, engine: str) -> dict[int, str]:
-    """What an engine serves, as its owner says: the sha256 of the manifest, by version."""
+    """Return the versions that an engine serves according to its owner, with the sha256 of each manifest."""
     columns = (versions.c.version, versions.c.manifest_sha256)
     leased = (version_leases.c.reader == engine, version_leases.c.purpose == Purpose.SERVING)
     query = select(*columns).join(version_leases, versions.c.version == version_leases.c.version).where(*leased)
@@ -18,13 +18,13 @@ def served_adapters(connection: Connection, engine: str) -> dict[int, str]:
 
 
 def leased_versions(connection: Connection, engine: str) -> list[int]:
-    """The versions whose files an engine may read: those that it has, loads, or gives up."""
+    """Return the versions whose files an engine may read: those that it serves, loads or unloads."""
     query = select(version_leases.c.version).where(version_leases.c.reader == engine).distinct()
     return list(connection.execute(query.order_by(version_leases.c.version)).scalars())
 
 
 def pinned_versions(connection: Connection) -> list[int]:
-    """The versions that callers of any explorer name, the one that was named last at first."""
+    """Return the versions that callers of any explorer have pinned, the most recently used first."""
     last = func.max(version_leases.c.until)
     pinned = (version_leases.c.purpose == Purpose.PINNED, version_leases.c.until > database_time(connection))
     query = select(version_leases.c.version).where(*pinned).group_by(version_leases.c.version).order_by(last.desc())

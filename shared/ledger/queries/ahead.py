@@ -1,7 +1,7 @@
-"""What trainers have made that no saved state contains yet, with `trainer.save_every` above 1.
+"""Versions and rows that no saved state contains yet, with `trainer.save_every` above 1.
 
-A trainer takes one batch after the other, and its versions contain all that it claimed before: what a version contains
-is told by when it was made.
+A trainer processes one batch after the other, and a version contains everything that the trainer claimed before it. So
+the times of claims and versions determine which rows a version contains.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from shared.ledger.tables import batches, experiences, trainers, versions
 
 @dataclass(slots=True)
 class Ahead:
-    """Of one trainer: the newest version that no state contains, and the rows in those versions."""
+    """Of one trainer: the newest version that no state contains, and the rows in such versions."""
 
     step: int
     version: int
-    made_at: list[float] = field(default_factory=list)  # of each such version, oldest first
-    rows: list[tuple[float, int]] = field(default_factory=list)  # how many, and when a version first contained them
+    made_at: list[float] = field(default_factory=list)  # times of these versions, oldest first
+    rows: list[tuple[float, int]] = field(default_factory=list)  # time of their first version, number of rows
 
     @property
     def waiting(self) -> int:
-        """Rows that were trained on, and are LEASED until a state contains them."""
+        """Number of rows that were trained on, but stay LEASED until a state contains them."""
         return sum(count for _, count in self.rows)
 
     def trained_since(self, since: float) -> int:
-        """Those of them that a version contains which was made since then."""
+        """Number of these rows in versions that were made after this time."""
         return sum(count for made_at, count in self.rows if made_at > since)
 
 
 def trained_ahead(connection: Connection) -> dict[str, Ahead]:
-    """By the trainer's name. Trainers whose newest version is in a saved state are left out."""
+    """Return this by the trainer's name. Trainers whose newest version is in a saved state are left out."""
     given_up = (VersionState.RESERVED, VersionState.REJECTED)
     columns = (versions.c.writer, versions.c.step, versions.c.version, versions.c.created_at)
     later = (versions.c.version > trainers.c.version, versions.c.state.not_in(given_up))
@@ -58,6 +58,6 @@ def trained_ahead(connection: Connection) -> dict[str, Ahead]:
     for name, ahead in found.items():
         for claimed_at, count in leased[name]:
             place = bisect_left(ahead.made_at, claimed_at)
-            if place < len(ahead.made_at):  # else it is trained on now
+            if place < len(ahead.made_at):  # else it is being trained on
                 ahead.rows.append((ahead.made_at[place], count))
     return found

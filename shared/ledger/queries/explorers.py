@@ -1,4 +1,4 @@
-"""The explorers that are alive, the engines they share, and the streams they have open."""
+"""Live explorers, the engines that they share, and their open streams."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from shared.ledger.conditions import in_group, in_parts
 from shared.ledger.connect import database_time
 from shared.ledger.tables import calibrations, engines, explorers, open_streams
 
-LIVE_S = 6.0  # an explorer with an older heartbeat is not waited for
+LIVE_S = 6.0  # age of a heartbeat up to which an explorer is live
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """What the owner of an engine has last written about it."""
+    """The last state of an engine that its owner wrote."""
 
     url: str
     owner: str | None
     state: str
     version: int | None
     generation: int
-    spoiled: int  # the generation in which requests in flight were last sampled by weights that failed their proof
-    switched_ago_s: float  # how long ago its weights were last replaced
+    spoiled: int  # the generation in which weights that failed their proof last sampled requests in flight
+    switched_ago_s: float  # time since its weights were last replaced
 
 
 class Followed(msgspec.Struct, array_like=True, frozen=True):
-    """How far an explorer has followed an engine of its own."""
+    """The state of an engine that an explorer has acknowledged."""
 
     generation: int = -1
-    seeded: int = 0  # requests with a seed that it has in flight there
-    ending: list[int] = []  # versions that it sends no requests for any more, and still has some of in flight
+    seeded: int = 0  # its requests with a seed in flight there
+    ending: list[int] = []  # versions that get no new requests, but still have some in flight
 
 
 def live_explorers(connection: Connection) -> dict[str, dict[str, Followed]]:
-    """The explorers that are alive, with what they have acknowledged of each engine they have."""
+    """Return the live explorers, with what they have acknowledged of each of their engines."""
     query = select(explorers).where(_is_alive(connection))
     return {row.id: _decode_followed(row.acknowledged) for row in connection.execute(query)}
 
 
 def read_engine(connection: Connection, url: str) -> EngineRow | None:
-    """The engine's row, or None before any explorer has acquired it."""
+    """Return the engine's row, or None before any explorer has acquired it."""
     ago_s = (literal(database_time(connection)) - engines.c.switched_at).label("switched_ago_s")
     columns = [engines.c[field.name] for field in fields(EngineRow) if field.name != ago_s.name]
     row = connection.execute(select(*columns, ago_s).where(engines.c.url == url)).one_or_none()
@@ -51,12 +51,12 @@ def read_engine(connection: Connection, url: str) -> EngineRow | None:
 
 
 def owned_engines(connection: Connection, explorer: str) -> frozenset[str]:
-    """The engines whose lease the explorer has, as leases name them."""
+    """Return the engines that the explorer has leased, by the names in leases."""
     return frozenset(connection.execute(select(engines.c.url).where(engines.c.owner == explorer)).scalars())
 
 
 def any_stream_open(connection: Connection, msg_ids: Collection[str]) -> bool:
-    """Whether a live explorer still streams one of these."""
+    """Whether a live explorer still streams one of these messages."""
     living = select(explorers.c.id).where(_is_alive(connection))
     query = select(open_streams.c.msg_id).where(open_streams.c.explorer.in_(living)).limit(1)
     parts = in_parts(open_streams.c.msg_id, list(msg_ids))
@@ -64,7 +64,7 @@ def any_stream_open(connection: Connection, msg_ids: Collection[str]) -> bool:
 
 
 def streams_of_task(connection: Connection, task_id: str, run_id: str | None, key_group: str | None) -> list[str]:
-    """The streams of a task, or of one run of it, that live explorers have open. key_group: as of in_group()."""
+    """Return the open streams of a task, or of one run of it, at live explorers. key_group: see in_group()."""
     living = select(explorers.c.id).where(_is_alive(connection))
     query = select(open_streams.c.msg_id).where(open_streams.c.explorer.in_(living), in_group(key_group, open_streams))
     query = query.where(open_streams.c.task_id == task_id)
@@ -79,7 +79,7 @@ def _is_alive(connection: Connection) -> ColumnElement[bool]:
 
 
 def read_calibration(connection: Connection, engine: str, dtype: str) -> tuple[float, float] | None:
-    """The largest and the mean difference from the trainer that an engine showed on version 0; None: not known."""
+    """Return the largest and the mean difference of an engine from the trainer on version 0; None: unknown."""
     of_engine = (calibrations.c.engine == engine, calibrations.c.dtype == dtype)
     row = connection.execute(select(calibrations.c.largest, calibrations.c.mean).where(*of_engine)).one_or_none()
     return None if row is None else (row.largest, row.mean)

@@ -1,4 +1,4 @@
-"""The rows that a trainer holds, and those that it is to hold next."""
+"""The rows that a trainer has leased, and those that it may lease next."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from shared.ledger.prefix import load_tokens
 from shared.ledger.queries.preferences import with_preferences
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import IS_QUARANTINED, batches, experiences
-from shared.reward import WORDS, Kind, Lesson, Signal, is_new, lessons_of
+from shared.reward import WORDS, Kind, Lesson, NewWords, Signal, lessons_of
 
-DEATHS_TOLERATED = 4  # in updates with the same rows before they are blamed: machines fail, and operators kill
-_REASONS = 20  # that are shown
-_LARGEST_REWARD = 1e6  # in float32 a critic's loss of its square still is a number
+DEATHS_TOLERATED = 4  # in updates with the same rows before they are blamed: machines fail, operators kill processes
+_REASONS = 20  # maximum number in the status
+_LARGEST_REWARD = 1e6  # the square of a larger one, a critic's loss, may overflow in float32
 _COLUMNS = [field.name for field in fields(Experience) if field.name in experiences.c]
 _sampling_of = attrgetter(*(field.name for field in fields(Sampling)))
 
@@ -43,10 +43,10 @@ def load_lease(
     kinds: Collection[Kind] = (),
     max_tokens: int | None = None,
 ) -> Lease:
-    """The rows of a batch, oldest first. Rows that cannot be trained on are listed apart, with the reason.
+    """Return the rows of a batch, oldest first, and rows that cannot be trained on, with the reason.
 
-    vocabulary: how many token ids the model knows; max_tokens: of prompt and reply; None: not checked. kinds: of the
-    signals that the rows bring; of these only such as act in this batch.
+    vocabulary: number of token ids of the model; max_tokens: of prompt and reply; None: not checked. kinds: of the
+    signals to load; only those that act in this batch are returned.
     """
     held = select(experiences).where(experiences.c.batch_id == batch_id, is_in(experiences.c.state, State.LEASED))
     rows = connection.execute(held.order_by(experiences.c.id)).all()
@@ -67,9 +67,9 @@ def load_rows(
     max_tokens: int | None,
     until: int | None = None,
 ) -> tuple[list[Experience], dict[int, str]]:
-    """Rows with their tokens and what acts of each, by its id; and why others cannot be trained on.
+    """Return rows with their tokens and with the lessons that act on each, by id; and why others cannot be trained on.
 
-    until: the last signal that acts, and of words only those that did not act before; None: all that were ever said.
+    until: the last signal that acts; of words, only those that have not acted before. None: all signals.
     """
     loaded = load_tokens(connection, [row.id for row in rows])
     logs = load_signals(connection, rows, kinds) if kinds else {}
@@ -94,24 +94,24 @@ def load_rows(
 
 
 def _acting(log: Sequence[Signal], row: AnyRow, acts: int, until: int | None) -> Iterator[Signal]:
-    for place, signal in enumerate(log):
+    words = NewWords(row.taught, row.last_signal)
+    for signal in log:
+        is_new = words.has(signal)
         once = until is None or signal.kind not in WORDS
         in_time = until is not None and signal.id is not None and signal.id <= until
-        if lessons_of([signal.kind]) & acts and (
-            once or (in_time and is_new(signal, log[:place], row.taught, row.last_signal))
-        ):
+        if lessons_of([signal.kind]) & acts and (once or (in_time and is_new)):
             yield signal
 
 
 def check_rewards(*rewards: float | None) -> None:
-    """Raises CorruptTokens for a reward that cannot be trained on."""
+    """Raise CorruptTokens for a reward that cannot be trained on."""
     for reward in rewards:
         if reward is not None and not abs(reward) <= _LARGEST_REWARD:
             raise CorruptTokens(f"reward {reward} is beyond ±{_LARGEST_REWARD:g}: its square would be no number")
 
 
 def _check(tokens: Tokens | CorruptTokens | None, vocabulary: int | None, max_tokens: int | None) -> Tokens:
-    """Tokens that can be trained on. Raises CorruptTokens."""
+    """Return tokens that can be trained on. Raises CorruptTokens."""
     if tokens is None:
         raise CorruptTokens("its tokens were erased")
     if isinstance(tokens, CorruptTokens):
@@ -121,7 +121,7 @@ def _check(tokens: Tokens | CorruptTokens | None, vocabulary: int | None, max_to
 
 
 def held_rows(connection: Connection, batch_id: int) -> Sequence[AnyRow]:
-    """What a batch's rows belong to, what was said of them, their failures and deaths."""
+    """Return a batch's rows: their names, signals, failures and deaths."""
     place = ("id", "msg_id", "choice", "parent_id", "task_id", "run_id", "key_group", "conversation_id")
     columns = (experiences.c[name] for name in (*place, "teaches", "taught", "outcome", "failures", "deaths"))
     held = (experiences.c.batch_id == batch_id, is_in(experiences.c.state, State.LEASED))
@@ -129,10 +129,10 @@ def held_rows(connection: Connection, batch_id: int) -> Sequence[AnyRow]:
 
 
 def rewarded_up_to(taught: Iterable[tuple[AnyRow | Experience, int]]) -> dict[TrajectoryKey, float]:
-    """Up to which row, by its id, a reward acts on each trajectory; none for one on which none does.
+    """Return, for each trajectory, the id of the last row on which a reward acts; none if no reward acts.
 
-    taught: rows, and what each teaches, as Lesson. A reward acts on the turns that led to it, too; that of a whole on
-    all of its turns.
+    taught: rows with their lessons. A reward also acts on the turns that led to it; the reward of a whole acts on all
+    of its turns.
     """
     found: dict[TrajectoryKey, float] = {}
     for row, teaches in taught:
@@ -143,12 +143,12 @@ def rewarded_up_to(taught: Iterable[tuple[AnyRow | Experience, int]]) -> dict[Tr
 
 
 def is_to_blame(rows: Sequence[AnyRow]) -> bool:
-    """Whether an update that fails with these rows is theirs to answer for: they stand alone, and it failed before."""
+    """Whether these rows are blamed for a failed update: they are one trajectory, and failed before."""
     return len({trajectory_key(row) for row in rows}) == 1 and all(row.failures >= 1 for row in rows)
 
 
 def deaths_will_be_blamed(connection: Connection, owner: str) -> bool:
-    """Whether this trainer died in an update once too often: giving the batch back will count a failure of its rows."""
+    """Whether this trainer died in an update too often, so that a release of the batch counts as a failure."""
     died = (batches.c.owner == owner, batches.c.state == BatchState.LEASED, batches.c.updating)
     held = (experiences.c.batch_id == batches.c.id, is_in(experiences.c.state, State.LEASED))
     often = select(experiences.c.id).where(*died, *held, experiences.c.deaths >= DEATHS_TOLERATED)
@@ -156,13 +156,13 @@ def deaths_will_be_blamed(connection: Connection, owner: str) -> bool:
 
 
 def failures_of_oldest(connection: Connection, after_id: int = 0) -> int:
-    """How many updates failed with the oldest row that waits for a trainer; 0 when none waits."""
+    """Return the number of failed updates of the oldest row that waits for a trainer; 0 if none waits."""
     oldest = select(experiences.c.failures).where(*is_ready(after_id)).order_by(experiences.c.id).limit(1)
     return int(connection.execute(oldest).scalar() or 0)
 
 
 def quarantined(connection: Connection) -> dict[str, int]:
-    """Why rows are quarantined, and how many for each reason; the most frequent ones."""
+    """Return the most frequent reasons for quarantine, with the number of rows."""
     number = func.count()
     reasons = select(experiences.c.reason, number).where(text(IS_QUARANTINED)).group_by(experiences.c.reason)
     most_frequent = reasons.order_by(number.desc()).limit(_REASONS)
@@ -171,6 +171,6 @@ def quarantined(connection: Connection) -> dict[str, int]:
 
 
 def any_lease_expired(connection: Connection) -> bool:
-    """Whether some trainer's lease has run out."""
+    """Whether any trainer's lease has expired."""
     leased = (batches.c.state == BatchState.LEASED, batches.c.lease_until < database_time(connection))
     return connection.execute(select(batches.c.id).where(*leased).limit(1)).first() is not None

@@ -1,6 +1,6 @@
-"""The replies that rows of a batch are preferred over. They are read, whatever their state is; nobody claims them.
+"""The replies that rows of a batch are preferred over. They are read in any state, and not claimed.
 
-A preference teaches where both replies answer the same prompt, token for token. Any other is left out with a reason.
+A preference is used if both replies answer the same prompt, token for token. Others are left out with a reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import experiences
 from shared.reward import Kind, Signal
 
-Edges = dict[str, set[str]]  # a choice's name → the names of those that it is preferred over
+Edges = dict[str, set[str]]  # name of a choice → names of those that it is preferred over
 _SAMPLING = [field.name for field in fields(Sampling)]
 _COLUMNS = ("id", "msg_id", "choice", "key_group", *_SAMPLING)
 
@@ -27,9 +27,9 @@ _COLUMNS = ("id", "msg_id", "choice", "key_group", *_SAMPLING)
 def with_preferences(
     connection: Connection, rows: Sequence[Experience], vocabulary: int | None = None, max_tokens: int | None = None
 ) -> list[Experience]:
-    """The rows with the replies that they are preferred over. Reads `preferred_over` among their signals.
+    """Add to the rows the replies that they are preferred over, from their signals `preferred_over`.
 
-    vocabulary, max_tokens: as for `Tokens.check`; a reply that is not within them is unknown.
+    vocabulary, max_tokens: see `Tokens.check`; a reply that fails this check is unknown.
     """
     named = {row.id: list(_named(row.signals)) for row in rows}
     if not any(named.values()):
@@ -37,7 +37,7 @@ def with_preferences(
     found = _find(connection, sorted({split_name(name)[0] for names in named.values() for name in names}))
     choices = [row for choices in found.values() for row in choices]
     kinds: tuple[Kind, ...] = ("preferred_over",)
-    logs = load_signals(connection, [*rows, *choices], kinds)  # also what acted before
+    logs = load_signals(connection, [*rows, *choices], kinds)  # including signals that acted before
     return prefer(rows, found, _read(connection, choices, vocabulary, max_tokens), logs)
 
 
@@ -47,22 +47,22 @@ def prefer(
     others: Mapping[int, Other],
     logs: Mapping[tuple[str, int], Sequence[Signal]],
 ) -> list[Experience]:
-    """The rows with the replies that they are preferred over.
+    """Add to the rows the replies that they are preferred over.
 
-    found: all choices of the messages that they name, by message; others: these by row id, where their tokens can be
-    read; said: what was said of them, and of the rows if more is known than acts.
+    found: all choices of the named messages, by message; others: the readable ones of these, by row id; logs: signals
+    about them, and about the rows if more are known than those that act.
     """
     edges = _edges({**{(row.msg_id, row.choice): row.signals for row in rows}, **logs})
     return [_prefer(row, list(_named(row.signals)), found, others, edges) for row in rows]
 
 
 def _named(signals: Sequence[Signal]) -> Iterator[str]:
-    """What a row is preferred over, as callers named it, each once."""
+    """Yield the names that a row is preferred over, as callers sent them, each once."""
     yield from dict.fromkeys(one.text for one in signals if one.kind == "preferred_over" and one.text)
 
 
 def _find(connection: Connection, messages: Sequence[str]) -> dict[str, list[AnyRow]]:
-    """All choices of these messages."""
+    """Return all choices of these messages."""
     found: dict[str, list[AnyRow]] = defaultdict(list)
     query = select(*(experiences.c[name] for name in _COLUMNS)).order_by(experiences.c.id)
     for mine in in_parts(experiences.c.msg_id, messages):
@@ -74,7 +74,7 @@ def _find(connection: Connection, messages: Sequence[str]) -> dict[str, list[Any
 def _read(
     connection: Connection, rows: Sequence[AnyRow], vocabulary: int | None, max_tokens: int | None
 ) -> dict[int, Other]:
-    """By row id; none for a row whose tokens are erased or damaged, or cannot be trained on."""
+    """Return replies by row id, except erased, damaged or unusable ones."""
     loaded = load_tokens(connection, [row.id for row in rows])
     found = {}
     for row in rows:
@@ -91,7 +91,7 @@ def _read(
 
 
 def _edges(logs: Mapping[tuple[str, int], Sequence[Signal]]) -> Edges:
-    """What rows are preferred over, by what was said of them."""
+    """Return the preferences in these logs."""
     choices: dict[str, list[int]] = defaultdict(list)
     for msg_id, choice in logs:
         choices[msg_id].append(choice)
@@ -111,15 +111,15 @@ def _prefer(
     edges: Edges,
 ) -> Experience:
     own = choice_name(row.msg_id, row.choice)
-    keys = {one.text: one.key_name for one in row.signals if one.kind == "preferred_over"}  # the last that said it
+    keys = {one.text: one.key_name for one in row.signals if one.kind == "preferred_over"}  # the last one that sent it
     chosen: dict[str, Other] = {}
-    unused: dict[str, str] = {}  # by what was named
+    unused: dict[str, str] = {}  # by name
     for name in names:
         message, one = split_name(name)
         same_group = [other for other in found.get(message, ()) if other.key_group == row.key_group]
         meant = [other for other in same_group if one in (None, other.choice)]
         if one is None and len(meant) > 1:
-            meant = [other for other in meant if other.id != row.id]  # over the other choices of its own message
+            meant = [other for other in meant if other.id != row.id]  # the other choices of the same message
         if not meant:
             unused[name] = "preference_unknown"
         for other in meant:
@@ -133,7 +133,7 @@ def _prefer(
 
 
 def _reason(row: Experience, own: str, other: Other, edges: Edges) -> str | None:
-    """Why a preference teaches nothing; None: it teaches."""
+    """Return why a preference is not used; None: it is used."""
     if other.name == own:
         return "preference_of_itself"
     if not np.array_equal(other.tokens.prompt_ids, row.tokens.prompt_ids):

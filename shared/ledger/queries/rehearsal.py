@@ -1,4 +1,4 @@
-"""Rows that were trained on, drawn to be trained on again for what people wrote or said of them. They are only read."""
+"""Draws rows that were trained on, to learn again from their written answers and words. They are only read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.ledger.queries.lease import load_rows
 from shared.ledger.tables import REHEARSABLE, experiences
 from shared.reward import EVERY_LESSON, Kind, lessons_of
 
-_NEWEST = 100_000  # rows, among which is drawn
+_NEWEST = 100_000  # size of the pool, in rows
 
 
 def draw_rehearsal(
@@ -26,12 +26,11 @@ def draw_rehearsal(
     vocabulary: int | None,
     max_tokens: int | None,
 ) -> list[Experience]:
-    """Rows that were trained on for signals of these kinds: at most `share` of as many as `rows`, rounded up; none of
-    `rows`.
+    """Return rows that were trained on for signals of these kinds, at most `share` times as many as `rows`, rounded up.
 
-    None was quarantined or erased. They are drawn by the seed and by `rows`, so that the same batch is completed by the
-    same ones after a crash. What is drawn and cannot be used is left out: a correction of a whole, which is about that
-    whole's last reply.
+    Quarantined and erased rows, and those in `rows`, are excluded. The draw depends on the seed and on `rows`, so that
+    it is the same for the same batch after a crash. Unusable rows are left out of the result: those with a correction
+    of a whole, which is about the whole's last reply.
     """
     lessons = int(lessons_of(kinds))
     known_for = experiences.c.taught.bitwise_and(lessons) != 0

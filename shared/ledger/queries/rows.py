@@ -1,4 +1,4 @@
-"""Experiences: which there are, how many, and how much room they take."""
+"""Lists and counts experiences, and measures their size."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from shared.ledger.tables import experiences, idempotency, row_counts
 
 
 def count_rows(connection: Connection) -> int:
-    """All recorded rows."""
+    """Return the number of recorded rows."""
     return int(connection.execute(select(func.count()).select_from(experiences)).scalar_one())
 
 
 def count_by_state(connection: Connection) -> dict[str, int]:
-    """Rows in each state, zeros included."""
+    """Return the number of rows in each state, including zeros."""
     query = select(row_counts.c.state, func.sum(row_counts.c.n)).group_by(row_counts.c.state)
     counted = {state: int(n) for state, n in connection.execute(query)}
     return {state.value: counted.get(state, 0) for state in State}
 
 
 def count_ready(connection: Connection, *, at_most: int | None = None, after_id: int = 0) -> int:
-    """How many rows wait for a trainer; counted up to `at_most`, from `after_id` on."""
+    """Return how many rows wait for a trainer, counted up to `at_most`, after the row `after_id`."""
     if at_most is None and not after_id:
         return count_by_state(connection)[State.READY]
     ready = select(experiences.c.id).where(*is_ready(after_id)).limit(at_most).subquery()
@@ -33,26 +33,26 @@ def count_ready(connection: Connection, *, at_most: int | None = None, after_id:
 
 
 def oldest_ready(connection: Connection) -> int | None:
-    """The id of the oldest row that waits for a trainer."""
+    """Return the id of the oldest row that waits for a trainer."""
     oldest: int | None = connection.execute(select(func.min(experiences.c.id)).where(*is_ready())).scalar()
     return oldest
 
 
 def oldest_done(connection: Connection, *, before: float | None, at_most: int) -> list[int]:
-    """Ids of rows that are trained on or discarded, oldest first."""
+    """Return ids of rows that are trained on or discarded, oldest first."""
     query = select(experiences.c.id).where(*is_done(before)).order_by(experiences.c.id).limit(at_most)
     return list(connection.execute(query).scalars())
 
 
 def known_choices(connection: Connection, msg_ids: list[str]) -> set[tuple[str, int]]:
-    """The choices of these messages that are stored already."""
+    """Return the choices of these messages that are stored."""
     query = select(experiences.c.msg_id, experiences.c.choice).where(experiences.c.msg_id.in_(msg_ids))
     return {(row.msg_id, row.choice) for row in connection.execute(query)}
 
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """What is shown of a row of a run."""
+    """The columns of a row in the list of a run."""
 
     id: int
     msg_id: str
@@ -66,7 +66,7 @@ class RunRow:
     n_reply: int
 
     def shown(self) -> dict[str, Any]:
-        """As JSON: a message's first choice is named ID, another ID#CHOICE."""
+        """Return it as JSON: a message's first choice is named ID, another ID#CHOICE."""
         named = {"msg_id": choice_name(self.msg_id, self.choice), "run_id": self.run_id}
         tokens = {"prompt": self.n_prompt, "reply": self.n_reply}
         about = {"version": self.version, "state": self.state, "reward": self.reward, "outcome": self.outcome}
@@ -76,23 +76,23 @@ class RunRow:
 def list_run(
     connection: Connection, *, task_id: str, run_id: str | None, key_group: str | None, after_id: int, at_most: int
 ) -> list[RunRow]:
-    """Rows of a run, oldest first; run_id None: of all runs of the task. key_group: as of in_group()."""
+    """Return rows of a run, oldest first; run_id None: of all runs of the task. key_group: see in_group()."""
     mine = (in_scope(task_id, run_id), in_group(key_group), experiences.c.id > after_id)
     query = select(*(experiences.c[field.name] for field in fields(RunRow))).where(*mine)
     return [RunRow(*row) for row in connection.execute(query.order_by(experiences.c.id).limit(at_most))]
 
 
 def remembered_answer(connection: Connection, key: str) -> tuple[bytes, bytes] | None:
-    """What was first asked under this idempotency key, as a digest, and the answer to it."""
+    """Return the digest of the first request with this idempotency key, and its answer."""
     query = select(idempotency.c.body, idempotency.c.response).where(idempotency.c.key == key)
     row = connection.execute(query).one_or_none()
     return None if row is None else (row.body, row.response)
 
 
 def size_bytes(connection: Connection) -> int:
-    """The room that the ledger's rows take, without what deleted rows left free.
+    """Return the size of the ledger's rows in bytes, without free space.
 
-    SQLite: of its pages, indexes included. PostgreSQL: of the rows themselves, which it reads for that.
+    SQLite: size of the pages in use, including indexes. PostgreSQL: size of the rows, which it reads for this.
     """
     if connection.dialect.name == "postgresql":
         return int(connection.execute(_BYTES_OF_ROWS).scalar_one())

@@ -1,4 +1,4 @@
-"""What was said of rows."""
+"""Signals about rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RECENT_ROWS = 1_000
 
 
 def count_signals(connection: Connection, ids: Sequence[int]) -> dict[int, int]:
-    """How many signals there are about these rows, by row id; none for one of which nothing was said."""
+    """Return the number of signals about these rows, by row id; rows without signals are absent."""
     about = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     counts = select(experiences.c.id, func.count()).join(signals, about).group_by(experiences.c.id)
     return {
@@ -25,7 +25,7 @@ def count_signals(connection: Connection, ids: Sequence[int]) -> dict[int, int]:
 
 
 def recent_kinds(connection: Connection) -> dict[Kind, int]:
-    """How many of the latest signals are of each kind."""
+    """Count the latest signals by kind."""
     latest = select(signals.c.kind).order_by(signals.c.id.desc()).limit(_RECENT).subquery()
     counts = select(latest.c.kind, func.count()).group_by(latest.c.kind).order_by(latest.c.kind)
     found: dict[Kind, int] = dict(row for row in connection.execute(counts))
@@ -33,7 +33,7 @@ def recent_kinds(connection: Connection) -> dict[Kind, int]:
 
 
 def tasks_repeat(connection: Connection) -> bool:
-    """Whether most of the latest rows are of tasks, and those are attempted twice or more on average."""
+    """Whether most of the latest rows belong to tasks, with two or more attempts at each on average."""
     latest = select(experiences.c.task_id, experiences.c.run_id).order_by(experiences.c.id.desc()).limit(_RECENT_ROWS)
     rows = connection.execute(latest).all()
     named = [tuple(row) for row in rows if row.task_id is not None and row.run_id is not None]
@@ -44,12 +44,13 @@ def tasks_repeat(connection: Connection) -> bool:
 def load_signals(
     connection: Connection, rows: Iterable[AnyRow | Experience], kinds: Collection[Kind] | None = None
 ) -> dict[tuple[str, int], list[Signal]]:
-    """The log of each row, oldest first, by message and choice; an empty one where nothing was said.
+    """Return the log of each row, oldest first, by message and choice; empty if it has no signals.
 
     kinds: of the signals; None: all.
     """
     log: dict[tuple[str, int], list[Signal]] = {(row.msg_id, row.choice): [] for row in rows}
-    query = select(signals).order_by(signals.c.id)
+    choices = sorted({choice for _, choice in log})
+    query = select(signals).where(signals.c.choice.in_(choices)).order_by(signals.c.id)
     if kinds is not None:
         query = query.where(signals.c.kind.in_(sorted(kinds)))
     for mine in in_parts(signals.c.msg_id, sorted({msg_id for msg_id, _ in log})):

@@ -17,20 +17,20 @@ from shared.ledger.queries.trainers import list_trainers
 from shared.ledger.queries.versions import VersionRow, list_versions
 from shared.ledger.tables import batches, experiences, versions
 
-_END_ROWS = 10_000  # the newest rows, of which the pace is read
+_END_ROWS = 10_000  # number of newest rows from which the pace is read
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How the rows flow."""
+    """The rate at which rows are recorded and trained on."""
 
-    oldest_ready_s: float | None  # the age of the oldest row that waits for a trainer
+    oldest_ready_s: float | None  # age of the oldest row that waits for a trainer
     recorded_per_minute: float
     trained_per_minute: float
 
 
 def pace(connection: Connection, now: float, window_s: float = 60.0) -> Pace:
-    """The flow of the last minute, read from the newest rows alone, however many there are."""
+    """Return the pace of the last minute from the newest rows only, whatever the size of the table is."""
     ready = select(experiences.c.created_at).where(*is_ready()).order_by(experiences.c.id)
     oldest = connection.execute(ready.limit(1)).scalar()
     end = select(experiences.c.created_at).order_by(experiences.c.id.desc()).limit(_END_ROWS).subquery()
@@ -52,7 +52,7 @@ def pace(connection: Connection, now: float, window_s: float = 60.0) -> Pace:
 
 
 class Tripped(NamedTuple):
-    """What tripped a trainer's breaker."""
+    """The figure that tripped a trainer's breaker, and the fix."""
 
     figure: str
     fix: str
@@ -60,17 +60,17 @@ class Tripped(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LedgerProgress:
-    """How far training and reloading are."""
+    """Progress of training and reloading."""
 
     ready: int  # rows
-    step: int  # optimizer steps of the trainer that has most
-    newest: int  # version
+    step: int  # maximum optimizer steps of a trainer
+    newest: int  # newest version
     lag: int  # versions between the newest one and the one in service
-    tripped: list[Tripped]  # of each trainer whose breaker holds
+    tripped: list[Tripped]  # for each trainer whose breaker has tripped
 
 
 def progress(connection: Connection) -> LedgerProgress:
-    """Read from indexes alone, however long the table is."""
+    """Read the progress from indexes only, whatever the size of the table is."""
     newest, serving = _newest_and_serving(list_versions(connection))
     trainers = list_trainers(connection)
     lag = 0 if newest is None or serving is None else newest - serving
@@ -82,7 +82,7 @@ def progress(connection: Connection) -> LedgerProgress:
 
 
 def ledger_status(connection: Connection) -> dict[str, Any]:
-    """Rows by state and how they flow, versions, trainers, and the lag in versions."""
+    """Return rows by state and their pace, versions, trainers, and the lag in versions."""
     now = database_time(connection)
     rows, known, flow = count_by_state(connection), list_versions(connection), pace(connection, now)
     newest, serving = _newest_and_serving(known)

@@ -1,4 +1,4 @@
-"""Which rows feedback is about."""
+"""Finds the rows that feedback targets."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shared.ledger.connect import plan_by_values
 from shared.ledger.tables import experiences
 from shared.reward import Scope
 
-_MANY = 50  # values, for which statements are planned anew
+_MANY = 50  # number of values from which statements are planned anew
 
 
 class Target(NamedTuple):
     """A row that feedback reaches."""
 
     id: int
-    scope: Scope  # what the feedback is about when it reaches this row
+    scope: Scope  # what the feedback is about for this row
 
 
-Targets = dict[str, list[Target]]  # a receipt's name → its rows; none for a name that is unknown
+Targets = dict[str, list[Target]]  # name in a receipt → its rows; none for an unknown name
 _COLUMNS = ("id", "msg_id", "choice", "task_id", "run_id", "key_group", "conversation_id")
 
 
@@ -40,11 +40,10 @@ def find_targets(
     scope: Scope | None = None,
     at_most: int | None = None,
 ) -> Targets:
-    """The rows of each of `msg_ids` ("ID" is all choices of a message, "ID#2" one), or else of the task and run.
+    """Return the rows of each of `msg_ids` ("ID" is all choices of a message, "ID#2" one), or else of the task and run.
 
-    key_group: only the rows that in_group() finds for it. conversations: also every turn of the conversations that
-    these rows belong to. scope: what the feedback is about, whatever the targets are. Raises TooManyTargets for more
-    than `at_most` rows.
+    key_group: only rows that in_group() finds for it. conversations: add every turn of the conversations of these rows.
+    scope: what the feedback is about, for any targets. Raises TooManyTargets for more than `at_most` rows.
     """
     limit = None if at_most is None else at_most + 1
     mine = in_group(key_group)
@@ -69,9 +68,9 @@ def find_targets(
 
 
 def _scopes_of_named(found: dict[str, list[AnyRow]], task_id: str | None, run_id: str | None) -> dict[int, Scope]:
-    """The rows whose trajectory has several of the named messages: what is said is about these as a whole.
+    """Return the rows whose trajectory contains several of the named messages: the feedback is about these as a whole.
 
-    task_id and run_id: of rows whose chat named none.
+    task_id and run_id: used for rows whose chat named none.
     """
     rows = {row.id: row for rows in found.values() for row in rows}
     keys: dict[int, TrajectoryKey] = {}

@@ -1,4 +1,4 @@
-"""The trainers that have ever started."""
+"""All trainers that were ever started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.ledger.conditions import AnyRow
 from shared.ledger.connect import database_time
 from shared.ledger.tables import trainer_states, trainers
 
-_ALIVE_S = 30.0  # since a heartbeat, of which there is one every five seconds
+_ALIVE_S = 30.0  # maximum age of a live trainer's heartbeat, which is sent every five seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class TrainerRow:
     state_path: str | None
     state_sha256: str | None
     trouble: str | None  # why it cannot publish
-    tripped: dict[str, Any] | None  # which bound of its breaker was crossed: figure, value, bound, setting, fix
-    resumed_version: int | None  # the newest version when somebody last looked after that
+    tripped: dict[str, Any] | None  # the bound of its breaker that was crossed: figure, value, bound, setting, fix
+    resumed_version: int | None  # newest version when an operator last resumed it
     chosen: dict[str, Any] | None  # with `algorithm: auto`: the algorithms in use, with their weights
     stats: dict[str, Any]
     alive: bool
@@ -45,19 +45,19 @@ class StateRow:
 
 
 def list_states(connection: Connection, trainer: str) -> list[StateRow]:
-    """The saved states that a trainer still has, oldest first."""
+    """Return the saved states that a trainer keeps, oldest first."""
     own = select(trainer_states).where(trainer_states.c.trainer == trainer).order_by(trainer_states.c.version)
     return [StateRow(**row._mapping) for row in connection.execute(own)]
 
 
 def list_trainers(connection: Connection) -> list[TrainerRow]:
-    """All trainers, by name."""
+    """Return all trainers, by name."""
     rows = connection.execute(select(trainers).order_by(trainers.c.name))
     return [TrainerRow(**{**row._mapping, **_decoded(row)}) for row in rows]
 
 
 def _decoded(row: AnyRow) -> dict[str, Any]:
-    """What is kept as JSON."""
+    """Decode the columns that are stored as JSON."""
     return {"stats": _decode(row.stats) or {}, "tripped": _decode(row.tripped), "chosen": _decode(row.chosen)}
 
 
@@ -66,11 +66,11 @@ def _decode(data: bytes | None) -> dict[str, Any] | None:
 
 
 def find_trainer(connection: Connection, name: str) -> TrainerRow | None:
-    """The trainer of this name."""
+    """Return the trainer with this name."""
     return next((row for row in list_trainers(connection) if row.name == name), None)
 
 
 def live_trainers(connection: Connection) -> list[str]:
-    """The names of the trainers that are at work: they have not stopped, and their heartbeats are recent."""
+    """Return the names of live trainers: they have not stopped, and their heartbeats are recent."""
     now = database_time(connection)
     return [row.name for row in list_trainers(connection) if row.alive and now - row.heartbeat_at < _ALIVE_S]

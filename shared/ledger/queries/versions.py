@@ -1,4 +1,4 @@
-"""The versions that exist."""
+"""Versions, their rewards and their decisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.experience import MAY_SERVE, VersionState
 from shared.ledger.connect import DedicatedConnection
 from shared.ledger.tables import experiences, versions
 
-_REWARDED_ROWS = 10_000  # the newest rows, of which rewards by version are read
+_REWARDED_ROWS = 10_000  # number of newest rows from which rewards by version are read
 
 _PINNABLE = (*MAY_SERVE, VersionState.SKIPPED)
 
@@ -38,49 +38,49 @@ class VersionRow:
 
     @property
     def has_files(self) -> bool:
-        """Whether its folder is whole, and not given up."""
+        """Whether its folder is complete and not given up."""
         return self.state != VersionState.RESERVED and self.deleted_at is None
 
     @property
     def may_serve(self) -> bool:
-        """Whether an engine may be given it: published, not out of the running, and its files are there.
+        """Whether engines may load it: published, not rejected, failed or skipped, and its files exist.
 
-        The base may, too, where an earlier release has SKIPPED it.
+        The base may be loaded even if an earlier release has SKIPPED it.
         """
         skipped_base = self.version == 0 and self.state == VersionState.SKIPPED
         return (self.state in MAY_SERVE or skipped_base) and self.deleted_at is None
 
     @property
     def may_start_an_engine(self) -> bool:
-        """Whether a process may start on it: all weights are in its folder. On the base whatever befell it in loads."""
+        """Whether a process may start on it: its folder has all weights. Failed loads do not exclude the base."""
         failed_base = self.version == 0 and self.state == VersionState.FAILED and self.deleted_at is None
         return self.kind == "full" and (self.may_serve or failed_base)
 
     @property
     def may_be_pinned(self) -> bool:
-        """Whether callers may have an engine serve it as an adapter, beside others."""
+        """Whether callers may have an engine serve it as an adapter, besides others."""
         return self.state in _PINNABLE and self.deleted_at is None
 
 
 def list_versions(connection: Connection) -> list[VersionRow]:
-    """All versions, oldest first, numbers that are only reserved included."""
+    """Return all versions, oldest first, including numbers that are only reserved."""
     return [VersionRow(**row._mapping) for row in connection.execute(select(versions).order_by(versions.c.version))]
 
 
 def any_published(connection: Connection) -> bool:
-    """Whether a version was ever published, whatever has become of it."""
+    """Whether a version was ever published, in any state since."""
     published = select(versions.c.version).where(versions.c.state != VersionState.RESERVED).limit(1)
     return connection.execute(published).first() is not None
 
 
 def find_versions(connection: Connection, numbers: Collection[int]) -> dict[int, VersionRow]:
-    """Those of these versions that there are."""
+    """Return the existing ones of these versions."""
     found = connection.execute(select(versions).where(versions.c.version.in_(numbers)))
     return {row.version: VersionRow(**row._mapping) for row in found}
 
 
 def versions_on_disk(connection: Connection) -> list[int]:
-    """The versions whose files are there, and which may be served, oldest first."""
+    """Return the versions that have files and may be served, oldest first."""
     there = (versions.c.deleted_at.is_(None), versions.c.state.in_(_PINNABLE))
     return list(connection.execute(select(versions.c.version).where(*there).order_by(versions.c.version)).scalars())
 
@@ -94,14 +94,14 @@ _NEWEST = (
 
 
 def newest_version(connection: DedicatedConnection) -> VersionRow | None:
-    """The version that should serve: the newest that may."""
+    """Return the version that should serve: the newest that may."""
     row = connection.fetch_one(_NEWEST)
     return None if row is None else VersionRow(*row)
 
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """What the replies of one version earned, of the newest rows."""
+    """The rewards of one version's replies, among the newest rows."""
 
     version: int
     count: int
@@ -110,7 +110,7 @@ class Rewards:
 
 
 def rewards_by_version(connection: Connection) -> list[Rewards]:
-    """The rewards of the newest rows, trained on or not, by the version that sampled them; oldest version first."""
+    """Return the rewards of the newest rows, trained on or not, by sampling version; oldest version first."""
     newest = select(func.max(experiences.c.id)).scalar_subquery()
     reward = experiences.c.reward
     query = select(experiences.c.version, func.count(), func.avg(reward), func.avg(reward * reward))

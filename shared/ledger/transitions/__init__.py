@@ -1,14 +1,14 @@
-"""Every change of state in the ledger, and nowhere else. A file for each stage, and for what explorers share.
+"""All changes of state in the ledger. A file for each stage, and for the data that explorers share.
 
 A row:       record → RECORDED → commit → READY → claim → LEASED → publish → CONSUMED
-             any of the first three → DISCARDED with a reason; LEASED → READY when a lease is given back or runs out
-             CONSUMED → commit → READY, for what was said of it later and is another lesson
+             any of the first three → DISCARDED with a reason; LEASED → READY when a lease is released or expires
+             CONSUMED → commit → READY, for later signals that are another lesson
              (publish_ahead leaves rows LEASED until record_state)
 A version:   reserve → RESERVED → publish → PUBLISHED → SERVING → RETIRED; SKIPPED, REJECTED or FAILED with a reason
 A batch:     claim → LEASED → CONSUMED, or RETURNED
 
-Each function runs inside the caller's writing transaction. Its statements name the state that they change, so the loser
-of a race changes nothing. Callers write `transitions.claim(...)`.
+Each function runs inside the caller's write transaction. Its statements require the state that they change, so the
+loser of a race changes nothing. Callers write `transitions.claim(...)`.
 """
 
 from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version, renew_pin

@@ -1,7 +1,8 @@
-"""9, reload: which adapters an engine serves and gives up, and which versions callers have pinned.
+"""9, reload: the adapters that an engine serves and unloads, and the versions that callers have pinned.
 
-All of it are leases on versions, so that no file goes that an engine could ask for. Those of an engine are its own: its
-owner renews them, and they outlive that owner by VERSION_LEASE_S, in which the next one reads what the engine has.
+All of these are leases on versions, so that no file is deleted that an engine may request. An engine's leases are its
+own: its owner renews them, and they outlive that owner by VERSION_LEASE_S, so that the next owner can read which
+adapters the engine has.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from shared.ledger.transitions.retain import lease_version
 
 
 def hold_adapters(connection: Connection, engine: str, *, serves: Collection[int], leaving: Collection[int]) -> None:
-    """Say which versions an engine serves and which it still has and gives up, and renew the leases on both.
+    """Store which versions an engine serves and which it is unloading, and renew the leases on both.
 
-    A lease on a version that the engine has given up runs out by itself: that is the time in which nobody who was away
-    may find its files gone.
+    A lease on a version that the engine has unloaded expires by itself; until then, explorers that were unavailable
+    still find its files.
     """
     its_own = version_leases.c.reader == engine
     no_more = (version_leases.c.purpose == Purpose.SERVING, version_leases.c.version.not_in(sorted(serves)))
@@ -34,21 +35,21 @@ def hold_adapters(connection: Connection, engine: str, *, serves: Collection[int
 
 
 def expect_adapter(connection: Connection, engine: str, version: int) -> bool:
-    """An engine is about to have an adapter. False: its files are gone.
+    """Store that an engine is about to load an adapter. Returns False if its files are deleted.
 
-    The lease is the engine's own, for it loads on when the explorer that asked it to has died; whoever owns the engine
-    next finds the adapter there.
+    The lease belongs to the engine, which continues to load if the explorer that requested it dies; the engine's next
+    owner finds the adapter there.
     """
     return lease_version(connection, version, reader=engine, purpose=Purpose.UNLOADING, owner=engine)
 
 
 def pin_version(connection: Connection, version: int, *, explorer: str, lasts_s: float) -> bool:
-    """Callers of an explorer name a version: it is to be in service for so long. False: its files are gone."""
+    """Keep a pinned version in service for this time. Returns False if its files are deleted."""
     return lease_version(connection, version, reader=explorer, purpose=Purpose.PINNED, owner=explorer, lasts_s=lasts_s)
 
 
 def renew_pin(connection: Connection, version: int, *, explorer: str, lasts_s: float) -> bool:
-    """Callers have named it again. False: it has ended meanwhile, and engines may be giving the version up."""
+    """Renew a pin after another use. Returns False if it has expired, and engines may be unloading the version."""
     now = database_time(connection)
     own = (version_leases.c.version == version, version_leases.c.reader == explorer)
     pinned = (version_leases.c.purpose == Purpose.PINNED, version_leases.c.until > now)

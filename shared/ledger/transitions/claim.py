@@ -1,4 +1,4 @@
-"""5, claim: READY rows are leased to a trainer as a batch; they go back when it asks, or when the lease runs out."""
+"""5, claim: lease READY rows to a trainer as a batch; they are released on request, or when the lease expires."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def claim(
     wait_s: float | None = None,
     next_messages: bool = False,
 ) -> int | None:
-    """READY → LEASED for the oldest rows, as one batch of `owner`. A trajectory's ready rows are claimed together.
+    """READY → LEASED for the oldest rows, as one batch of `owner`. A trajectory's READY rows are claimed together.
 
-    at_most: rows; a batch exceeds it by what its last trajectory needs to stay whole.
-    group_rows: largest number of rows that are claimed together; a trajectory of more is claimed in parts.
-    whole: what is claimed together: trajectories, or all runs of a task, and all choices of a message without one.
-    runs_of_task: a run with a reward is left while its task has fewer ready ones, until nothing was said of them for
-    `wait_s`; None: for good.
+    at_most: rows; a batch exceeds it if its last trajectory would be split otherwise.
+    group_rows: largest number of rows that are claimed together; a longer trajectory is claimed in parts.
+    whole: unit of the claim: trajectories, or all runs of a task, and all choices of a message without a task.
+    runs_of_task: leave a run with a reward while its task has fewer READY ones, until their last signal is older than
+    `wait_s`; None: without limit.
     share_per_key: largest part of `at_most` whose rewards one key has set; this limit may split a trajectory.
-    next_messages: whether the user's next message is learned from, where the row with it is in the batch.
-    after_id: begin after this row; older rows of a trajectory are claimed with it.
-    Returns the batch's id, or None, with nothing changed, when fewer than `at_least` rows are available.
+    next_messages: whether the user's next message is learned from, if the row with it is in the batch.
+    after_id: start after this row; older rows of a trajectory are claimed with it.
+    Returns the batch's id, or None, and changes nothing, if fewer than `at_least` rows are available.
     """
     eligible: list[ColumnElement[bool]] = [_IS_READY]
     if share_per_key < 1:
@@ -95,16 +95,16 @@ def _claim_mates(connection: Connection, batch: dict[str, Any], mates: CTE, at_l
 
 
 def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) -> None:
-    """On each row acts what was said of it and has not acted yet; of rewards see `rewarded_up_to`.
+    """Set the lessons that act on each row: those that have not acted yet; for rewards see `rewarded_up_to`.
 
-    What is said of a row from now on has a later number in the log: its rows are locked.
+    Later signals about a row have larger ids in the log, because its rows are locked.
     """
     newest = select(func.coalesce(func.max(signals.c.id), 0)).scalar_subquery()
     connection.execute(update(batches).where(batches.c.id == batch_id).values(last_signal=newest))
     rows = held_rows(connection, batch_id)
     continued = {row.parent_id for row in rows if row.parent_id is not None} if next_messages else set()
     rewarded = rewarded_up_to((row, row.teaches) for row in rows)
-    more: dict[int, list[int]] = defaultdict(list)  # rows on which more acts than was said of them alone
+    more: dict[int, list[int]] = defaultdict(list)  # rows with further lessons than those of their own signals
     for row in rows:
         acts = row.teaches
         if row.id <= rewarded.get(trajectory_key(row), 0) and not row.taught & Lesson.REWARD:
@@ -119,10 +119,10 @@ def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) 
 
 
 def _has_runs(at_least: int, quiet_since: float | None) -> ColumnElement[bool]:
-    """Rows that no rewards of other runs are waited for with.
+    """Rows that need not wait for rewards of other runs.
 
-    These are rows without a task, rows of a task with so many ready runs that have a reward, or of which the last thing
-    was said before `quiet_since`, and rows of a run without a reward: what else was said of it needs no other run.
+    These are rows without a task, rows of a task with enough READY runs that have a reward, or with no signal since
+    `quiet_since`, and rows of a run without a reward, whose other signals need no other run.
     """
     mates = experiences.alias("runs_of_task")
     run, own_run = (func.coalesce(of.c.run_id, of.c.conversation_id, of.c.msg_id) for of in (mates, experiences))
@@ -143,16 +143,16 @@ def _has_runs(at_least: int, quiet_since: float | None) -> ColumnElement[bool]:
 
 
 def _oldest(eligible: list[ColumnElement[bool]], at_most: int, after_id: int) -> Select[Any]:
-    """The rows in whose order trajectories are claimed."""
+    """Select the rows whose order determines the order of trajectories."""
     columns = (experiences.c[name] for name in ("id", "msg_id", "key_group", "task_id", "run_id", "conversation_id"))
     here = [*eligible, *is_ready(after_id)]
     return select(*columns).where(*here).order_by(experiences.c.id).limit(at_most)
 
 
 def _mates(oldest: Select[Any], eligible: list[ColumnElement[bool]], group_rows: int, whole: Whole) -> CTE:
-    """The rows of the trajectories of the oldest, each with its trajectory's first; of a long one the oldest rows.
+    """Select the rows of the oldest rows' trajectories, with the first row of each; of a long one, the oldest rows.
 
-    A row without a run and a conversation stands alone, or with the other choices of its message.
+    A row without a run and a conversation is alone, or with the other choices of its message.
     """
     rows = oldest.cte("oldest")
     in_task = rows.c.task_id.is_not(None) if whole == "task" else names_a_run(rows)
@@ -174,7 +174,7 @@ def _mates(oldest: Select[Any], eligible: list[ColumnElement[bool]], group_rows:
 def _turns(
     rows: CTE, name: str, where: ColumnElement[bool], key: tuple[str, ...], eligible: list[ColumnElement[bool]]
 ) -> Select[Any]:
-    """Each eligible row that has the key of some of `rows`, with the first of these and its rank among them."""
+    """Select each eligible row that shares a key with `rows`, the first row with that key, and its rank there."""
     columns = [rows.c.key_group, *(rows.c[column] for column in key)]
     firsts = select(*columns, func.min(rows.c.id).label("first_id")).where(where).group_by(*columns).cte(name)
     same_group = experiences.c.key_group.is_not_distinct_from(firsts.c.key_group)
@@ -184,15 +184,15 @@ def _turns(
 
 
 def _whole_trajectories(mates: CTE, at_most: int, *where: ColumnElement[bool]) -> Select[Any]:
-    """The ids of whole trajectories, oldest first, until `at_most` rows are reached."""
-    so_far = func.count().over(order_by=mates.c.first_id)  # with all of its own trajectory
+    """Select the ids of whole trajectories, oldest first, until `at_most` rows are reached."""
+    so_far = func.count().over(order_by=mates.c.first_id)  # including all of its own trajectory
     own = func.count().over(partition_by=mates.c.first_id)
     ranked = select(mates.c.id, (so_far - own).label("before")).where(*where).subquery("ranked")
     return select(ranked.c.id).where(ranked.c.before < at_most).order_by(ranked.c.id)
 
 
 def _claim_in_one_statement(batch: dict[str, Any], mates: CTE, at_least: int, at_most: int) -> Update:
-    """On PostgreSQL: skips rows that another transaction has locked, and with them their whole trajectories."""
+    """Claim on PostgreSQL: skip trajectories with a row that another transaction has locked."""
     locked = (
         select(experiences.c.id)
         .where(experiences.c.id.in_(select(mates.c.id)), _IS_READY)
@@ -218,16 +218,16 @@ def _claim_in_one_statement(batch: dict[str, Any], mates: CTE, at_least: int, at
 
 
 def _first_of_each_key(at_most: int) -> Select[Any]:
-    """Ids of the oldest READY rows of each key that set a reward."""
+    """Select ids of the oldest READY rows of each key that set a reward."""
     rank = func.row_number().over(partition_by=experiences.c.feedback_key, order_by=experiences.c.id).label("rank")
     ranked = select(experiences.c.id, rank).where(experiences.c.state == State.READY).subquery()
     return select(ranked.c.id).where(ranked.c.rank <= at_most)
 
 
 def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int = 0) -> int:
-    """READY → DISCARDED for rows sampled by a version that is further behind the newest published one.
+    """READY → DISCARDED for rows sampled by a version that is too far behind the newest published one.
 
-    Rows that were trained on something before are CONSUMED again instead. Returns how many.
+    Rows that were trained on something before become CONSUMED again instead. Returns their number.
     """
     newest = select(func.max(versions.c.version)).where(versions.c.state.in_(MAY_SERVE)).scalar_subquery()
     stale = (*is_ready(after_id), experiences.c.version < newest - at_most_behind)
@@ -243,7 +243,7 @@ def close_empty_batch(connection: Connection, batch_id: int) -> None:
 
 
 def extend_lease(connection: Connection, *, owner: str, lease_s: float) -> None:
-    """The trainer is alive: extend its leases to `lease_s` from now."""
+    """Record a trainer's heartbeat, and extend its leases to `lease_s` from now."""
     now = database_time(connection)
     held = (batches.c.owner == owner, batches.c.state == BatchState.LEASED)
     connection.execute(update(batches).where(*held).values(lease_until=now + lease_s))
@@ -251,9 +251,9 @@ def extend_lease(connection: Connection, *, owner: str, lease_s: float) -> None:
 
 
 def give_back(connection: Connection, *, owner: str | None = None) -> int:
-    """LEASED → READY for an owner's batches, or, with no owner, for every batch whose lease has run out.
+    """LEASED → READY for an owner's batches or, without an owner, for every batch whose lease has expired.
 
-    Returns how many rows went back.
+    Returns the number of rows.
     """
     mine = batches.c.owner == owner if owner is not None else batches.c.lease_until < database_time(connection)
     ids = connection.execute(select(batches.c.id).where(batches.c.state == BatchState.LEASED, mine)).scalars().all()

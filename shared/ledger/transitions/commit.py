@@ -1,8 +1,9 @@
-"""4, commit: the trajectories of which something was said become READY; rows of which nothing was said expire.
+"""4, commit: trajectories with signals become READY; rows without signals expire.
 
-Whole: with a row that was spoken of go all rows of its trajectory that are recorded by then. A row that is recorded
-later waits until something is said of it, or of the whole again. What is said of a row after it was trained on another
-lesson makes it READY again for that alone; a late reward brings the rest of its trajectory, where none has acted yet.
+A commit takes trajectories whole: all rows of a trajectory that are recorded at that time become READY with the row
+that has a signal. A row that is recorded later waits for a signal about it, or about the whole again. A signal about a
+row that was trained on another lesson makes it READY again for the new lesson alone; a late reward takes the rest of
+its trajectory along if no reward has acted on it yet.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from shared.ledger.queries.rows import count_ready
 from shared.ledger.tables import WAITS, experiences
 from shared.reward import Lesson
 
-_AT_ONCE = 50  # rows that were spoken of, whose trajectories become ready together
+_AT_ONCE = 50  # rows with signals whose trajectories become READY together
 _COLUMNS = ("id", "task_id", "run_id", "key_group", "conversation_id", "state", "teaches", "taught", "feedback_key")
 _MAY_WAIT = (State.RECORDED, State.CONSUMED)
 
 
 def commit(connection: Connection, **scope: Any) -> tuple[int, int]:
-    """All parts of a scope in one transaction, as `commit_part`. Returns (rows made ready now, rows ready in all)."""
+    """RECORDED or CONSUMED → READY for the scope, in one transaction; arguments: see `commit_part`.
+
+    Returns (rows made READY now, total READY rows).
+    """
     committed = 0
     last_id: int | None = 0
     while last_id is not None:
@@ -44,14 +48,13 @@ def commit_part(
     after_id: int = 0,
     at_most: int = 2000,
 ) -> tuple[int, int | None]:
-    """RECORDED or CONSUMED → READY for some rows of the scope of which something was said that did not act yet.
+    """RECORDED or CONSUMED → READY for some rows of the scope with signals that have not acted yet, and for the rest of
+    their trajectories.
 
-    With them go the rest of their trajectories.
-
-    before: only rows recorded before this moment, Unix seconds. key_group: only the rows that in_group() finds for it.
-    after_id: where the last call ended. at_most: rows, so that no transaction blocks the writers for long; exceeded by
-    what the last trajectories need to stay whole.
-    Returns (rows made ready now, where the next call begins; None at the end).
+    before: only rows recorded before this time, Unix seconds. key_group: only rows that in_group() finds for it.
+    after_id: where the previous call ended. at_most: rows, so that no transaction blocks writers for long; exceeded if
+    the last trajectories would be split otherwise.
+    Returns (rows made READY now, where the next call starts; None at the end).
     """
     mine: list[ColumnElement[bool]] = [in_group(key_group)]
     if before is not None:
@@ -69,10 +72,10 @@ def commit_part(
 
 
 def _make_ready(connection: Connection, rows: Sequence[AnyRow], where: Sequence[ColumnElement[bool]]) -> int:
-    """READY for these rows, of which something was said, and for their trajectories where this is true."""
+    """Make these rows, which have signals, and the rest of their trajectories READY, as far as `where` allows."""
     spoke: dict[TrajectoryKey, str | None] = {trajectory_key(row): row.feedback_key for row in rows}
     rewarded = {trajectory_key(row) for row in rows if row.teaches & Lesson.REWARD}
-    of_key: dict[str | None, list[int]] = defaultdict(list)  # rows of which nothing was said, by who spoke of theirs
+    of_key: dict[str | None, list[int]] = defaultdict(list)  # rows without signals, by their trajectory's key
     spoken_of = {row.id for row in rows}
     query = select(*(experiences.c[name] for name in _COLUMNS)).where(_still_in(*_MAY_WAIT), *where)
     for together in in_trajectories(spoke):
@@ -92,7 +95,7 @@ def _make_ready(connection: Connection, rows: Sequence[AnyRow], where: Sequence[
 
 
 def _set(connection: Connection, ids: Sequence[int], *where: ColumnElement[bool], **values: str | None) -> int:
-    """Change those of these rows where this is true. Returns how many."""
+    """Update those of these rows that meet the conditions. Returns their number."""
     parts = [update(experiences).where(mine, *where).values(values) for mine in in_parts(experiences.c.id, ids)]
     return sum(connection.execute(part).rowcount for part in parts)
 
@@ -102,9 +105,9 @@ def _still_in(*states: State) -> ColumnElement[bool]:
 
 
 def expire(connection: Connection, *, before: float, at_most: int = 2_000) -> int:
-    """RECORDED → DISCARDED for rows recorded before this moment, Unix seconds, that no commit would make READY.
+    """RECORDED → DISCARDED for rows recorded before this time, Unix seconds, that no commit would make READY.
 
-    Returns how many, up to `at_most`, so that no transaction blocks the writers for long.
+    Returns their number, up to `at_most`, so that no transaction blocks writers for long.
     """
     silent = experiences.c.teaches == 0
     old = (experiences.c.state == State.RECORDED, silent, experiences.c.created_at < before, *_has_no_taught_mate())
@@ -115,7 +118,7 @@ def expire(connection: Connection, *, before: float, at_most: int = 2_000) -> in
 
 
 def _has_no_taught_mate() -> tuple[ColumnElement[bool], ...]:
-    """Whether nothing was said of the other rows of a row's trajectory that wait for a commit."""
+    """Rows whose trajectory has no other row with signals that waits for a commit."""
     other = experiences.alias("other")
     waits = (other.c.state.in_(_MAY_WAIT), other.c.teaches != 0)
     names = (other.c.task_id == experiences.c.task_id, other.c.run_id == experiences.c.run_id)

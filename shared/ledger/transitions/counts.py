@@ -1,4 +1,4 @@
-"""The counts of rows by state, which the database's triggers keep, merged into few lines."""
+"""Merges the counts of rows by state, which triggers of the database maintain, into few lines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _MERGE = text(
     " INSERT INTO row_counts (state, slot, n)"
     " SELECT state, nextval('row_counts_slots'), sum(n) FROM gone GROUP BY state HAVING sum(n) <> 0"
 )
-_FEW = 100  # lines are not worth merging
+_FEW = 100  # number of lines that is not worth merging
 
 
 def merge_counts(connection: Connection) -> None:
-    """Merge the lines of each state into one (PostgreSQL); several processes may do it at once."""
+    """Merge the lines of each state into one (PostgreSQL); several processes may do so concurrently."""
     if connection.dialect.name != "postgresql":
         return
     if connection.execute(text("SELECT count(*) FROM row_counts")).scalar_one() > _FEW:

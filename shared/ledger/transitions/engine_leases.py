@@ -1,7 +1,7 @@
-"""Engines that several explorers share: one of them owns each engine, by a lease, and the others follow its row.
+"""Engines that several explorers share: one explorer owns each engine, by a lease, and the others follow its row.
 
-Each change of an engine's state has a generation. An explorer acknowledges a generation once it sends the engine no
-more chats, and holds back what those in flight get from it.
+Each change of an engine's state increments its generation. An explorer acknowledges a generation once it sends the
+engine no more chats, and holds back what requests in flight get from it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from sqlalchemy import Connection, or_, update
 from shared.ledger.connect import database_time, insert_into, placeholder
 from shared.ledger.tables import engines
 
-ENGINE_LEASE_S = 6.0  # how long an engine stays with an owner without a heartbeat
+ENGINE_LEASE_S = 6.0  # how long an owner without a heartbeat keeps an engine
 _RENEWALS = {mark: f"UPDATE {engines.name} SET owner_until = {mark} WHERE owner = {mark}" for mark in ("?", "%s")}
 
 
 def acquire_engine(connection: Connection, url: str, explorer: str) -> bool:
-    """Own a free engine, or renew the lease. False: another explorer owns it.
+    """Acquire a free engine, or renew the lease. Returns False if another explorer owns it.
 
-    A lease that ends later than any could is from before the clock was put back, and counts as none.
+    A lease that ends later than possible dates from before the clock was set back, and is ignored.
     """
     now = database_time(connection)
     unowned = {"owner": None, "owner_until": 0.0, "state": "unavailable", "version": None, "generation": 0}
@@ -42,9 +42,9 @@ def set_engine_state(
     spoiled: bool = False,
     switched_ago_s: float | None = None,
 ) -> int | None:
-    """The owner writes the engine's state. Returns its generation; None: the explorer owns it no longer.
+    """Store the engine's state, as its owner. Returns its generation; None: the explorer no longer owns it.
 
-    spoiled: the requests in flight were sampled by weights that failed their proof. switched_ago_s: how long ago the
+    spoiled: the requests in flight were sampled by weights that failed their proof. switched_ago_s: time since the
     weights were replaced.
     """
     generation = engines.c.generation + 1
@@ -59,7 +59,7 @@ def set_engine_state(
 
 
 def confirm_engine(connection: Connection, url: str, explorer: str, generation: int) -> bool:
-    """Whether the explorer still owns the engine, and nothing has moved it since that generation. Renews the lease."""
+    """Renew the lease. Returns whether the explorer still owns the engine, and its generation has not changed."""
     unmoved = (engines.c.url == url, engines.c.owner == explorer, engines.c.generation == generation)
     until = database_time(connection) + ENGINE_LEASE_S
     return connection.execute(update(engines).where(*unmoved).values(owner_until=until)).rowcount == 1
@@ -71,5 +71,5 @@ def renew_engines(connection: Connection, explorer: str, now: float) -> None:
 
 
 def release_engines(connection: Connection, explorer: str) -> None:
-    """Free all engines that the explorer owns."""
+    """Release all engines that the explorer owns."""
     connection.execute(update(engines).where(engines.c.owner == explorer).values(owner=None, owner_until=0.0))

@@ -1,4 +1,4 @@
-"""The end of rows: their contents are erased on demand, or they are removed once trained on or discarded."""
+"""Erases the contents of rows on request, and removes rows that are trained on or discarded."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def erase(
     msg_id: str | None = None,
     after_id: int = 0,
 ) -> Erased:
-    """Delete tokens, texts and signals of some of the rows in this scope; what was not trained on becomes DISCARDED.
+    """Delete tokens, texts and signals of some of the rows in this scope; rows not trained on become DISCARDED.
 
-    The narrow row stays, so that the lineage still names the versions trained on it.
-    after_id: `last_id` of the call before; it is None at the end.
+    The narrow row remains, so that the lineage still contains the versions trained on it.
+    after_id: `last_id` of the previous call, which is None at the end.
     """
     scope = {"key_name": key_name, "task_id": task_id, "run_id": run_id, "msg_id": msg_id}
     named = [experiences.c[name] == value for name, value in scope.items() if value is not None]
@@ -49,9 +49,9 @@ def erase(
 
 
 def _blank_later_requests(connection: Connection, names: list[str]) -> None:
-    """The requests of later turns quote what was said before: of all turns that continue these, delete the request.
+    """Delete the requests of all turns that continue these, because they quote earlier messages.
 
-    What a prompt's tokens repeat of an erased turn is stored with that turn. Only a later turn that is stored whole
+    Tokens that a prompt repeats from an erased turn are stored with that turn. Only a later turn that is stored whole
     keeps those tokens, until it is erased itself.
     """
     reached = set(names)
@@ -67,7 +67,7 @@ def _blank_later_requests(connection: Connection, names: list[str]) -> None:
 
 
 def forget_answers_about(connection: Connection, names: Collection[str]) -> None:
-    """Delete the remembered answers that name any of these messages."""
+    """Delete the stored answers that name any of these messages."""
     about = set(names)
     for row in connection.execute(select(idempotency.c.key, idempotency.c.response)).all():
         names = set(msgspec.json.decode(row.response).get("found", ()))
@@ -76,9 +76,9 @@ def forget_answers_about(connection: Connection, names: Collection[str]) -> None
 
 
 def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] | None = None) -> int:
-    """Delete rows that are trained on or discarded, with tokens, texts and signals. Returns how many.
+    """Delete rows that are trained on or discarded, with tokens, texts and signals. Returns their number.
 
-    said: how many signals each of them had when it was copied; one of which more was said since then stays.
+    said: number of signals of each row when it was copied; rows with later signals are kept.
     """
     removed = 0
     (done,) = is_done()
@@ -101,7 +101,7 @@ def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] |
 
 
 def _hand_requests_on(connection: Connection, doomed: Sequence[int]) -> None:
-    """A request that is stored with a choice to be deleted goes on with another choice of the message that stays."""
+    """Move a request that is stored with a choice to be deleted to another choice of the message that remains."""
     other = experiences.alias("other")
     same_message = and_(other.c.msg_id == experiences.c.msg_id, other.c.id.not_in(doomed))
     heirs = (
@@ -118,9 +118,9 @@ def _hand_requests_on(connection: Connection, doomed: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """What one call of `erase` did."""
+    """The result of one call of `erase`."""
 
     rows: int
-    versions: frozenset[int]  # trained on these rows
+    versions: frozenset[int]  # versions trained on these rows
     last_id: int | None
-    names: frozenset[str] = frozenset()  # of the messages
+    names: frozenset[str] = frozenset()  # ids of the messages

@@ -1,8 +1,8 @@
-"""7, update: what became of updates that failed. Their rows count it, and claims of such rows grow smaller.
+"""7, update: handles failed updates. Their rows count the failures, and later claims of these rows are smaller.
 
-An update fails when it says so, or when its trainer dies in it, as a process does that the kernel ends for its memory.
-The counts are in the ledger, so halving goes on where it was after any restart. After the second failure claims of
-these rows are half as large, after the third a quarter (`failures_of_oldest`), until the row that is to blame is
+An update fails if it raises an error, or if its trainer dies in it, for example because the kernel kills the process
+for its memory use. The counts are in the ledger, so halving continues after any restart. After the second failure,
+claims of these rows are half as large, after the third a quarter (`failures_of_oldest`), until the row at fault is
 claimed alone. Its next failure quarantines it. A trajectory that is claimed whole counts as one row.
 """
 
@@ -17,14 +17,14 @@ from shared.ledger.tables import batches, experiences
 
 
 def mark_updating(connection: Connection, batch_id: int, *, updating: bool) -> None:
-    """An update with this batch begins, or has ended well. A trainer that dies in between leaves the mark behind."""
+    """Mark that an update with this batch has begun, or that it has ended. A trainer that dies leaves the mark."""
     connection.execute(update(batches).where(batches.c.id == batch_id).values(updating=updating))
 
 
 def fail_update(connection: Connection, batch_id: int, reason: str) -> int:
-    """An update with this batch failed: LEASED → READY for its rows, or → DISCARDED when they stand alone.
+    """After a failed update: LEASED → READY for the batch's rows, or → DISCARDED if they were trained on alone.
 
-    Returns how many rows are quarantined.
+    Returns the number of quarantined rows.
     """
     held = (batches.c.id == batch_id, is_in(batches.c.state, BatchState.LEASED))
     connection.execute(update(batches).where(*held).values(state=BatchState.RETURNED))
@@ -39,7 +39,7 @@ def fail_update(connection: Connection, batch_id: int, reason: str) -> int:
 
 
 def count_death(connection: Connection, batch_id: int) -> None:
-    """A trainer died in an update with this batch, which is given back. Its rows stay LEASED."""
+    """Count a trainer's death in an update with this batch, which is being released. Its rows stay LEASED."""
     rows = held_rows(connection, batch_id)
     blamed = bool(rows) and min(row.deaths for row in rows) >= DEATHS_TOLERATED
     if blamed and is_to_blame(rows):

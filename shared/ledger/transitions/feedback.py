@@ -1,4 +1,4 @@
-"""3, feedback: signals are appended to the log, and the reward is what the rule makes of them."""
+"""3, feedback: append signals to the log, and compute the reward from them by the rule."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from shared.reward import (
     Credit,
     Kind,
     Lesson,
+    NewWords,
     Scope,
     Signal,
     credit_of,
-    is_new,
     lessons_of,
 )
 
-MAX_SIGNALS = 500  # about one row; all of them are read whenever more is said about it
-_CREDIT = tuple(field.name for field in fields(Credit))  # these are columns
+MAX_SIGNALS = 500  # about one row; all of them are read for each further signal
+_CREDIT = tuple(field.name for field in fields(Credit))  # fields that are columns
 _COLUMNS = ("id", "msg_id", "choice", "task_id", "run_id", "state", "acts", "taught", "last_signal", *_CREDIT)
 _LOGGED = ("msg_id", "choice", "kind", "name", "value", "text", "scope", "key_name", "created_at")
-# SQLite would give the numbers of deleted signals out again, and a batch knows by its last one what came later
+# SQLite would reuse the ids of deleted signals, but a batch compares ids with its last one
 _NEXT_NUMBER = """SELECT 1 + max(coalesce((SELECT max(id) FROM signals), 0),
     coalesce((SELECT last_signal FROM batches ORDER BY id DESC LIMIT 1), 0))"""
 _UNTRAINED = (State.RECORDED, State.READY)
-_MANY = 50  # targets, for which statements are planned anew
-_COPIED_ROWS = 16  # from this many rows on PostgreSQL's COPY is faster than inserts
+_MANY = 50  # number of targets from which statements are planned anew
+_COPIED_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
 ReceiptState = Literal["applied", "updated", "duplicate", "unknown", "already_trained", "expired"]
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of feedback for one target, as the caller named it."""
+    """The result of feedback for one target, as the caller named it."""
 
     msg_id: str
     state: ReceiptState
@@ -69,9 +69,9 @@ def apply_feedback(
 ) -> list[Receipt]:
     """Find the targets, as `find_targets` does, and apply feedback to all of them in this transaction.
 
-    With both `msg_ids` and a task, rows whose chat named no task or run are given these, for callers whose chats name
-    none. Returns one receipt for each id named, and for each message found by task, run or conversation; an unknown id
-    is `unknown`. Raises TooManySignals.
+    With both `msg_ids` and a task, rows whose chat named no task or run get these, for callers whose chats name none.
+    Returns one receipt for each given id, and for each message found by task, run or conversation; an unknown id is
+    `unknown`. Raises TooManySignals.
     """
     asked: dict[str, Any] = {"msg_ids": msg_ids, "task_id": task_id, "run_id": run_id}
     targets = find_targets(connection, **asked, key_group=key_group, conversations=conversations, scope=scope)
@@ -81,23 +81,22 @@ def apply_feedback(
 
 @dataclass(frozen=True, slots=True)
 class GivenFeedback:
-    """What one request says about its targets."""
+    """The feedback in one request."""
 
     signals: Sequence[Signal]
     rule: RewardConfig
     learned: frozenset[Kind]  # the kinds of signals that are learned from
     key_name: str | None = None
-    task_id: str | None = None  # of the rows that it names itself, if their chat named none
+    task_id: str | None = None  # for rows in `named` whose chat named none
     run_id: str | None = None
-    named: frozenset[str] = frozenset()  # these rows' names
+    named: frozenset[str] = frozenset()  # names of these rows
 
 
 def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) -> list[Receipt]:
-    """Append signals to the log of every target and set the credit, by the rule, where it can still be trained on.
+    """Append signals to the log of every target, and set the credit by the rule if it can still be trained on.
 
-    The statements are as many for a thousand targets as for one, and rows are locked in the order of their ids: two
-    transactions that lock the same rows do not meet in a deadlock. Raises TooManySignals, with the transaction to be
-    undone.
+    The number of statements does not depend on the number of targets. Rows are locked in the order of their ids, so
+    that two transactions that lock the same rows do not deadlock. Raises TooManySignals; the caller must roll back.
     """
     if len(targets) > _MANY:
         plan_by_values(connection)
@@ -131,7 +130,7 @@ def _attribute(connection: Connection, rows: Sequence[AnyRow], feedback: GivenFe
 
 
 class _Application:
-    """What feedback changes, target by target; a row may belong to several of them."""
+    """The changes by feedback, target by target; a row may belong to several targets."""
 
     def __init__(
         self, feedback: GivenFeedback, scopes: dict[int, Scope], log: dict[tuple[str, int], list[Signal]], now: float
@@ -145,16 +144,16 @@ class _Application:
             scope: [replace(signal, scope=scope, key_name=by) for signal in feedback.signals]
             for scope in set(scopes.values())
         }
-        self.logged: list[tuple[Any, ...]] = []  # the values of _LOGGED
+        self.logged: list[tuple[Any, ...]] = []  # values of _LOGGED
         self.credits: dict[int, Credit] = {}  # by row id
 
     def to(self, rows: Sequence[AnyRow]) -> ReceiptState:
-        """Say it about one target's rows."""
+        """Apply the feedback to one target's rows."""
         if not rows:
             return "unknown"
         open_rows = [row for row in rows if self._may_act(row)]
         before = {row.id: self.credits.get(row.id) or _credit(row) for row in open_rows}
-        # not so if something was said while a trainer held the row
+        # False if a signal arrived while a trainer had leased the row
         is_current = before == self._now_of(open_rows)
         if open_rows and is_current and all(_repeats(self._of(row), self._about(row)) for row in rows):
             return "duplicate"
@@ -168,14 +167,15 @@ class _Application:
         return "updated" if _rewards(now) != _rewards(before) and was_rewarded else "applied"
 
     def _may_act(self, row: AnyRow) -> bool:
-        """Whether the row can still be trained on some of what is said."""
+        """Whether the row can still be trained on some of the feedback."""
         found = self._about(row)
         lessons = lessons_of(one.kind for one in found if one.kind not in WORDS) & ~_given(row)
-        if row.taught != EVERY_LESSON:  # it was not erased
-            new = (one.kind for one in found if is_new(one, self._of(row), row.taught, row.last_signal))
+        if row.taught != EVERY_LESSON:  # not erased
+            words = NewWords(row.taught, row.last_signal, self._of(row))
+            new = [one.kind for one in found if words.has(one)]
             waits = lessons_of(one.kind for one in found if one.kind in WORDS) & ~_given(row)
             lessons |= lessons_of(new) | (waits if row.state in _UNTRAINED else waits & row.teaches)
-        if row.state not in _UNTRAINED:  # it is trained on again only for what is learned from
+        if row.state not in _UNTRAINED:  # it is trained on again only for signals that are learned from
             lessons &= lessons_of(self._feedback.learned)
         return row.state != State.DISCARDED and lessons != 0
 
@@ -201,13 +201,13 @@ class _Application:
 
 
 def _given(row: AnyRow) -> int:
-    """What the row is, or is about to be, trained on: nothing is added to that."""
+    """Return the lessons that the row was trained on, or that a trainer has claimed: nothing is added to those."""
     given: int = row.taught | (row.acts if row.state == State.LEASED else 0)
     return given
 
 
 def _credit_by(log: Sequence[Signal], row: AnyRow, rule: RewardConfig, learned: frozenset[Kind]) -> Credit:
-    """The credit that the log makes of a row; rewards that it was trained on stay."""
+    """Return the credit of a row from its log; rewards that it was trained on do not change."""
     credit = credit_of(log, rule, learned, row.taught, row.last_signal)
     if not _given(row) & Lesson.REWARD:
         return credit
@@ -246,7 +246,7 @@ def _repeats(log: list[Signal], signals: Sequence[Signal]) -> bool:
 
 
 def _place(signal: Signal) -> tuple[str, str | None, bool]:
-    """A later signal of the same place replaces an earlier one. Each reply that a row is preferred over has its own."""
+    """Return a key by which a later signal replaces an earlier one. Each reply in `preferred_over` has its own."""
     about = signal.text if signal.kind == "preferred_over" else signal.name
     return signal.kind, about, signal.scope == "message"
 
@@ -261,9 +261,9 @@ def _set_credit(connection: Connection, ids: Sequence[int], credit: Credit, **mo
 def recompute_rewards(
     connection: Connection, rule: RewardConfig, learned: frozenset[Kind], after_id: int = 0
 ) -> tuple[int, int | None]:
-    """Apply the rule, and what is learned from, to some of the rows that have signals and are not leased yet.
+    """Apply the rule and the learned kinds to some of the rows that have signals and are not leased yet.
 
-    after_id: where the last call ended. Returns (rows changed, where the next call begins; None at the end).
+    after_id: where the previous call ended. Returns (rows changed, where the next call starts; None at the end).
     """
     same = (tables.signals.c.msg_id == experiences.c.msg_id, tables.signals.c.choice == experiences.c.choice)
     about = select(tables.signals.c.id).where(*same)
@@ -282,10 +282,10 @@ def recompute_rewards(
 
 
 def remember_answer(connection: Connection, key: str, body: bytes, response: bytes) -> None:
-    """Store the answer to an idempotency key, in the transaction that it reports on. body: the request's digest."""
+    """Store the answer for an idempotency key, in the transaction that it reports on. body: the request's digest."""
     connection.execute(insert(idempotency).values(key=key, body=body, response=response, created_at=time.time()))
 
 
 def forget_answers(connection: Connection, *, before: float) -> None:
-    """Drop idempotency keys from before this moment, Unix seconds."""
+    """Delete idempotency keys from before this time, Unix seconds."""
     connection.execute(delete(idempotency).where(idempotency.c.created_at < before))

@@ -1,7 +1,7 @@
-"""Named leases: what one process at a time may do, on all machines that share the ledger.
+"""Named leases: work that only one process at a time may do, among all machines that share the ledger.
 
-A lease is by the database's clock, so that hosts may disagree about the time. It ends when it is not renewed, when its
-owner releases it, and at once when its owner is known to be gone. An explorer's heartbeat renews all that it holds.
+Leases use the database's clock, so that hosts may disagree about the time. A lease ends if it is not renewed, if its
+owner releases it, and at once if its owner is known to be gone. An explorer's heartbeat renews all its leases.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from shared.ledger.connect import database_time, insert_into
 from shared.ledger.tables import leases
 from shared.process import is_gone
 
-LEASE_S = 6.0  # how long a lease lasts without being renewed
+LEASE_S = 6.0  # lifetime of a lease without renewal
 
 
 def acquire_lease(connection: Connection, name: str, owner: str) -> bool:
-    """Take a free lease, or renew one's own. False: another owner has it.
+    """Acquire a free lease, or renew one's own. Returns False if another owner has it.
 
-    owner: `shared.process.process_name()`. A lease that ends later than any could is from before the clock was put
-    back, and counts as none.
+    owner: `shared.process.process_name()`. A lease that ends later than possible dates from before the clock was set
+    back, and is ignored.
     """
     now = database_time(connection)
     unowned = insert_into(connection, leases).values(name=name, owner=None, until=0.0)
@@ -36,24 +36,24 @@ def acquire_lease(connection: Connection, name: str, owner: str) -> bool:
 
 
 def renew_lease(connection: Connection, name: str, owner: str) -> bool:
-    """Hold it for longer. False: it has ended, or another owner has it, and what it allows must stop."""
+    """Extend the lease. Returns False if it has ended or another owner has it; the work must then stop."""
     now = database_time(connection)
     own = (leases.c.name == name, leases.c.owner == owner, leases.c.until >= now)
     return connection.execute(update(leases).where(*own).values(until=now + LEASE_S)).rowcount == 1
 
 
 def renew_leases(connection: Connection, owner: str, now: float) -> None:
-    """Hold all leases of this owner for longer."""
+    """Extend all leases of this owner."""
     connection.execute(update(leases).where(leases.c.owner == owner).values(until=now + LEASE_S))
 
 
 def release_lease(connection: Connection, name: str, owner: str) -> None:
-    """Free it at once, if it is this owner's."""
+    """Release the lease at once, if this owner has it."""
     _free(connection, leases.c.name == name, leases.c.owner == owner)
 
 
 def release_leases(connection: Connection, owner: str) -> None:
-    """Free all leases of this owner."""
+    """Release all leases of this owner."""
     _free(connection, leases.c.owner == owner)
 
 

@@ -1,4 +1,4 @@
-"""9, reload: what happened to engines that took up a version, and what they showed on version 0."""
+"""9, reload: failed loads of versions, and the differences between engines and trainer on version 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.ledger.tables import calibrations, load_failures
 
 
 def count_load_failure(connection: Connection, version: int, engine: str, reason: str) -> int:
-    """An engine died, or took too long, while it took up a version. Returns how often that has happened."""
+    """Count an engine's crash or timeout while it loaded a version. Returns the number of these failures."""
     row = {"version": version, "engine": engine, "reason": reason[:2000], "created_at": time.time()}
     connection.execute(insert(load_failures).values(row))
     of_version = load_failures.c.version == version

@@ -1,9 +1,9 @@
-"""Explorers on one ledger: heartbeats, and the end of an explorer, its own or another's that died.
+"""Explorers on one ledger: heartbeats, and the sign-off of an explorer, by itself or by another one after it died.
 
-Heartbeats and leases are by the database's clock, so that hosts may disagree about the time. One that lies ahead of it
-is from before that clock was put back, and does not count. Where the clock has jumped, or its host was asleep, every
-heartbeat looks old, one's own, too, and says nothing of who lives. Of an explorer on this machine that is known by its
-name: one that was killed is dead at once, and one that runs never is.
+Heartbeats and leases use the database's clock, so that hosts may disagree about the time. A heartbeat in the future
+dates from before that clock was set back, and is ignored. If the clock has jumped, or its host was suspended, every
+heartbeat looks old, including the explorer's own, and does not tell which explorers are alive. For an explorer on this
+machine its name tells: a killed one is dead at once, and a running one never is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.ledger.transitions.retain import release_version_leases, renew_versi
 from shared.process import is_gone, is_running
 
 Settings = dict[str, Any]
-_DEAD_S = 60.0  # an explorer with an older heartbeat is taken for dead
+_DEAD_S = 60.0  # age of a heartbeat from which an explorer is presumed dead
 _HEARTBEATS = {
     mark: f"INSERT INTO {explorers.name} (id, acknowledged, settings, heartbeat_at)"
     f" VALUES ({mark}, {mark}, {mark}, {mark})"
@@ -34,10 +34,10 @@ _HEARTBEATS = {
 def heartbeat(
     connection: Connection, explorer: str, acknowledged: dict[str, Followed], settings: Settings | None = None
 ) -> dict[str, Settings]:
-    """The explorer is alive, renews its engines and leases, and has followed its engines so far.
+    """Record an explorer's heartbeat, renew its engines and leases, and store the states that it has acknowledged.
 
-    settings: those in which all explorers must agree, by their keys. Signs off the explorers that died.
-    Returns the settings of the others that are alive, by explorer.
+    settings: those in which all explorers must agree, by key. Signs off explorers that died.
+    Returns the settings of the other live explorers, by explorer.
     """
     now = database_time(connection)
     found = connection.exec_driver_sql(f"SELECT id, settings, heartbeat_at FROM {explorers.name}").all()
@@ -59,7 +59,7 @@ def heartbeat(
 
 
 def sign_off(connection: Connection, explorer: str) -> None:
-    """The explorer has ended: release its engines and leases, close its streams."""
+    """Sign off an explorer: release its engines and leases, and close its streams."""
     release_engines(connection, explorer)
     release_leases(connection, explorer)
     release_version_leases(connection, explorer)

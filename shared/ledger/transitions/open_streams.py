@@ -1,4 +1,4 @@
-"""Streams whose caller knows the message id before its rows are stored: feedback to another explorer waits for them."""
+"""Streams whose message id the caller knows before the rows are stored; feedback to another explorer waits for them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class RunName(NamedTuple):
 
 
 def open_stream(connection: Connection, msg_id: str, explorer: str, run: RunName) -> None:
-    """The caller is about to learn this id, and its rows are not stored yet."""
+    """Record that the caller is about to learn this id before its rows are stored."""
     opened = insert_into(connection, open_streams).values(msg_id=msg_id, explorer=explorer, **run._asdict())
-    connection.execute(opened.on_conflict_do_nothing())  # told again, where the answer to the first time was lost
+    connection.execute(opened.on_conflict_do_nothing())  # a repeat, if the answer to the first call was lost
 
 
 def close_stream(connection: Connection, msg_id: str) -> None:
-    """The rows are stored, or never will be."""
+    """Record that the rows are stored, or never will be."""
     connection.execute(delete(open_streams).where(open_streams.c.msg_id == msg_id))

@@ -1,4 +1,4 @@
-"""8, publish: a version becomes official, and with it its trainer's state; its rows become CONSUMED."""
+"""8, publish: commit a version together with its trainer's state; its rows become CONSUMED."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
 from shared.ledger.transitions.retain import keep_base, release_version
 from shared.ledger.transitions.versions import publish_version
-from shared.reward import WORDS, is_new, lessons_of
+from shared.reward import WORDS, NewWords, lessons_of
 
 
 def publish(
@@ -38,13 +38,13 @@ def publish(
     state_sha256: str | None = None,
     stats: dict[str, float] | None = None,
 ) -> None:
-    """Make a version official: its row, CONSUMED for its batches, and the trainer's state that contains them.
+    """Commit a version: its row, CONSUMED for its batches, and the trainer's state that contains them.
 
-    size: bytes of the version's files. delta_of: the version whose files it needs, which are kept as long as its own.
-    earlier: as in `record_state`.
+    size: of the version's files in bytes. delta_of: the version whose files it needs, which are kept as long as its
+    own. earlier: see `record_state`.
 
-    After a crash all of it is stored or nothing. A trainer that repeats it, because the answer to the first attempt was
-    lost, changes nothing. Raises LeaseLost when a batch is no longer this trainer's.
+    After a crash, either all of it is stored or nothing. A repeat changes nothing, for a trainer that lost the answer
+    to the first attempt. Raises LeaseLost if this trainer no longer has the lease of a batch.
     """
     if trainer is not None and _is_official(connection, trainer, version, state_path):
         return
@@ -68,9 +68,9 @@ def publish_ahead(
     stats: dict[str, float] | None = None,
     **about: Any,
 ) -> None:
-    """Make a version official that no saved state contains yet: its rows stay LEASED until `record_state` names it.
+    """Commit a version that no saved state contains yet: its rows stay LEASED until `record_state` names it.
 
-    size, delta_of: as for `publish`. about: see `publish_version`. A repeat changes nothing.
+    size, delta_of: see `publish`. about: see `publish_version`. A repeat changes nothing.
     """
     state = connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar()
     if state == VersionState.RESERVED:
@@ -92,10 +92,10 @@ def record_state(
     state_sha256: str | None,
     stats: dict[str, float] | None = None,
 ) -> None:
-    """The trainer's saved state, and CONSUMED for what it contains.
+    """Store the trainer's saved state, and CONSUMED for the rows in it.
 
     version: the newest one in it. contained: the batches of each version that no state contained before.
-    Raises LeaseLost when a batch is no longer this trainer's.
+    Raises LeaseLost if this trainer no longer has the lease of a batch.
     """
     for number, batch_ids in contained.items():
         _consume(connection, trainer, number, batch_ids)
@@ -126,7 +126,7 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
 
 
 def _words_since(connection: Connection, held: Sequence[ColumnElement[bool]]) -> dict[int, list[int]]:
-    """Rows of which new words were said since they were claimed, of a kind that acts in their batch: by Lesson."""
+    """Return rows with new words since they were claimed, of a kind that acts in their batch: ids by Lesson."""
     of_choice = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     since = and_(batches.c.id == experiences.c.batch_id, signals.c.id > batches.c.last_signal)
     columns = (*(experiences.c[name] for name in ("id", "msg_id", "choice", "acts")), batches.c.last_signal)
@@ -135,15 +135,15 @@ def _words_since(connection: Connection, held: Sequence[ColumnElement[bool]]) ->
     log = load_signals(connection, rows, WORDS)
     by_lessons: dict[int, list[int]] = defaultdict(list)
     for row in rows:
-        found = log[row.msg_id, row.choice]
-        new = [one.kind for place, one in enumerate(found) if is_new(one, found[:place], row.acts, row.last_signal)]
+        words = NewWords(row.acts, row.last_signal)
+        new = [one.kind for one in log[row.msg_id, row.choice] if words.has(one)]
         if lessons := lessons_of(new) & row.acts:
             by_lessons[lessons].append(row.id)
     return by_lessons
 
 
 def _is_official(connection: Connection, trainer: str, version: int, state_path: str | None) -> bool:
-    """Whether the trainer's row says that this version, with this state, was stored."""
+    """Whether the trainer's row already contains this version with this state."""
     saved = select(trainers.c.version, trainers.c.state_path).where(trainers.c.name == trainer)
     row = connection.execute(saved).one_or_none()
     return row is not None and state_path is not None and tuple(row) == (version, state_path)
@@ -159,9 +159,9 @@ def announce_trainer(
     state_sha256: str | None,
     chosen: dict[str, Any] | None = None,
 ) -> None:
-    """A trainer has started, at this step and version. It needs the files no longer with which it began.
+    """Store that a trainer has started, at this step and version, and release the files that it started from.
 
-    chosen: its algorithms, where it chose them itself.
+    chosen: its algorithms, if it chose them itself.
     """
     release_version(connection, reader=name, purpose=Purpose.PARENT)
     state = {"state_path": state_path, "state_sha256": state_sha256}
@@ -170,30 +170,30 @@ def announce_trainer(
 
 
 def choose_algorithms(connection: Connection, *, name: str, chosen: dict[str, Any]) -> None:
-    """The algorithms that a trainer begins with the next time."""
+    """Store the algorithms that a trainer uses from its next start."""
     encoded = msgspec.json.encode(chosen)
     connection.execute(update(trainers).where(trainers.c.name == name).values(chosen=encoded))
 
 
 def forget_states(connection: Connection, *, trainer: str, versions: Collection[int]) -> None:
-    """These saved states of a trainer are deleted."""
+    """Remove deleted saved states of a trainer."""
     own = (trainer_states.c.trainer == trainer, trainer_states.c.version.in_(versions))
     connection.execute(delete(trainer_states).where(*own))
 
 
 def report_trouble(connection: Connection, *, name: str, trouble: str | None) -> None:
-    """Why a trainer cannot publish, until it can; None: it can."""
+    """Store why a trainer cannot publish; None: it can."""
     connection.execute(update(trainers).where(trainers.c.name == name).values(trouble=trouble))
 
 
 def trip_breaker(connection: Connection, *, name: str, tripped: dict[str, Any]) -> None:
-    """A trainer publishes nothing until somebody has looked. tripped: the figure, its bound and the fix."""
+    """Stop a trainer from publishing until an operator resumes it. tripped: the figure, its bound and the fix."""
     encoded = msgspec.json.encode(tripped)
     connection.execute(update(trainers).where(trainers.c.name == name).values(tripped=encoded))
 
 
 def reset_breaker(connection: Connection, *, name: str) -> bool:
-    """Somebody has looked: the trainer goes on, and compares rewards from the next version on.
+    """Resume a trainer whose breaker has tripped; it compares rewards from the next version on.
 
     Returns whether its breaker had tripped.
     """
@@ -204,7 +204,7 @@ def reset_breaker(connection: Connection, *, name: str) -> bool:
 
 
 def dismiss_trainer(connection: Connection, *, name: str) -> None:
-    """A trainer has stopped in an orderly way."""
+    """Store that a trainer has stopped regularly."""
     connection.execute(update(trainers).where(trainers.c.name == name).values(alive=False))
 
 

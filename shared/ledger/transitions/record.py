@@ -1,4 +1,4 @@
-"""2, record: samples become rows, RECORDED or, with a reason, DISCARDED; turns are linked to their conversations."""
+"""2, record: store samples as rows, RECORDED or, with a reason, DISCARDED; link turns to their conversations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shared.ledger.connect import copy_rows, placeholder
 from shared.ledger.prefix import share_prefix
 from shared.ledger.tables import experiences, payloads
 
-_COPY_ROWS = 16  # from this many rows on PostgreSQL's COPY is faster than inserts
-_MAX_ALIKE = 32  # equal exchanges, newest first, among which a parent is chosen
+_COPY_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
+_MAX_ALIKE = 32  # number of equal exchanges, newest first, among which a parent is chosen
 
 
 _OF_SAMPLE = [field.name for field in fields(Sample) if field.name in experiences.c]
@@ -32,11 +32,11 @@ _RECORDED, _DISCARDED = State.RECORDED.value, State.DISCARDED.value
 def record(connection: Connection, samples: Sequence[Sample]) -> None:
     """Store samples. One that must not be trained on is stored as DISCARDED with its reason.
 
-    Raises sqlalchemy.exc.IntegrityError when a message id with that choice exists already.
+    Raises sqlalchemy.exc.IntegrityError if a message id with that choice exists already.
     """
     if not samples:
         return
-    asked = {sample.extends for sample in samples if sample.extends}  # choices of a message ask for the same
+    asked = {sample.extends for sample in samples if sample.extends}  # choices of a message share it
     found = {extends: _find_parent(connection, extends) for extends in asked}
     parents = [found.get(sample.extends) for sample in samples]
     rows = [_row(*of) for of in zip(samples, parents, strict=True)]
@@ -57,7 +57,7 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
 
 
 def _row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:
-    """The values of _ROW."""
+    """Return the values of _ROW."""
     parent_id = None if parent is None else choice_name(parent.msg_id, parent.choice)
     computed = (
         parent_id,
@@ -89,7 +89,7 @@ def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> No
 
 
 def _find_parent(connection: Connection, extends: Sequence[bytes]) -> AnyRow | None:
-    """The exchange that a request continues: the longest; among equal ones, one that no other turn continues."""
+    """Return the exchange that a request continues: the longest; among equal ones, one without a next turn."""
     for exchange in _first_stored(connection, extends):
         rows = connection.exec_driver_sql(_ALIKE[placeholder(connection)], (exchange,)).all()
         if len(rows) == 1:
@@ -104,13 +104,13 @@ def _find_parent(connection: Connection, extends: Sequence[bytes]) -> AnyRow | N
 
 
 def _first_stored(connection: Connection, extends: Sequence[bytes]) -> Iterator[bytes]:
-    """The longest exchange, which mostly is stored; then the first of the others that is, found by one statement."""
+    """Yield the longest exchange, which usually is stored; then, by one query, the first stored one of the others."""
     yield extends[0]
     others = extends[1:]
     if others:
         mark = placeholder(connection)
         values = ", ".join(f"({place}, {mark})" for place in range(len(others)))
-        # a subquery with a limit: PostgreSQL asks the index for each value, and does not join the whole table
+        # a subquery with a limit: PostgreSQL searches the index for each value, and does not join the whole table
         query = (
             f"WITH asked(place, exchange) AS (VALUES {values}) SELECT place FROM asked WHERE"
             f" (SELECT 1 FROM {experiences.name} WHERE exchange = asked.exchange LIMIT 1) IS NOT NULL"
@@ -121,7 +121,7 @@ def _first_stored(connection: Connection, extends: Sequence[bytes]) -> Iterator[
 
 
 def _insert_statements(mark: str) -> tuple[str, str]:
-    """The two inserts of a sample as driver's statements: SQLAlchemy's insert() costs a chat more than the storing."""
+    """Return a sample's two inserts as driver statements: SQLAlchemy's insert() takes longer than the storing."""
     marks = ", ".join([mark] * len(_ROW))
     return (
         f"INSERT INTO {experiences.name} ({', '.join(_ROW)}) VALUES ({marks})",

@@ -1,7 +1,7 @@
-"""Which versions keep their files: leases of their readers, tags, and what goes when there are too many.
+"""Which versions keep their files: leases of their readers, tags, and the order of deletion.
 
-A reader has its lease before the files are given up, or is refused it: both lock the version's row. Files that are
-given up are deleted afterwards by whoever may write to the folder (trainer_service/janitor.py).
+A reader gets its lease before the files are given up, or does not get it: both lock the version's row. The trainer
+deletes given-up files afterwards (trainer_service/janitor.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.ledger.transitions.leases import acquire_lease, release_lease
 from shared.ledger.transitions.versions import is_held, skip_version
 from shared.process import is_gone, is_running
 
-VERSION_LEASE_S = 60.0  # how long a reader's lease lasts without being renewed
+VERSION_LEASE_S = 60.0  # lifetime of a reader's lease without renewal
 _JANITOR = "janitor"
 _OUT_OF_USE = (VersionState.SKIPPED, VersionState.REJECTED, VersionState.FAILED)
 
@@ -34,9 +34,9 @@ def lease_version(
     lasts: bool = False,
     lasts_s: float = VERSION_LEASE_S,
 ) -> bool:
-    """A reader is about to read a version's files, or goes on reading them. False: they are gone, or about to go.
+    """Lease a version's files to a reader, or extend its lease. Returns False if they are given up or deleted.
 
-    reader: what reads, such as an engine's url. owner: the process that renews the lease. lasts: it has no end.
+    reader: such as an engine's url. owner: the process that renews the lease. lasts: without an end.
     """
     until = math.inf if lasts else database_time(connection) + lasts_s
     values = {"reader": literal(reader, String), "purpose": literal(purpose, String), "owner": literal(owner, String)}
@@ -51,13 +51,13 @@ def lease_version(
 
 
 def keep_base(connection: Connection, base: int, delta: int) -> None:
-    """A version is a delta of another, whose files are kept as long as its own."""
+    """Keep the files of a version as long as those of a delta of it."""
     reader = _delta(delta)
     lease_version(connection, base, reader=reader, purpose=Purpose.DELTA_BASE, owner=reader, lasts=True)
 
 
 def release_version(connection: Connection, *, reader: str, purpose: Purpose, but: int | None = None) -> None:
-    """The reader has ended with all versions that it read for this purpose; but: except this one."""
+    """Release a reader's leases for this purpose on all versions; but: except this one."""
     ended = [version_leases.c.reader == reader, version_leases.c.purpose == purpose]
     if but is not None:
         ended.append(version_leases.c.version != but)
@@ -65,7 +65,7 @@ def release_version(connection: Connection, *, reader: str, purpose: Purpose, bu
 
 
 def renew_version_leases(connection: Connection, owner: str, now: float) -> None:
-    """Extend all leases on versions of this owner, but for pins: those end some time after their last use."""
+    """Extend all leases on versions of this owner, except pins, which end some time after their last use."""
     until = now + VERSION_LEASE_S
     pinned = version_leases.c.purpose == Purpose.PINNED
     own = (version_leases.c.owner == owner, version_leases.c.until < until, ~pinned)
@@ -73,12 +73,12 @@ def renew_version_leases(connection: Connection, owner: str, now: float) -> None
 
 
 def release_version_leases(connection: Connection, owner: str) -> None:
-    """The owner has ended, and with it every reader of its own."""
+    """Release the leases of an owner that has ended, and of all its readers."""
     connection.execute(delete(version_leases).where(version_leases.c.owner == owner))
 
 
 def tag_version(connection: Connection, version: int, tag: str) -> bool:
-    """Name a version, which keeps its files: this one alone has the name from then on. False: it has no files."""
+    """Give a version a tag, which keeps its files, and remove it from any other. Returns False if it has no files."""
     there = (versions.c.version == version, versions.c.deleted_at.is_(None), versions.c.state != VersionState.RESERVED)
     if not connection.execute(update(versions).where(*there).values(tag=tag)).rowcount:
         return False
@@ -87,7 +87,7 @@ def tag_version(connection: Connection, version: int, tag: str) -> bool:
 
 
 def untag_version(connection: Connection, version: int) -> bool:
-    """Take its tag away. False: it had none."""
+    """Remove a version's tag. Returns False if it had none."""
     tagged = (versions.c.version == version, versions.c.tag.is_not(None))
     return connection.execute(update(versions).where(*tagged).values(tag=None)).rowcount == 1
 
@@ -95,11 +95,11 @@ def untag_version(connection: Connection, version: int) -> bool:
 def give_up_files(
     connection: Connection, *, owner: str, max_versions: int, max_bytes: float, sizes: Mapping[int, int], by: str
 ) -> list[int]:
-    """Give up the files of as many versions as there are too many. Returns their numbers.
+    """Give up the files of superfluous versions. Returns their numbers.
 
-    First those that are out of use, then those that have served, then those that were overtaken before an engine took
-    them up; always the oldest. owner: this process; only one at a time decides.
-    sizes: bytes, by version, of those whose row does not say them.
+    The order: versions out of use, then versions that have served, then versions superseded before an engine loaded
+    them; each oldest first. owner: this process; only one at a time decides.
+    sizes: bytes, by version, of versions whose rows lack it.
     """
     if not acquire_lease(connection, _JANITOR, owner):
         return []
@@ -118,15 +118,15 @@ def give_up_files(
 
 
 def _in_order(rows: list[VersionRow]) -> Iterator[VersionRow]:
-    """What may go, in the order in which it goes."""
+    """Yield the versions that may be given up, in order."""
     rows = [row for row in rows if row.version != 0]
     yield from (row for row in rows if row.state in _OUT_OF_USE)
-    yield from [row for row in rows if row.state == VersionState.RETIRED][:-1]  # engines go back to the newest
-    yield from [row for row in rows if row.state == VersionState.PUBLISHED][:-1]  # and take up the newest
+    yield from [row for row in rows if row.state == VersionState.RETIRED][:-1]  # engines return to the newest
+    yield from [row for row in rows if row.state == VersionState.PUBLISHED][:-1]  # engines load the newest
 
 
 def _give_up(connection: Connection, row: VersionRow, by: str) -> bool:
-    """False: the version is in use by now. It is locked first, so that no lease comes after those that are seen."""
+    """Give up a version's files. Returns False if it is in use. Its row is locked first, so that no lease is missed."""
     here = versions.c.version == row.version
     connection.execute(select(versions.c.version).where(here).with_for_update())
     unused = [
@@ -148,14 +148,14 @@ def _give_up(connection: Connection, row: VersionRow, by: str) -> bool:
 
 
 def _delta(version: int) -> str:
-    """A version as a reader of its base."""
+    """Return the name of a version as a reader of its base."""
     return f"version {version}"
 
 
 def _end_leases(connection: Connection) -> None:
-    """Forget the leases that have run out, and those of processes that are known to be gone.
+    """Delete leases that have expired, and those of processes that are known to be gone.
 
-    A lease of a process that runs on this machine has not run out, unless it is a pin, which nobody need renew.
+    A lease of a running process on this machine does not expire, except a pin, which is not renewed.
     """
     owners = connection.execute(select(version_leases.c.owner).distinct()).scalars().all()
     gone = [owner for owner in owners if is_gone(owner)]

@@ -1,12 +1,12 @@
-"""8 and 9: every change of a version's state, each with its row in `decisions`.
+"""8 and 9: all changes of a version's state, each with a row in `decisions`.
 
     reserve → RESERVED → publish → PUBLISHED → serve → SERVING → retire → RETIRED → serve …
     PUBLISHED → skip → SKIPPED → serve …
     any but RESERVED and FAILED → reject → REJECTED
     PUBLISHED or SKIPPED, and never proven → fail → FAILED → retry → PUBLISHED
 
-An arrow is one statement that names the states it leads from. One that does not apply changes nothing and returns
-False. `by` says who decided: a trainer, an engine, an operator.
+A transition is one statement that requires its source states. If it does not apply, it changes nothing and returns
+False. `by` is who decided: a trainer, an engine, an operator.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _MAY_BE_REJECTED = versions.c.state.in_((*MAY_SERVE, VersionState.SKIPPED))
 
 
 def reserve_version(connection: Connection, *, writer: str, kind: str = "full") -> int:
-    """A number that belongs to this trainer until it publishes it, before it writes anything under that number.
+    """Reserve a version number for this trainer until it publishes it; the trainer writes nothing before that.
 
-    It gets the one again that it reserved before and did not publish: it has died since.
+    Returns a number again that it reserved before and did not publish, because it died.
     """
     own = (versions.c.writer == writer, versions.c.state == VersionState.RESERVED)
     held: int | None = connection.execute(select(func.min(versions.c.version)).where(*own)).scalar()
@@ -41,15 +41,15 @@ def reserve_version(connection: Connection, *, writer: str, kind: str = "full") 
         row = {"version": version, "kind": kind, "path": version_path(version), "step": 0, "created_at": now}
         state = {"state": VersionState.RESERVED, "decided_at": now, "writer": writer}
         made = insert_into(connection, versions).values(**row, **state).returning(versions.c.version)
-        if connection.execute(made.on_conflict_do_nothing()).first() is not None:  # else another trainer has it
+        if connection.execute(made.on_conflict_do_nothing()).first() is not None:  # else another trainer inserted it
             _note(connection, version, VersionState.RESERVED, None, writer)
             return version
 
 
 def publish_version(connection: Connection, version: int, *, by: str, writer: str | None, **columns: Any) -> None:
-    """RESERVED → PUBLISHED for the number that `writer` reserved; a number that nobody has is taken.
+    """RESERVED → PUBLISHED for the number that `writer` reserved; a free number is inserted.
 
-    columns: parent, kind, step, manifest_sha256, bytes. Raises IntegrityError when the number is another's.
+    columns: parent, kind, step, manifest_sha256, bytes. Raises IntegrityError if the number belongs to another writer.
     """
     now = database_time(connection)
     columns |= {"state": VersionState.PUBLISHED, "created_at": now, "decided_at": now, "writer": writer}
@@ -62,10 +62,10 @@ def publish_version(connection: Connection, version: int, *, by: str, writer: st
 def serve_version(connection: Connection, version: int, *, by: str, engine: str | None = None) -> bool:
     """PUBLISHED, SKIPPED or RETIRED → SERVING: an engine has proven that it serves it. Returns whether it is SERVING.
 
-    What served before is RETIRED where no engine holds it any more; older versions that have never served are SKIPPED,
-    but for the base, which engines start on and go back to.
-    engine: the url of the engine, whose row in the ledger may still name the version it held before, and whose leases
-    on what it was loading end.
+    Versions that served before are RETIRED if no engine holds them; older versions that never served are SKIPPED,
+    except the base, which engines start on and return to.
+    engine: url of the engine; its row in the ledger may still name its previous version, and its leases for loading are
+    released.
     """
     served_at = func.coalesce(versions.c.served_at, database_time(connection))
     may = and_(versions.c.state.in_(_MAY_COME_INTO_SERVICE), versions.c.deleted_at.is_(None))
@@ -84,7 +84,7 @@ def serve_version(connection: Connection, version: int, *, by: str, engine: str 
 
 
 def is_held(connection: Connection, but: str | None = None) -> ColumnElement[bool]:
-    """Whether the row of an engine that an explorer owns names the version; but: of any engine except this one."""
+    """Whether the row of an engine that an explorer owns names the version; but: ignore this engine."""
     owned = (engines.c.owner.is_not(None), engines.c.owner_until >= database_time(connection))
     holds = [engines.c.version == versions.c.version, *owned]
     if but is not None:
@@ -93,15 +93,15 @@ def is_held(connection: Connection, but: str | None = None) -> ColumnElement[boo
 
 
 def skip_version(connection: Connection, version: int, reason: str, *, by: str) -> bool:
-    """PUBLISHED → SKIPPED: a newer one takes its place before any engine has proven it."""
+    """PUBLISHED → SKIPPED: a newer version replaces it before any engine has proven it."""
     waiting = and_(versions.c.version == version, versions.c.state == VersionState.PUBLISHED)
     return _move(connection, waiting, VersionState.SKIPPED, by=by, reason=reason)
 
 
 def reject_version(connection: Connection, version: int, reason: str, *, by: str, only_unproven: bool = False) -> bool:
-    """→ REJECTED: its folder is damaged, or an engine that is well does not reproduce its probe.
+    """→ REJECTED: its folder is damaged, or a working engine does not reproduce its probe.
 
-    only_unproven: not when an engine has proven it; then the fault is the other engine's.
+    only_unproven: not if an engine has proven it; then the other engine is at fault.
     """
     sources = _UNPROVEN if only_unproven else _MAY_BE_REJECTED
     return _move(connection, and_(versions.c.version == version, sources), VersionState.REJECTED, by=by, reason=reason)
@@ -110,7 +110,7 @@ def reject_version(connection: Connection, version: int, reason: str, *, by: str
 def withdraw_versions(connection: Connection, *, writer: str, after: int) -> bool:
     """→ REJECTED for a trainer's versions that its saved state does not contain. Returns whether there were any.
 
-    after: the newest version in that state. What the others learned is learned again, from the same rows.
+    after: the newest version in that state. The rows of the rejected versions are trained on again.
     """
     own = and_(versions.c.writer == writer, versions.c.version > after, _MAY_BE_REJECTED)
     reason = f"its trainer went back to version {after}, the last one whose state it saved"
@@ -118,7 +118,7 @@ def withdraw_versions(connection: Connection, *, writer: str, after: int) -> boo
 
 
 def fail_version(connection: Connection, version: int, reason: str, *, by: str) -> bool:
-    """PUBLISHED or SKIPPED → FAILED, where no engine has proven it: engines died or hung on it."""
+    """PUBLISHED or SKIPPED → FAILED if no engine has proven it: engines crashed or hung on it."""
     unproven = and_(versions.c.version == version, _UNPROVEN)
     return _move(connection, unproven, VersionState.FAILED, by=by, reason=reason)
 
@@ -139,7 +139,7 @@ def _move(
     reason: str | None = None,
     **columns: Any,
 ) -> bool:
-    """Bring the versions that meet the condition into a state. Returns whether there were any."""
+    """Change the state of the versions that meet the condition. Returns whether there were any."""
     reason = None if reason is None else reason[:2000]
     columns |= {"state": to, "reason": reason, "decided_at": database_time(connection)}
     moved = update(versions).where(which).values(**columns).returning(versions.c.version)
@@ -150,7 +150,7 @@ def _move(
 
 
 def _note(connection: Connection, version: int, to: VersionState, reason: str | None, by: str) -> None:
-    """Append a decision. The state that it leads from is where the one before it led to: `versions` is locked here."""
+    """Append a decision. Its source state is the target of the previous one: `versions` is locked here."""
     before = select(decisions.c.to_state).where(decisions.c.version == version).order_by(decisions.c.id.desc()).limit(1)
     row = {"version": version, "from_state": before.scalar_subquery(), "to_state": to, "reason": reason}
     connection.execute(insert(decisions).values(**row, decided_by=by, decided_at=database_time(connection)))

@@ -1,6 +1,6 @@
-"""Indexes hold only rows that have what they index, and one finds the rewarded rows that wait for a commit.
+"""Indexes contain only rows with a value, and one finds the rewarded rows that wait for a commit.
 
-Of a chat that names no task and continues nothing three of them held a null each: a page more to write for every chat.
+For a chat without a task or a parent, three indexes contained a null each: one more page to write for every chat.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A row names its conversation once there is another turn of it: until then it holds no name and takes no index entry.
+"""A row names its conversation once that has another turn; until then the name is null, without an index entry.
 
-Most chats of many agents stay alone. Rows that stand keep the names they have.
+The conversations of many agents have one turn. Existing rows keep their names.
 """
 
 from __future__ import annotations

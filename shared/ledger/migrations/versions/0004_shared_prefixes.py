@@ -1,4 +1,4 @@
-"""A turn's payload may name the experience whose tokens its prompt begins with, and leave them out."""
+"""A turn's payload may name the experience with which its prompt begins, and omit those tokens."""
 
 from __future__ import annotations
 

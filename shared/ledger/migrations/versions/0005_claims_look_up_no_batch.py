@@ -1,7 +1,7 @@
-"""PostgreSQL checks no more, for each row that is claimed, that the batch is there which the same statement makes.
+"""PostgreSQL no longer checks, for each claimed row, that its batch exists: the same statement creates it.
 
-It did so by a plan kept from when there were few batches, through all of them: claims grew slower until the next ANALYZE.
-SQLite looks them up by their key, and drops no constraint.
+The check used a plan cached when there were few batches, which scanned all of them: claims became slower until the next
+ANALYZE. SQLite looks batches up by their key, and keeps the constraint.
 """
 
 from __future__ import annotations

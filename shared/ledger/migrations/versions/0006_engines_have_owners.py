@@ -1,4 +1,4 @@
-"""The explorer that holds an engine's lease is its owner."""
+"""The explorer with an engine's lease is called its owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows count the updates that failed with them, quarantined ones have an index, and a saved state has a digest."""
+"""Rows count the failed updates with them, quarantined rows have an index, and a saved state has a digest."""
 
 from __future__ import annotations
 

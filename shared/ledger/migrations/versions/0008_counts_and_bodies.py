@@ -1,8 +1,8 @@
-"""The database counts the rows in each state; an idempotency key knows the request that it was first sent with.
+"""The database counts the rows in each state; an idempotency key stores the digest of its first request.
 
-Counting a million rows takes longer than a status may. PostgreSQL's trigger adds a line for each statement, which is
-merged from time to time: a line that every transaction changed would make them wait for each other. SQLite has one
-writer and changes one line for each state.
+Counting a million rows takes too long for a status request. PostgreSQL's trigger adds a line for each statement, and
+the lines are merged from time to time: transactions would block each other on a common line. SQLite has one writer, and
+updates one line for each state.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def downgrade() -> None:
 
 
 def _make_idempotency(*more: sa.Column[bytes]) -> None:
-    """Make the table anew: what it remembers is of the last day, and in another form."""
+    """Create the table again: its contents are at most a day old, and have another form."""
     op.drop_table("idempotency")
     op.create_table(
         "idempotency",

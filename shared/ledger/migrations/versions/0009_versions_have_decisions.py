@@ -1,6 +1,6 @@
-"""A version's number is reserved, each change of its state is a decision, and its files are kept by leases.
+"""Version numbers are reserved, each change of a version's state is a decision, and leases keep its files.
 
-Every version gets one decision for the state that it has. A RETIRED one that never served was SKIPPED.
+Every version gets one decision for its current state. A RETIRED one that never served becomes SKIPPED.
 """
 
 from __future__ import annotations

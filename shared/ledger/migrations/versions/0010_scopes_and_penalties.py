@@ -1,6 +1,6 @@
-"""Signals keep their scope, rows the outcome of the whole, whether they are to be learned from, and all of sampling.
+"""Signals store their scope; rows store the outcome of the whole, whether they teach, and all sampling parameters.
 
-What was said before had no scope: it stays with its message, as it was trained on.
+Earlier signals had no scope: they keep the scope of a message, as they were trained on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Failed loads, what engines show on version 0, and whether a reload has spoiled what an engine was sampling.
+"""Stores failed loads, differences of engines on version 0, and whether a reload spoiled requests in flight.
 
-What explorers have acknowledged gets another form; each of them writes it anew when it starts.
+Acknowledgements of explorers get another form; each explorer writes them again when it starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each explorer says the settings in which all explorers of a ledger must agree."""
+"""Each explorer stores the settings in which all explorers of a ledger must agree."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rows keep what they may be trained on, and what they were trained on, as lessons: bits of shared.reward.Lesson.
+"""Rows store what they may be trained on, and what they were trained on, as lessons: bits of shared.reward.Lesson.
 
-Until now a row was trained on once. What it was trained on is a reward, and a correction where there was one.
+Before, a row was trained on once, for a reward and, if it had one, a correction.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trainer's row says that its breaker has tripped, and from which version on it goes on after a look."""
+"""A trainer's row stores that its breaker has tripped, and the version from which it continues after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer's row says which algorithms it chose."""
+"""A trainer's row stores the algorithms that it chose."""
 
 from __future__ import annotations
 

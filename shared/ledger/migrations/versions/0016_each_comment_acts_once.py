@@ -1,6 +1,6 @@
 """Each comment, correction and preference acts once, and so does the user's next message.
 
-A row that was trained on something has heard all that was said by now: what of it did not act never will.
+For a row that was trained on, all present signals count as used: those that did not act never will.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A row's last signal that was in the log when it was trained on has the name that a batch's has."""
+"""A row's last signal at the time of its training is named as in a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An open stream names its run, whose feedback waits for it."""
+"""An open stream stores its run; feedback for the run waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows whose comments were trained on are found for rehearsal, as those with written answers are."""
+"""The index for rehearsal includes rows whose comments were trained on, besides those with written answers."""
 
 from __future__ import annotations
 
