@@ -1,1 +1,1 @@
-"""Stage 9, reload: engines take up new versions, and prove them before they serve."""
+"""Stage 9, reload: engines load new versions, and prove them before they serve."""

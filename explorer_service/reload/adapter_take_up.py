@@ -1,9 +1,9 @@
-"""One take-up where versions are adapters: an engine loads one beside those that it serves, and nothing stands still.
+"""The take-up of an adapter: the engine loads it besides those that it serves, and is not paused.
 
 The order: lease → stage → load under a name that no other version ever has → prove under that name. Nothing is replaced
-in place, so that no reply crosses versions and no cached KV is another version's. The folder that an engine was given
-stays until nobody can ask for the name any more: vLLM reads it again when it has put an adapter out of its memory, and
-dies when the folder is gone.
+in place, so no reply crosses versions, and no cached KV is of another version. A loaded adapter's folder is kept until
+no request can use its name: vLLM reads it again after it has evicted the adapter from memory, and dies if the folder is
+gone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = StageLogger("reload")
 
 
 class AdapterTakeUp:
-    """Loads adapters into one engine, and knows which it has."""
+    """Loads adapters into one engine, and keeps track of them."""
 
     def __init__(self, engine: Engine, admin: EngineAdmin, tolerance: EngineTolerance, shared: Reloading) -> None:
         self._engine = engine
@@ -46,24 +46,24 @@ class AdapterTakeUp:
         self._tolerance = tolerance
         self._shared = shared
         self._key = shared.leases.key(engine.url)
-        self.present: dict[str, str] = {}  # what the engine answers to, as it said last: name → folder
+        self.present: dict[str, str] = {}  # the engine's models when it was last asked: name → folder
         self.served: dict[int, str] = {}  # adapters that this explorer has proven there: version → name
-        self.leaving: dict[int, str] = {}  # adapters that get no requests any more, until they are unloaded
+        self.leaving: dict[int, str] = {}  # adapters that get no more requests and will be unloaded
 
     def alone(self) -> AbstractAsyncContextManager[None]:
-        """Engines need not wait for one another: each serves on while it loads."""
+        """No exclusion: engines continue to serve while they load."""
         return nullcontext()
 
     def names(self, version: int) -> dict[int, str]:
-        """What the engine serves, and under which names: the base, and every adapter that it has proven."""
+        """Return what the engine serves, with the names: the base, and every proven adapter."""
         return {**self._shared.named(0), **self.served}
 
     def note(self, connection: Connection) -> None:
-        """What the ledger is to know of it, in the transaction that announces it."""
+        """Store the served and leaving adapters, in the transaction that announces them."""
         transitions.hold_adapters(connection, self._key, serves=self.served, leaving=self.leaving)
 
     async def stage(self, target: TargetVersion) -> TargetVersion:
-        """As the protocol says. What the engine serves already, and the base, stay where they are."""
+        """Implements the protocol. The base, and adapters that the engine serves already, are not staged again."""
         if target.version == 0 or target.version in self.served:
             return target
         in_use = {*await self._read_in_use(), target.version}
@@ -80,15 +80,15 @@ class AdapterTakeUp:
         except EngineUnavailable:
             raise
         except EngineError as error:
-            log.warning("engine does not hold what it says", engine=self._engine.name, reason=str(error))
+            log.warning("engine does not prove the version it reports", engine=self._engine.name, reason=str(error))
             return False
         return True
 
     async def run(self, target: TargetVersion, good: TargetVersion | None) -> None:
-        """Returns when the engine serves the target beside what it served before.
+        """Load and prove the target, besides what the engine serves.
 
-        good: what it serves when this fails; nothing has to be done for that. Raises StageFailed when no engine of its
-        settings could load the adapter; LoadUndone, ProbeMismatch; EngineDied; LedgerError.
+        good: what it serves if this fails; it needs no action. Raises StageFailed if no engine with these settings
+        could load the adapter; LoadUndone, ProbeMismatch, EngineDied, LedgerError.
         """
         try:
             await self._load(target)
@@ -101,15 +101,15 @@ class AdapterTakeUp:
         except EngineRefused as error:
             raise await self._explain(error) from error
         except ProbeMismatch:
-            if target.version != 0:  # it has served nobody, unless it was proven before
+            if target.version != 0:  # it has answered no request, unless it was proven before
                 self.leave(target.version, self._shared.adapter_name(target.version, target.sha256))
             raise
 
     async def _explain(self, error: EngineRefused) -> EngineError:
-        """What a refused load says: of the engine, of its settings, or of the adapter."""
+        """Return the error for a refused load: of the engine, of its settings, or of the adapter."""
         try:
             await self._admin.check_health()
-        except EngineUnavailable as gone:  # the process that answers may outlive the one that computes
+        except EngineUnavailable as gone:  # the server's process may outlive the engine core
             return EngineDied(f"{error}; then {gone}")
         message = str(error)
         if "LoRA is not enabled" in message or (error.status in (404, 405) and '"error"' not in message):
@@ -129,38 +129,38 @@ class AdapterTakeUp:
 
     @property
     def room(self) -> int:
-        """How many more it may load: never more than fit in its memory, so that it never reads one again."""
+        """How many more adapters fit in the engine's memory, so that it never has to read one again."""
         held = [name for name in self.present if name.startswith(f"{self._shared.config.model.name}@")]
         return self._shared.config.engine.versions_held - len(held)
 
     def inherited(self, version: int) -> bool:
-        """Whether the engine has the version by an owner before this one, and does not give it up."""
+        """Whether a previous owner loaded the version, and it is not leaving."""
         return version not in self.leaving and any(self._shared.version_named(name) == version for name in self.present)
 
     def is_own(self, version: int, name: str) -> bool:
-        """Whether the engine has the version under that name, and not what somebody else loaded under it."""
+        """Whether the engine has this version under the name, not a foreign adapter."""
         return Path(self.present.get(name, "")).name.partition("-")[0] == version_name(version)
 
     async def read_present(self) -> None:
-        """Ask the engine what it has: after a restart, that is nothing of what it had."""
+        """Read the engine's models; after a restart, its adapters are gone."""
         self.present = await self._admin.list_models()
         self.served = {version: name for version, name in self.served.items() if name in self.present}
         self.leaving = {version: name for version, name in self.leaving.items() if name in self.present}
 
     async def _read_in_use(self) -> set[int]:
-        """The versions that the engine may read, whoever has had it load them: an owner before this one, too."""
+        """Return the versions that the engine may read, also those that a previous owner loaded."""
         await self.read_present()
         found = (self._shared.version_named(name) for name in self.present)
         leased = await self._shared.fetch(lambda connection: queries.leased_versions(connection, self._key))
         return {*leased, *(version for version in found if version is not None)}
 
     def leave(self, version: int, name: str) -> None:
-        """The version gets no new requests."""
+        """Send the version no new requests."""
         self.served.pop(version, None)
         self.leaving[version] = name
 
     async def unload(self, version: int) -> None:
-        """The engine forgets a version that gets no requests any more. Raises EngineError."""
+        """Unload a leaving version. Raises EngineError."""
         await self._admin.unload_adapter(self.leaving[version])
         self.present.pop(self.leaving.pop(version), None)
         log.info("version out of service", version=version, engine=self._engine.name)

@@ -1,8 +1,8 @@
-"""What a failed take-up says about the version, and when this engine tries it again.
+"""Decide after a failed take-up whether the version is to blame, and when the engine retries it.
 
-A version that some engine has proven is never condemned: then the engine that failed is to blame. One that nobody has
-proven is rejected when an engine refuses it or computes other logprobs, and then proves to be well with the version
-from before. An engine that dies or takes too long says less, so that takes two of them.
+A version that any engine has proven is never to blame: the failed engine is. An unproven version is rejected if an
+engine refuses it or computes other logprobs, and then proves the previous version. Engines that die or take too long
+are weaker evidence: the second case fails the version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.log import StageLogger
 log = StageLogger("reload")
 
 _GIVEN_UP_AFTER = 2  # deaths and timeouts
-_LONGEST_WAIT = 100  # times the first one
+_LONGEST_WAIT = 100  # multiple of the first wait
 
 
 class _Failed(NamedTuple):
@@ -36,7 +36,7 @@ class _Failed(NamedTuple):
 
 
 class Backoff:
-    """When an engine may try a version again that it did not take up: after a time that doubles."""
+    """When an engine may retry a version whose take-up failed: after a time that doubles."""
 
     def __init__(self, first_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._first_s = first_s
@@ -44,30 +44,30 @@ class Backoff:
         self._failed: dict[int, _Failed] = {}  # by version
 
     def note(self, version: int, reason: str) -> None:
-        """The version was not taken up."""
+        """Note that the take-up failed."""
         times = self._failed[version].times + 1 if version in self._failed else 1
         due_at = self._clock() + self._first_s * min(2 ** min(times - 1, 30), _LONGEST_WAIT)
         self._failed[version] = _Failed(times, due_at, reason)
 
     def retry(self, version: int) -> None:
-        """The version may be tried at once, as if it were new."""
+        """Allow the version at once, as if it were new."""
         self._failed.pop(version, None)
 
     def forget(self, version: int) -> None:
-        """The version was taken up: none before it matters any more."""
+        """Forget this version, which was taken up, and older ones."""
         self._failed = {other: failed for other, failed in self._failed.items() if other > version}
 
     def wait_s(self, version: int) -> float:
-        """How long it still takes until the version may be tried; 0: it may."""
+        """Return the time until the version may be tried; 0: now."""
         return max(0.0, self._failed[version].due_at - self._clock()) if version in self._failed else 0.0
 
     def reason(self, version: int) -> str:
-        """Why the version was not taken up; empty when that has not happened."""
+        """Return why the version's take-up failed; empty if it did not."""
         return self._failed[version].reason if version in self._failed else ""
 
 
 class Blame:
-    """Decides for one engine."""
+    """Decides after failures of one engine."""
 
     def __init__(self, engine: Engine, judge: VersionJudge, shared: Reloading) -> None:
         self._key = shared.leases.key(engine.url)
@@ -76,7 +76,7 @@ class Blame:
         self._shared = shared
 
     async def condemn(self, target: TargetVersion, reason: str) -> None:
-        """The engine is well, and does not serve this version: it is rejected, unless another engine has proven it."""
+        """Reject a version that a healthy engine cannot serve, unless another engine has proven it."""
         await self._decide(
             target.row,
             reason,
@@ -84,7 +84,7 @@ class Blame:
         )
 
     async def count(self, target: TargetVersion, reason: str) -> None:
-        """The engine died, or took too long. The second time the version is given up, unless one has proven it."""
+        """Count a death or timeout of the engine. The second one fails the version, unless an engine has proven it."""
         await self._decide(target.row, reason, lambda c: self._count(c, target.version, reason))
 
     def _count(self, connection: Connection, version: int, reason: str) -> bool:
@@ -95,9 +95,9 @@ class Blame:
         return transitions.fail_version(connection, version, why, by=self._by)
 
     async def reject(self, row: VersionRow, error: VersionError) -> None:
-        """The version is damaged: it never serves. One that is only missing here has been proven nowhere.
+        """Reject a damaged version; a missing one only if no engine has proven it.
 
-        Raises EngineError when root_dir is not there, LedgerError.
+        Raises EngineError if root_dir is not there, LedgerError.
         """
         reason, only_unproven = str(error), isinstance(error, VersionMissing)
         is_rejected = await self._decide(
@@ -109,18 +109,18 @@ class Blame:
             self._shared.metrics.reload_failures.labels("unsound").inc()
 
     async def _decide(self, row: VersionRow, reason: str, decide: Callable[[Connection], bool]) -> bool:
-        """Whether the version is given up now."""
+        """Run `decide`. Returns whether it gave the version up."""
         await asyncio.to_thread(self._judge.require_mounted)
         if not await self._shared.writer.write(decide):
             return False
         log.error("version given up", version=row.version, reason=reason)
         self._shared.metrics.reloads.labels("rejected").inc()
-        await self._shared.poller.refresh()  # so that it is not the newest any more
+        await self._shared.poller.refresh()  # so that it is no longer the newest
         return True
 
 
 def failure_name(error: EngineError | VersionError) -> str:
-    """Of a failed take-up, as the metrics name it."""
+    """Return the name of a take-up's failure in the metrics."""
     match error:
         case LoadUndone():
             return "timeout" if error.is_technical else "load"

@@ -1,4 +1,4 @@
-"""Which versions an engine may be given: the one that should serve, and the last good one, to which it goes back."""
+"""Choose the versions that an engine may load: the one that should serve, and the last good one to fall back to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.ledger.queries import VersionRow, list_versions
 
 
 class VersionChoice:
-    """For one engine. What is unsound is rejected on the way."""
+    """The choice for one engine. It rejects unsound versions."""
 
     def __init__(self, judge: VersionJudge, blame: Blame, take_up: TakeUp, backoff: Backoff, shared: Reloading) -> None:
         self._judge = judge
@@ -24,10 +24,10 @@ class VersionChoice:
         self._shared = shared
 
     async def examine(self, row: VersionRow) -> TargetVersion | None:
-        """A version that may go in; None: it is not there yet, or rejected now.
+        """Return a version that may be loaded; None: it is not there yet, or was rejected now.
 
-        Raises StageFailed when an engine has proven it, and this machine does not see it, or has another in its place;
-        EngineError when root_dir holds no version at all, or another version 0.
+        Raises StageFailed if an engine has proven it, but this machine does not see it, or sees another in its place;
+        EngineError if root_dir contains no versions, or another version 0.
         """
         try:
             target = await self._judge.examine(row)
@@ -41,12 +41,12 @@ class VersionChoice:
     async def find_good(
         self, failed: int, served: TargetVersion | None, damaged: Collection[int] = ()
     ) -> TargetVersion | None:
-        """What this engine has served before, or else the newest other version that has ever served, or the base.
+        """Return what this engine served before, or else the newest version that has ever served, or the base.
 
-        damaged: versions to leave out.
+        failed, damaged: versions to exclude.
         """
-        left_out = {failed, *damaged}
-        rows = [row for row in await self._shared.fetch(list_versions) if row.version not in left_out and row.may_serve]
+        excluded = {failed, *damaged}
+        rows = [row for row in await self._shared.fetch(list_versions) if row.version not in excluded and row.may_serve]
         rows = [row for row in rows if row.version == 0 or row.kind == self._shared.config.model.kind]
         if served is not None and any(row.version == served.version for row in rows):
             return served
@@ -55,16 +55,16 @@ class VersionChoice:
                 try:
                     target = await self.examine(row)
                 except StageFailed:
-                    continue  # an older one may be there
+                    continue  # an older one may be available
                 if target is not None:
                     return target
         return None
 
     async def stage_good(self, failed: int, served: TargetVersion | None) -> TargetVersion | None:
-        """What goes back in when a load fails, where the engine can read it. Raises StageFailed.
+        """Stage the version to fall back to if a load fails. Raises StageFailed.
 
-        If one is damaged, an older one takes its place. The damaged one is not rejected: an engine has proven it, and
-        the damage may be on this engine's machine only.
+        If one is damaged, an older one is used. The damaged one is not rejected: an engine has proven it, and only the
+        copy on this engine's machine may be damaged.
         """
         damaged: dict[int, str] = {}
         while (good := await self.find_good(failed, served, damaged)) is not None:
@@ -73,5 +73,5 @@ class VersionChoice:
             except VersionError as error:
                 damaged[good.version] = str(error)
         if damaged:
-            raise StageFailed(f"what would go back in is damaged: {'; '.join(damaged.values())}")
+            raise StageFailed(f"the version to fall back to is damaged: {'; '.join(damaged.values())}")
         return None

@@ -1,9 +1,9 @@
-"""Stage 9, reload: engines take up versions, and prove it before they serve under a version's name.
+"""Stage 9, reload: engines load versions, and prove them before they serve.
 
-One controller for each engine decides what it must hold (choice.py), moves it there (take_up.py; adapter_take_up.py),
-and decides what follows when that fails (blame.py). What an engine holds is read, from the label that each load writes
-or from its adapters' names; that it computes what it should is measured, by the manifest's probe. Of several explorers
-on one ledger one owns the engine, and the others follow (follow.py).
+Each engine has a controller. It chooses the engine's version (choice.py), has it loaded (take_up.py;
+adapter_take_up.py), and handles failures (blame.py). It reads which version an engine holds from the label that each
+load writes, or from its adapters' names, and measures by the manifest's probe that the engine computes correctly. Of
+several explorers on one ledger, one owns the engine, and the others follow (follow.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NONE_MAY_SERVE = (
 
 
 class EngineController:
-    """Brings one engine to the version that should serve. `run()` ends only by cancellation."""
+    """Moves one engine to the version that should serve. `run()` ends only by cancellation."""
 
     def __init__(self, engine: Engine, admin: EngineAdmin, shared: Reloading) -> None:
         self._engine = engine
@@ -73,34 +73,34 @@ class EngineController:
         self._choice = VersionChoice(judge, self._blame, self._take_up, self._backoff, shared)
         self._health = EngineHealth(engine, admin, shared.leases)
         self._is_owner = False
-        self._newest: VersionRow | None = None  # as of the last look at the ledger
-        self._served: TargetVersion | None = None  # the last one that this explorer has proven there
+        self._newest: VersionRow | None = None  # according to the last read of the ledger
+        self._served: TargetVersion | None = None  # the last version that this explorer has proven there
         self._paused_at = -self._settings.min_interval_s  # time.monotonic(): the end of the last take-up
         self._ledger_unavailable = False
 
     async def run(self) -> None:
-        """Look after the engine for ever."""
+        """Control the engine without end."""
         while True:
             revision = self._shared.poller.revision
             try:
                 await self._reconcile()
                 self._ledger_unavailable = False
             except LedgerError as error:
-                if not self._ledger_unavailable:  # logged once, until it is back
-                    log.warning("the ledger is unavailable: no new version can be seen", reason=str(error))
+                if not self._ledger_unavailable:  # logged once per outage
+                    log.warning("the ledger is unavailable: new versions are not seen", reason=str(error))
                 self._ledger_unavailable = True
             except NotOwner:
                 self._is_owner = False
             except EngineUnavailable as error:
                 await self._withdraw(str(error))
             except (EngineError, VersionError) as error:
-                log.error("engine refuses", engine=self._engine.name, reason=str(error))
+                log.error("engine refused a request", engine=self._engine.name, reason=str(error))
                 self._shared.metrics.reload_failures.labels("refused").inc()
                 self._pool.check(self._engine, str(error))
             await self._wait(revision)
 
     async def _wait(self, revision: int) -> None:
-        """Until there may be something to do."""
+        """Wait until there may be work."""
         if self._is_owner and self._engine.is_open:
             backoff_s = 0.0 if self._newest is None else self._backoff.wait_s(self._newest.version)
             interval_s = until_next_tick(HEALTH_INTERVAL_S)
@@ -113,7 +113,7 @@ class EngineController:
     async def _reconcile(self) -> None:
         engine = self._engine
         await self._shared.reload_lease.settle()
-        if self._is_owner or not self._follower.owner_reloads:  # one that loads may not answer: its owner waits for it
+        if self._is_owner or not self._follower.owner_reloads:  # a loading engine may not answer; its owner waits
             await self._health.check()
         if not await self._leases.acquire(engine.url):
             self._is_owner = False
@@ -122,31 +122,31 @@ class EngineController:
         before, newest = self._newest, self._shared.poller.newest()
         self._newest = newest
         if newest is not None and newest != before and newest.state == VersionState.PUBLISHED:
-            self._backoff.retry(newest.version)  # published just now, or by an operator who lets engines try it again
+            self._backoff.retry(newest.version)  # just published, or an operator requested a retry
         if not self._is_owner:
             await self._follower.inherit(newest)
-            self._is_owner, self._served = True, None  # the owner before may have loaded anything
+            self._is_owner, self._served = True, None  # the previous owner may have loaded anything
         served = self._served
         if engine.state is EngineState.UNAVAILABLE:
             self._pool.check(engine, "its version is not proven yet")
             log.info("engine answers", engine=engine.name, url=engine.url)
         if self._adapters is None and (label := await self._health.find_other_weights(served)) is not None:
-            await self._distrust(f"it holds {label!a}, and serves version {engine.version}")
+            await self._distrust(f"it holds {label!a}, but serves version {engine.version}")
         if newest is None:
             await self._serve_unproven()
-        elif served and engine.is_open and engine.version == served.version and not self._is_told():
-            await self._serve(served)  # a reload that was announced and not begun
+        elif served and engine.is_open and engine.version == served.version and not self._is_announced():
+            await self._serve(served)  # a reload was announced, but not begun
         elif engine.state is not EngineState.SERVING or engine.version != newest.version or self._served is None:
             await self._bring_in(newest)
         if self._adapters is not None and engine.is_open:
             await self._adapters.tend()
 
-    def _is_told(self) -> bool:
-        """Whether the other explorers know what the engine serves."""
+    def _is_announced(self) -> bool:
+        """Whether what the engine serves was announced to the other explorers."""
         return self._leases.has_told(self._engine.url, self._engine.state, self._engine.version)
 
     async def _serve_unproven(self) -> None:
-        """No version may serve. Before any was published an engine serves what it was started with, as version 0."""
+        """Close the engine: no version may serve. Before any was published, serve its first weights as version 0."""
         engine = self._engine
         if await self._shared.fetch(any_published):
             if engine.reason != NONE_MAY_SERVE:
@@ -159,8 +159,8 @@ class EngineController:
             self._pool.serve(engine, self._take_up.names(0), engine.sampling_defaults, version=0)
 
     async def _distrust(self, reason: str) -> None:
-        """Somebody else has loaded weights there, or it started anew: what is in flight may be of any version."""
-        log.error("engine does not hold what it serves", engine=self._engine.name, reason=reason)
+        """Spoil requests in flight: after a foreign load or a restart, any version may have sampled them."""
+        log.error("engine does not hold the version that it serves", engine=self._engine.name, reason=reason)
         self._pool.spoil(self._engine, reason)
         self._leases.note_spoiled(self._engine.url)
         self._pool.check(self._engine, reason)
@@ -169,11 +169,11 @@ class EngineController:
     async def _withdraw(self, reason: str) -> None:
         self._pool.withdraw(self._engine, reason)
         if self._is_owner and not self._leases.has_told(self._engine.url, EngineState.UNAVAILABLE, None):
-            with contextlib.suppress(LedgerError, NotOwner):  # the others ask the engine's health themselves
+            with contextlib.suppress(LedgerError, NotOwner):  # the others check the engine's health, too
                 await self._leases.announce(self._engine.url, EngineState.UNAVAILABLE, None)
 
     async def _bring_in(self, newest: VersionRow) -> None:
-        """Serve the newest; until it is in, and while it is not there or failed here, serve the last good one."""
+        """Serve the newest version; until it is loaded, or while it is missing or failed here, the last good one."""
         engine, target = self._engine, None
         rises = engine.is_open and engine.version is not None and newest.version > engine.version
         if rises and time.monotonic() < self._paused_at + self._settings.min_interval_s:
@@ -183,12 +183,12 @@ class EngineController:
                 target = await self._choice.examine(newest)
             except EngineError as error:
                 if not (engine.is_open or isinstance(error, StageFailed)):
-                    raise  # root_dir is not mounted here, or another's
+                    raise  # root_dir is not mounted, or belongs to another ledger
                 await self._stay(newest.version, error)
         if target is not None and await self._has(target):
             await self._serve(target)
             return
-        is_withdrawn = newest.version < (engine.version or 0)  # what the engine serves
+        is_withdrawn = newest.version < (engine.version or 0)  # the version that the engine serves
         is_unproven = not engine.is_open or (is_withdrawn if target is None else self._served is None)
         if is_unproven and (target is None or self._adapters is None):
             good = await self._choice.find_good(newest.version, self._served)
@@ -200,10 +200,10 @@ class EngineController:
             await self._replace(target, newest)
 
     async def _has(self, target: TargetVersion) -> bool:
-        """Whether the engine serves the target already, or says that it holds it, and proves it."""
+        """Whether the engine serves the target already, or holds it by its label and proves it."""
         if self._engine.is_open and self._engine.version != target.version:
             return False
-        served = self._served if self._engine.is_open else None  # still, where it did not take up a newer one
+        served = self._served if self._engine.is_open else None  # also after a newer version's take-up failed
         return (served is not None and served.version == target.version) or await self._take_up.holds(target)
 
     async def _replace(self, target: TargetVersion, newest: VersionRow) -> None:
@@ -211,7 +211,7 @@ class EngineController:
         async with contextlib.AsyncExitStack() as turn:
             try:
                 async with while_open(self._engine):
-                    good = await self._choice.stage_good(version, self._served)  # first: what is asked for last stays
+                    good = await self._choice.stage_good(version, self._served)  # first: the last staged one is kept
                     target = await self._take_up.stage(target)
                     await turn.enter_async_context(self._take_up.alone())
             except (StageFailed, VersionError) as error:
@@ -220,11 +220,11 @@ class EngineController:
                     await self._blame.condemn(target, str(error))
                 return
             now = self._shared.poller.newest()
-            if now is not None and now.version == newest.version:  # else overtaken, or rejected, while it waited
+            if now is not None and now.version == newest.version:  # else it was overtaken or rejected meanwhile
                 await self._move(target, good)
 
     async def _move(self, target: TargetVersion, good: TargetVersion | None) -> None:
-        """Take the target up, staged before."""
+        """Run the take-up of a staged target."""
         version, started, was_open = target.version, time.monotonic(), self._engine.is_open
         try:
             await self._take_up.run(target, good)
@@ -245,7 +245,7 @@ class EngineController:
             await self._serve(target, took_ms=1000 * (self._paused_at - started))
 
     async def _go_back(self, target: TargetVersion, good: TargetVersion | None, error: EngineError) -> None:
-        """The last good version serves again. Raises the error when the engine could not be asked to hold that."""
+        """Serve the last good version again. Raises the error if the engine cannot be moved to it."""
         if isinstance(error, EngineDied):
             await self._blame.count(target, str(error))
         if good is None or not isinstance(error, LoadUndone | ProbeMismatch):
@@ -257,7 +257,7 @@ class EngineController:
         await self._serve(good)
 
     async def _stay(self, version: int, error: EngineError | VersionError) -> None:
-        """Nothing was done to the engine: it serves on, if it does."""
+        """Handle a failure before the engine was changed: it continues to serve, if it is open."""
         self._note_failure(version, error)
         if self._engine.is_open and self._served is not None:
             await self._serve(self._served)
@@ -268,14 +268,14 @@ class EngineController:
         self._backoff.note(version, str(error))
 
     async def _serve(self, target: TargetVersion, **fields: float) -> None:
-        """The engine has proven the target: it gets chats under its name, unless that was rejected meanwhile."""
+        """Open the engine, which has proven the target, unless the target was rejected meanwhile."""
         engine, version, newest = self._engine, target.version, self._shared.poller.newest()
         if newest is not None and version == newest.version:
             self._backoff.forget(version)
         degraded = "" if newest is None else self._backoff.reason(newest.version)
         by, key = f"engine {engine.name}", self._leases.key(engine.url)
         if self._adapters is not None and not engine.is_open:
-            await self._adapters.bring_in_pins()  # one that has started anew gets its set back before it takes chats
+            await self._adapters.bring_in_pins()  # a restarted engine gets its adapters again before it gets chats
 
         def serve(connection: Connection) -> None:
             if not transitions.serve_version(connection, version, by=by, engine=key):
@@ -285,7 +285,7 @@ class EngineController:
         state = EngineState.DEGRADED if degraded else EngineState.SERVING
         try:
             await self._leases.announce(engine.url, state, version, also=serve)
-        except VersionError as error:  # nothing is announced: the next look brings in what may serve
+        except VersionError as error:  # nothing was announced; the next round loads a version that may serve
             log.warning("version not in service", version=version, engine=engine.name, reason=str(error))
             self._served = None
             await self._shared.poller.refresh()

@@ -1,4 +1,4 @@
-"""The follower's side of a take-up: another explorer owns the engine, and this one does as its row says."""
+"""The follower's side of a take-up: another explorer owns the engine, and this one follows the engine's row."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ class EngineFollower:
         self._shared = shared
         self._pool = shared.pool
         self._settings = shared.config.explorer.reload
-        self.owner_reloads = False  # as of the last look
-        self._missing: int | None = None  # the version whose folder was last looked for in vain
+        self.owner_reloads = False  # according to the last read
+        self._missing: int | None = None  # the last version whose folder was missing
 
     async def follow(self) -> None:
-        """Do as the row says, and acknowledge it. Raises LedgerError, VersionError."""
+        """Apply the engine's row, and acknowledge it. Raises LedgerError, VersionError."""
         engine = self._engine
         row = await self._shared.leases.read(engine.url)
         self.owner_reloads = row is not None and row.state == EngineState.RELOADING
         if row is None:
             return
         if row.spoiled > self._shared.leases.known_generation(engine.url):
-            self._pool.spoil(engine, "its owner found other weights there than those that it should hold")
+            self._pool.spoil(engine, "its owner found wrong weights in it")
         if row.state in (EngineState.SERVING, EngineState.DEGRADED) and row.version is not None:
             names = await self._read_names(row.version)
-            if row.version not in names:  # it has moved on meanwhile
+            if row.version not in names:  # the engine was moved meanwhile
                 return
             await self._serve(row.version, names, EngineState(row.state), time.monotonic() - row.switched_ago_s)
         elif row.state == EngineState.RELOADING:
             await self._hold_back()
         elif engine.is_open or engine.state is EngineState.UNAVAILABLE:
-            self._pool.check(engine, "another explorer checks it")
+            self._pool.check(engine, "its owner checks it")
         ending = [version for version in engine.in_flight_of if version not in engine.versions]
         await self._shared.leases.acknowledge(engine.url, row.generation, engine.seeded_in_flight, ending)
 
     async def _read_names(self, version: int) -> dict[int, str]:
-        """What the engine serves, when that is its version for most requests, and under which names."""
+        """Return what the engine serves, with the names. version: for requests that name none."""
         shared = self._shared
         if not shared.loads_adapters:
             return shared.named(version)
@@ -63,14 +63,14 @@ class EngineFollower:
         return {**shared.named(0), **{number: shared.adapter_name(number, sha) for number, sha in adapters.items()}}
 
     async def _read_defaults(self, version: int) -> Sampling | None:
-        """What the engine applies where a request sets nothing; None: the folder that says so is not there yet."""
+        """Return the engine's sampling defaults; None: the version's folder is not there yet."""
         try:
             return await asyncio.to_thread(read_sampling_defaults, self._shared.config.root / version_path(version))
         except VersionMissing as error:
             if not await self._shared.fetch(queries.any_published):
                 return Sampling()  # the engine serves what it was started with
             if self._missing != version:
-                log.warning("no chats for an engine until its version's folder is there", reason=str(error))
+                log.warning("an engine gets no chats until its version's folder appears", reason=str(error))
             self._missing = version
             return None
 
@@ -78,18 +78,18 @@ class EngineFollower:
         engine = self._engine
         if engine.state is state and engine.version == version and engine.versions == names:
             return
-        adapters = self._shared.loads_adapters  # then each request is computed by the version that it began with
-        if engine.version != version and not adapters:  # whatever this explorer knew of it: requests may cross
+        adapters = self._shared.loads_adapters  # then a request is computed by one version
+        if engine.version != version and not adapters:  # requests may cross the change of versions
             self._pool.switch(engine, names, switched_at)
         defaults = await self._read_defaults(0 if adapters else version)
         if defaults is None:
             self._pool.check(engine, f"the folder of version {version} is not there")
             return
-        degraded = "its owner says so" if state is EngineState.DEGRADED else ""
+        degraded = "its owner reports it as degraded" if state is EngineState.DEGRADED else ""
         self._pool.serve(engine, names, defaults, degraded, version)
 
     async def _hold_back(self) -> None:
-        """No new chats, and nothing more for those in flight: the engine's next token may be another version's."""
+        """Send no new chats and forward no replies: the engine's next token may be of another version."""
         engine = self._engine
         if engine.is_open:
             self._pool.close(engine, "another explorer reloads it")
@@ -99,13 +99,13 @@ class EngineFollower:
             self._pool.hold_back(engine)
 
     async def inherit(self, newest: VersionRow | None) -> None:
-        """This explorer owns the engine from now on. May what is in flight go on, if a take-up was under way?
+        """Take the engine over from the previous owner, and spoil requests in flight if an unproven version may answer.
 
-        It may, when the engine was never resumed with other weights than those that it should hold or has proven.
-        Raises EngineError, LedgerError, VersionError.
+        They continue if the engine was resumed only with weights that it should hold or has proven. Raises EngineError,
+        LedgerError, VersionError.
         """
         if self._engine.is_open:
-            await self.follow()  # to what the owner before did last
+            await self.follow()  # the previous owner's last move
         row = await self._shared.leases.read(self._engine.url)
         if row is None or row.state != EngineState.RELOADING:
             return

@@ -1,4 +1,4 @@
-"""May a version go into an engine? Not an unsound one; and one that is not there yet is looked for a while longer."""
+"""Check whether a version may be loaded: unsound ones are rejected, missing ones get some time to appear."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _OTHER_FOLDER = (
 
 @dataclass(frozen=True, slots=True)
 class TargetVersion:
-    """A version that may go into an engine."""
+    """A version that an engine may load."""
 
     row: VersionRow
     manifest: Manifest
-    label: str  # what an engine that holds it says of its weights
+    label: str  # the label of an engine that holds it
     folder: Path
-    defaults: Sampling  # what it applies where a request sets nothing
-    is_verified: bool = False  # it was staged: every file had its sha256
+    defaults: Sampling  # the engine's defaults for fields that a request does not set
+    is_verified: bool = False  # it was staged, and the sha256 of every file was checked
 
     @property
     def version(self) -> int:
@@ -44,33 +44,32 @@ class TargetVersion:
 
     @property
     def sha256(self) -> str:
-        """The beginning of its manifest's sha256."""
+        """The first digits of the manifest's sha256."""
         return self.label.partition(":")[2]
 
 
 class VersionJudge:
-    """Examines versions for one engine, and remembers since when each missing one has been looked for."""
+    """Examines versions for one engine, and remembers since when each one has been missing."""
 
     def __init__(self, config: Config, ledger: Ledger) -> None:
         self._root = config.root
         self._appear_s = config.explorer.reload.appear_s
         self._ledger = ledger
-        self._missing: dict[int, tuple[float, str]] = {}  # since when, time.monotonic(), and what; by version
+        self._missing: dict[int, tuple[float, str]] = {}  # by version: since when, time.monotonic(), and what
 
     async def examine(self, row: VersionRow) -> TargetVersion | None:
-        """A version that may go into an engine once it is staged, which checks its hashes, too.
+        """Check a version before it is staged; staging also checks its hashes.
 
-        Returns None when the version, or version 0, is not there yet. One that an engine has proven is somewhere: then
-        this machine does not see it, however long that lasts (`overdue`).
-        Raises VersionError when the version is to be rejected, EngineError when root_dir holds no version at all or
-        another version 0 than the ledger names, StageFailed when it holds another one in the place of this one, which
-        has served.
+        Returns None if the version, or version 0, is not there yet, or if it is missing but an engine has proven it:
+        then only this machine does not see it (`overdue`). Raises VersionError if the version has to be rejected;
+        EngineError if root_dir contains no versions, or another version 0 than in the ledger; StageFailed if another
+        version is in the place of this one, which has served.
         """
         try:
             base, defaults = await asyncio.to_thread(self._read_base, row)
         except VersionExchanged as error:
             raise EngineError(f"{error}; {_OTHER_FOLDER}") from error
-        except VersionError as error:  # no fault of this version's, however long it lasts
+        except VersionError as error:  # never the fault of this version
             await asyncio.to_thread(self.require_mounted)
             self._note(row, f"version 0, with which it is compared: {error}; restore its folder")
             return None
@@ -93,19 +92,19 @@ class VersionJudge:
         return target
 
     def overdue(self, row: VersionRow) -> str | None:
-        """Why a version that an engine has proven cannot be had here; None when it can, or may still appear."""
+        """Return why a version that an engine has proven is not available here; None: it is, or may still appear."""
         reason = None if row.served_at is None else self._why_given_up(row)
         return None if reason is None else f"{reason}; is root_dir mounted?"
 
     def _why_given_up(self, row: VersionRow) -> str | None:
-        """What is missing of a version that had its time to appear; None: nothing is, or it may still appear."""
+        """Return what is missing of a version after its time to appear; None: nothing, or it may still appear."""
         since, what = self._missing.get(row.version, (math.inf, ""))
         if time.monotonic() - since < self._appear_s:
             return None
-        return f"{what}; it has been looked for during {self._appear_s:g} s"
+        return f"{what}; it did not appear within {self._appear_s:g} s"
 
     def _read_base(self, row: VersionRow) -> tuple[Base | None, Sampling | None]:
-        """Version 0, and of an adapter how engines sample, for its folder has no configuration of the model."""
+        """Read version 0; for an adapter also the sampling defaults, which its own folder does not contain."""
         if row.version == 0:
             return None, None
         first = self._ledger.fetch(lambda connection: find_versions(connection, [0])).get(0)
@@ -119,12 +118,12 @@ class VersionJudge:
         return TargetVersion(row, manifest, label, folder, defaults or read_sampling_defaults(self._root / row.path))
 
     def require_mounted(self) -> None:
-        """Raise EngineError when the root folder holds no version at all."""
+        """Raise EngineError if the root folder contains no versions."""
         if not version_folders(self._root):
-            raise EngineError(f"{self._root / 'versions'} holds no version at all; is root_dir mounted?")
+            raise EngineError(f"{self._root / 'versions'} contains no versions; is root_dir mounted?")
 
     def _note(self, row: VersionRow, what: str) -> None:
-        """The version is missing. Logged once."""
+        """Note that the version is missing, and log it once."""
         if row.version not in self._missing:
             log.warning("version is not there yet", version=row.version, reason=what, appear_s=self._appear_s)
         since, _ = self._missing.get(row.version, (time.monotonic(), what))

@@ -1,4 +1,4 @@
-"""One engine at a time takes up a version, of all engines that share a ledger, so that the others serve meanwhile."""
+"""A lease by which only one engine of a ledger is reloaded at a time, so that the others serve meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.errors import LedgerError
 from shared.ledger import transitions
 
 LEASE = "reload"
-_POLL_S = 0.2  # how often a lease that another explorer has is asked for
+_POLL_S = 0.2  # between requests for a lease that another explorer has
 
 
 class ReloadLease:
@@ -25,13 +25,13 @@ class ReloadLease:
         self._writer = writer
         self._owner = membership.id
         self._lock = asyncio.Lock()
-        self._is_left = False  # the lease may be ours; it stays so when the ledger is away at a reload's end
+        self._may_be_held = False  # True also after a release that failed, because the ledger was unavailable
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[None]:
-        """Around a reload. Raises LedgerError."""
+        """Wrap a reload. Raises LedgerError."""
         async with self._lock:
-            self._is_left = True
+            self._may_be_held = True
             try:
                 acquire = partial(transitions.acquire_lease, name=LEASE, owner=self._owner)
                 while not await self._writer.write(acquire):  # noqa: ASYNC110 — another process has it
@@ -41,12 +41,12 @@ class ReloadLease:
                 await self._release()
 
     def renew(self, connection: Connection) -> bool:
-        """Whether the lease is still ours, in a transaction of whoever is about to pause an engine."""
+        """Renew the lease in the transaction before a pause. Returns whether this explorer still owns it."""
         return transitions.renew_lease(connection, LEASE, self._owner)
 
     async def settle(self) -> None:
-        """Give the lease back if that failed before."""
-        if self._is_left and not self._lock.locked():
+        """Release the lease if that failed before."""
+        if self._may_be_held and not self._lock.locked():
             await self._release()
 
     async def _release(self) -> None:
@@ -54,4 +54,4 @@ class ReloadLease:
             await self._writer.write(lambda c: transitions.release_lease(c, LEASE, self._owner))
         except LedgerError:
             return  # settle() tries again
-        self._is_left = False
+        self._may_be_held = False

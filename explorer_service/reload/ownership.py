@@ -1,7 +1,7 @@
-"""Several explorers agree on a reload: one of them owns each engine and moves it; the others follow, and say so.
+"""Coordinate several explorers: one of them owns each engine and moves it; the others follow and acknowledge.
 
-Owns this explorer's leases on engines. The owner announces each move as a row with a generation; every other explorer
-that has the engine acknowledges that generation once it gives the engine no more chats.
+Owns this explorer's leases on engines. The owner announces each move in the engine's row, with a generation; every
+other explorer that uses the engine acknowledges the generation once it sends the engine no more chats.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shared.log import StageLogger
 from shared.process import machine_name
 
 log = StageLogger("reload")
-POLL_S = 0.05  # how often an acknowledgement, or the end of another explorer's reload, is asked for
+POLL_S = 0.05  # between queries for acknowledgements, or for the end of another explorer's reload
 
 
-class _Told(NamedTuple):
-    """What this explorer has last announced of an engine."""
+class _Announced(NamedTuple):
+    """This explorer's last announcement of an engine."""
 
     state: str
     version: int | None
@@ -38,9 +38,9 @@ class _Told(NamedTuple):
 
 
 class EngineLeases:
-    """Which engines this explorer owns, and what state the others' engines are in.
+    """The engines that this explorer owns, and the announced states of all engines.
 
-    An engine is known to all by its URL, and by its machine where the URL means another one on each machine.
+    An engine is identified by its URL, and by its machine if the URL is a loopback one.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class EngineLeases:
         self._writer = writer
         self._membership = membership
         self._acquired_at: dict[str, float] = {}  # time.monotonic(); by engine url
-        self._told: dict[str, _Told] = {}  # by engine url; none while it is not known whether it was stored
-        self._asleep_s = asleep_s()  # as of the last look
-        self._woke_at = -math.inf  # time.monotonic(): when it was noticed that this machine had been suspended
+        self._announced: dict[str, _Announced] = {}  # by engine url; missing while it may or may not be stored
+        self._asleep_s = asleep_s()  # at the last check
+        self._woke_at = -math.inf  # time.monotonic(): when a suspension of this machine was last detected
         self._spoiled: set[str] = set()  # urls
         self._switched_at: dict[str, float] = {}  # time.monotonic(); by engine url
         self._keys = {engine.url: engine_key(engine) for engine in engines}
@@ -68,7 +68,7 @@ class EngineLeases:
         return self._keys[url]
 
     async def acquire(self, url: str) -> bool:
-        """Whether this explorer owns the engine: it does already, or nobody else does. Raises LedgerError."""
+        """Acquire the engine unless another explorer owns it. Returns whether this one does. Raises LedgerError."""
         if self.holds(url):
             return True
         asked_at, key = time.monotonic(), self.key(url)
@@ -80,44 +80,44 @@ class EngineLeases:
         return owned
 
     def holds(self, url: str) -> bool:
-        """Whether this explorer owns the engine, as far as it knows without asking the ledger."""
+        """Whether this explorer certainly owns the engine. Makes no query."""
         acquired_at, heartbeat_at = self._acquired_at.get(url), self._membership.heartbeat_at
         if acquired_at is None:
             return False
         if heartbeat_at > acquired_at and self.key(url) not in self._membership.owned:
-            return False  # the lease ran out while this explorer stood still, and another one has the engine
-        renewed_at = max(acquired_at, heartbeat_at)  # every heartbeat renews all leases that are left
-        if (asleep := asleep_s()) > self._asleep_s + SHORT_SLEEP_S:  # the database's clock went on meanwhile
+            return False  # the lease expired while this explorer was suspended, and another one owns the engine
+        renewed_at = max(acquired_at, heartbeat_at)  # every heartbeat renews all leases that remain
+        if (asleep := asleep_s()) > self._asleep_s + SHORT_SLEEP_S:  # the database's clock did not stop meanwhile
             self._asleep_s, self._woke_at = asleep, time.monotonic()
         return self._woke_at < renewed_at and time.monotonic() < renewed_at + transitions.ENGINE_LEASE_S * 2 / 3
 
     def believes_to_own(self, url: str) -> bool:
-        """Whether this explorer owned the engine when it last asked, however long ago."""
+        """Whether this explorer owned the engine at its last query, however long ago."""
         return url in self._acquired_at
 
     def forget(self, url: str) -> None:
-        """Ask the ledger next time."""
+        """Query the ledger the next time."""
         self._acquired_at.pop(url, None)
         self._spoiled.discard(url)
         self._switched_at.pop(url, None)  # another owner may have replaced them again
 
     def note_spoiled(self, url: str) -> None:
-        """What was in flight was sampled by weights that failed their proof: the next announcement says so."""
+        """State in the next announcement that weights that failed their proof sampled requests in flight."""
         self._spoiled.add(url)
 
     def note_switch(self, url: str, switched_at: float) -> None:
-        """The engine's weights were replaced then, time.monotonic(): every announcement says so."""
+        """State in all announcements when the engine's weights were replaced. switched_at: time.monotonic()."""
         self._switched_at[url] = switched_at
 
     async def announce(
         self, url: str, state: str, version: int | None, *, also: Callable[[Connection], object] | None = None
     ) -> int:
-        """Tell the others the state of an engine. Returns the move's generation.
+        """Announce the state of an engine. Returns the move's generation.
 
-        also: what becomes true with it, in the same transaction. Raises NotOwner, LedgerError.
+        also: further writes in the same transaction. Raises NotOwner, LedgerError.
         """
         key, own, spoiled = self.key(url), self._membership.id, url in self._spoiled
-        self._told.pop(url, None)
+        self._announced.pop(url, None)
         switched_at = self._switched_at.get(url)
 
         def write(connection: Connection) -> int | None:
@@ -133,24 +133,24 @@ class EngineLeases:
         if generation is None:
             self._lose(url)
         self._spoiled.discard(url)
-        self._told[url] = _Told(state, version, generation)
+        self._announced[url] = _Announced(state, version, generation)
         return generation
 
     def has_told(self, url: str, state: str, version: int | None) -> bool:
-        """Whether that is what this explorer has last announced of the engine."""
-        return (told := self._told.get(url)) is not None and told[:2] == (state, version)
+        """Whether this explorer's last announcement of the engine is this one."""
+        return (announced := self._announced.get(url)) is not None and announced[:2] == (state, version)
 
     def known_generation(self, url: str) -> int:
-        """The last move of the engine that this explorer has made or followed."""
-        told = self._told.get(url)
-        return max(-1 if told is None else told.generation, self._membership.acknowledged[self.key(url)].generation)
+        """Return the generation of the engine's last move that this explorer has made or followed."""
+        own = -1 if (announced := self._announced.get(url)) is None else announced.generation
+        return max(own, self._membership.acknowledged[self.key(url)].generation)
 
     async def confirm(
         self, url: str, generation: int, also: Callable[[Connection], bool] = lambda _connection: True
     ) -> bool:
-        """Raise NotOwner unless the engine is still ours, as of that generation: the last moment to turn back.
+        """Raise NotOwner unless this explorer owns the engine, unmoved since that generation. Renews the lease.
 
-        also: what has to be so at the same moment. Returns whether it is. Renews the lease.
+        also: a condition to check in the same transaction. Returns whether it is true.
         """
         key, own, asked_at = self.key(url), self._membership.id, time.monotonic()
 
@@ -164,10 +164,10 @@ class EngineLeases:
         return confirmed
 
     async def require_held(self, url: str, generation: int | None = None) -> None:
-        """Raise NotOwner unless the engine is still ours: this explorer may have stood still since it last looked.
+        """Raise NotOwner unless this explorer still owns the engine: it may have been suspended meanwhile.
 
-        generation: of our last move, so that nobody has moved the engine since. The ledger is asked only when so much
-        time has passed that another explorer may have the engine. Raises LedgerError.
+        generation: of this explorer's last move; nobody may have moved the engine since. Queries the ledger only after
+        so much time that another explorer may own the engine. Raises LedgerError.
         """
         if self.holds(url):
             return
@@ -177,20 +177,20 @@ class EngineLeases:
             await self.confirm(url, generation)
 
     async def require(self, url: str) -> None:
-        """Raise NotOwner unless the engine is still ours; renews the lease."""
+        """Raise NotOwner unless this explorer still owns the engine; renews the lease."""
         key, own = self.key(url), self._membership.id
         if not await self._writer.write(lambda c: transitions.acquire_engine(c, key, own)):
             self._lose(url)
 
     async def read_followed(self, url: str) -> list[Followed]:
-        """How far the other living explorers that have this engine have followed it. Raises LedgerError."""
+        """Return how far each other live explorer with this engine has followed it. Raises LedgerError."""
         key, living = self.key(url), await asyncio.to_thread(self._ledger.fetch, queries.live_explorers)
         return [found[key] for explorer, found in living.items() if explorer != self._membership.id and key in found]
 
     async def wait_followed(self, url: str, generation: int, timeout_s: float) -> int:
-        """Until every other living explorer that has this engine gives it no more chats.
+        """Wait until every other live explorer with this engine sends it no more chats, at most `timeout_s`.
 
-        Returns how many requests with a seed they have there. After `timeout_s` it goes on without the rest.
+        Returns the number of requests with a seed that they have there.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -203,15 +203,15 @@ class EngineLeases:
             await asyncio.sleep(POLL_S)
 
     async def read(self, url: str) -> EngineRow | None:
-        """What the owner of an engine says of it. Raises LedgerError."""
+        """Read the row in which its owner announces an engine. Raises LedgerError."""
         key = self.key(url)
         return await asyncio.to_thread(self._ledger.fetch, lambda connection: queries.read_engine(connection, key))
 
     async def acknowledge(self, url: str, generation: int, seeded: int, ending: Iterable[int]) -> None:
-        """This explorer has followed the engine to that generation. Raises LedgerError.
+        """Acknowledge that this explorer has followed the engine to that generation. Raises LedgerError.
 
-        seeded: its requests with a seed there; ending: versions that it sends no requests for any more and still has
-        some of. The owner hears of a new generation, and of the end of the last request, at once.
+        seeded: its requests with a seed there; ending: versions for which it sends no more requests, but still has
+        some. A new generation, and a change of `ending`, are sent at once.
         """
         acknowledged, key = self._membership.acknowledged, self.key(url)
         before, now = acknowledged[key], Followed(generation, seeded, sorted(ending))
@@ -225,5 +225,5 @@ class EngineLeases:
 
 
 def engine_key(engine: EngineAddress) -> str:
-    """The engine's name among all that share a ledger: a loopback URL of another machine is another engine."""
+    """Return the engine's name in the ledger. A loopback URL is another engine on each machine."""
     return f"{machine_name()} {engine.url}" if is_loopback(engine.host) else engine.url

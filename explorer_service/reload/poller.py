@@ -1,6 +1,6 @@
-"""New versions: the newest in the ledger, asked for by a thread of its own, once for all engines.
+"""Poll the ledger for the newest version, in one thread for all engines.
 
-The event loop is told only when something has changed, so that an idle explorer stays idle.
+The thread calls the event loop only after a change, so that an idle explorer stays idle.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _Found = VersionRow | LedgerError | None
 
 
 class VersionPoller:
-    """The version that should serve, as the ledger says. To be made in the event loop that asks it."""
+    """The version that should serve, according to the ledger. Create it in the event loop that uses it."""
 
     def __init__(self, ledger: Ledger, interval_s: float, background: Background) -> None:
         self._connection = DedicatedConnection(ledger)
         self._interval_s = interval_s
         self._found: _Found = None
-        self.revision = 0  # counts the changes of what was found
+        self.revision = 0  # counts changes of the result, and calls of `wake`
         self._changed = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
         self._wake = threading.Event()
@@ -39,26 +39,26 @@ class VersionPoller:
         await asyncio.to_thread(self._thread.join)
 
     def newest(self) -> VersionRow | None:
-        """The version that should serve, as of the last query. Raises LedgerError when that failed."""
+        """Return the version that should serve, by the last query. Raises LedgerError if that failed."""
         if isinstance(self._found, LedgerError):
             raise LedgerError(str(self._found)) from self._found
         return self._found
 
     async def refresh(self) -> None:
-        """Ask the ledger now, and return when that is done."""
+        """Query the ledger now, and wait for the result."""
         waiter = self._loop.create_future()
         self._waiters.append(waiter)
         self._wake.set()
         await waiter
 
     def wake(self) -> None:
-        """Let those that wait for a change look again: something else has."""
+        """Wake the waiters for a change: something else has changed."""
         self.revision += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait_change(self, since: int, timeout_s: float) -> None:
-        """Until something else is found than at that revision, or for so long."""
+        """Wait until the revision changes, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.revision == since:

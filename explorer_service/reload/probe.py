@@ -1,4 +1,4 @@
-"""Does an engine serve a version? It must compute the logprobs that the trainer wrote into the version's manifest."""
+"""Prove that an engine serves a version: it must compute the logprobs in the version's manifest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.experience import Sampling
 from shared.probe import Probe
 from shared.versions import MANIFEST
 
-# Between trainer and engine, by the type that decides: the engine's, or where that is float32 the trainer's.
+# Between trainer and engine, by the engine's type or, if that is float32, the trainer's.
 TABLE = {
     "float32": Tolerance(per_token=2e-3, mean=5e-4),
     "float16": Tolerance(per_token=0.1, mean=0.02),
@@ -31,11 +31,11 @@ _Logprobs = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far an engine's logprobs of a probe are from the trainer's."""
+    """The differences between an engine's and the trainer's logprobs of a probe."""
 
-    largest: float  # of one logprob
+    largest: float
     mean: float
-    nearer: str = ""  # the other weights that it is nearer to, in words
+    nearer: str = ""  # other weights that the engine is nearer to, in words
 
     def is_within(self, allowed: Tolerance) -> bool:
         return self.largest <= allowed.per_token and self.mean <= allowed.mean
@@ -43,22 +43,22 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How far an engine may be from the trainer."""
+    """The allowed differences between an engine and the trainer."""
 
     allowed: Tolerance
-    rounding: Gap  # what its rounding may make; versions that are less than twice that apart cannot be told apart on it
+    rounding: Gap  # of the engine; it cannot distinguish versions that differ by less than twice as much
 
 
 async def measure(admin: EngineAdmin, probe: Probe, rounding: Gap, model: str | None = None) -> Gap:
-    """Score the probe's sequences, all at once. model: the name of an adapter.
+    """Score the probe's sequences, all at once, and return the gap. model: the name of an adapter.
 
-    Where other weights are told apart from the version's by more than the engine rounds, what it computes must be
-    nearer to the version's: an adapter's base, and the parent of a version of all weights. Raises EngineError when the
-    engine does not answer, ProbeMismatch for what is no number.
+    Its `nearer` is set if the engine is nearer to an adapter's base, or to a full version's parent, than to the
+    version, and these differ by more than the engine rounds. Raises EngineError if the engine does not answer,
+    ProbeMismatch for logprobs that are not finite.
     """
     scores = await asyncio.gather(*(admin.score(token_ids, model) for token_ids in probe.asked))
     if not all(math.isfinite(logprob) for score in scores for logprob in score):
-        raise ProbeMismatch(f"engine {admin.url} computes logprobs that are no numbers")
+        raise ProbeMismatch(f"engine {admin.url} computes logprobs that are not finite")
     whole, last = scores[: len(probe.sequences)], [score[-1:] for score in scores[len(probe.sequences) :]]
     expected = [one.logprobs for one in probe.sequences]
     gap = _gap(whole, expected)
@@ -75,20 +75,20 @@ async def measure(admin: EngineAdmin, probe: Probe, rounding: Gap, model: str | 
 
 
 def _is_nearer(other: _Logprobs, scores: _Logprobs, own: _Logprobs, rounding: float) -> bool:
-    """Whether the scores are nearer to another model's than to the version's, and the two too far apart to be mistaken.
+    """Whether the scores are nearer to another model's than to the version's, and the two can be distinguished.
 
-    An engine that is off by at most `rounding` is nearer to what it holds when the two are twice that apart.
+    An engine that is off by at most `rounding` is nearer to the weights that it holds if the two differ by twice that.
     """
     return _gap(other, own).mean > 2 * rounding and _gap(scores, own).mean > _gap(scores, other).mean
 
 
 async def prove(admin: EngineAdmin, probe: Probe, bounds: Bounds, model: str | None = None) -> None:
-    """Raise ProbeMismatch unless the engine computes the probe's logprobs; EngineError when it does not answer."""
+    """Raise ProbeMismatch unless the engine computes the probe's logprobs; EngineError if it does not answer."""
     require(admin, await measure(admin, probe, bounds.rounding, model), bounds.allowed)
 
 
 def require(admin: EngineAdmin, gap: Gap, allowed: Tolerance) -> None:
-    """Raise ProbeMismatch for a gap that is too large, or when the engine is nearer to other weights."""
+    """Raise ProbeMismatch if the gap is too large, or the engine is nearer to other weights."""
     if not gap.is_within(allowed):
         raise ProbeMismatch(
             f"engine {admin.url} computes other logprobs than the trainer: off by {gap.largest:.4g}, {gap.mean:.4g} on "
@@ -108,9 +108,9 @@ def _gap(scores: _Logprobs, expected: _Logprobs) -> Gap:
 
 
 def read_sampling_defaults(folder: Path) -> Sampling:
-    """What vLLM applies where a request sets nothing: generation_config.json of the version it serves.
+    """Read vLLM's defaults for fields that a request does not set, from the served version's generation_config.json.
 
-    Raises VersionError, VersionMissing while the version's folder is not there or cannot be read.
+    Raises VersionError; VersionMissing while the version's folder is not there or cannot be read.
     """
     file = folder / "generation_config.json"
     try:
@@ -119,7 +119,7 @@ def read_sampling_defaults(folder: Path) -> Sampling:
         if not (folder / MANIFEST).exists():
             raise VersionMissing(f"{folder} is not there; is root_dir mounted?") from exc
         return Sampling()
-    except OSError as exc:  # here and now: that says nothing of the version
+    except OSError as exc:  # may be temporary, or on this machine only
         raise VersionMissing(f"{file} cannot be read ({exc.strerror})") from exc
     except NO_JSON as exc:
         raise VersionError(f"{file} cannot be read ({exc})") from exc
@@ -128,7 +128,7 @@ def read_sampling_defaults(folder: Path) -> Sampling:
 
 
 class _GenerationConfig(msgspec.Struct):
-    """The fields that are vLLM's defaults, too (vllm/config/model.py, get_diff_sampling_param)."""
+    """The fields that vLLM uses as defaults (vllm/config/model.py, get_diff_sampling_param)."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -1,4 +1,4 @@
-"""What the controllers of a process share."""
+"""The objects that all controllers of a process share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Reloading:
-    """Built once by services/explorer.py; handed to every controller."""
+    """Built once by services/explorer.py; passed to every controller."""
 
     config: Config
     ledger: Ledger
@@ -40,17 +40,17 @@ class Reloading:
 
     @property
     def loads_adapters(self) -> bool:
-        """Whether engines load adapters beside one another; otherwise all their weights are replaced."""
+        """Whether engines load several adapters; otherwise all their weights are replaced."""
         return self.config.model.kind == "lora"
 
     async def fetch(self, query: Callable[[Connection], T]) -> T:
-        """What a query of the ledger finds. Raises LedgerError."""
+        """Run a query on the ledger. Raises LedgerError."""
         return await asyncio.to_thread(self.ledger.fetch, query)
 
     async def lease_files(self, engine: str, version: int) -> None:
-        """An engine is about to read a version's files: they stay until it is said to serve. engine: as leases name it.
+        """Keep a version's files, which an engine will read, until it is announced to serve.
 
-        Raises StageFailed when the files are given up, LedgerError.
+        engine: its name in the ledger. Raises StageFailed if the files are or will be deleted, LedgerError.
         """
         owner, purpose = self.leases.explorer, Purpose.LOADING
 
@@ -61,17 +61,17 @@ class Reloading:
             raise StageFailed(f"version {version} is not on disk any more")
 
     def adapter_name(self, version: int, manifest_sha256: str | None) -> str:
-        """The name by which engines know an adapter, such as `agent@12+9f86d081`: no other one ever has it.
+        """Return an adapter's name at engines, such as `agent@12+9f86d081`. It is never used for another one.
 
-        vLLM caches KV by the name, and keeps what it computed under it for ever.
+        vLLM caches KV by the name, and never invalidates it.
         """
         return f"{self.config.model.name}@{version}+{(manifest_sha256 or '')[:8]}"
 
     def version_named(self, name: str) -> int | None:
-        """The version of such a name; None for any other."""
+        """Return the version of such a name; None for other names."""
         found = re.fullmatch(re.escape(self.config.model.name) + r"@(\d{1,9})\+[0-9a-f]{0,8}", name)
         return None if found is None else int(found[1])
 
     def named(self, version: int) -> dict[int, str]:
-        """What an engine serves by all of its weights: one version, under the configured name."""
+        """Return what an engine with a full version serves: this version, under the configured name."""
         return {version: self.config.model.name}

@@ -1,9 +1,9 @@
-"""Does this explorer still know what its engines serve? One that stood still may have missed a reload.
+"""Detect that this explorer may have missed a reload, because it was suspended or cut off from the ledger.
 
-An owner waits for every explorer whose heartbeat it sees. So what this explorer knows of an engine holds until its last
-heartbeat is LIVE_S old, and for as long as each heartbeat comes in time after the one before. When one did not, because
-the process was stopped, the machine slept or the ledger was away, new chats wait until it has been looked up which
-engines were moved meanwhile; and so do replies, except while the ledger is away: then they are not recorded anyway.
+An owner waits for every explorer whose heartbeat it sees. So what this explorer knows about engines is valid until its
+last heartbeat is LIVE_S old, if each heartbeat was sent in time after the previous one. If one was late, because the
+process was stopped, the machine slept or the ledger was unavailable, new chats wait until this explorer has read which
+engines were moved meanwhile. Replies wait, too, unless only the ledger was unavailable: then they are not recorded.
 """
 
 from __future__ import annotations
@@ -22,59 +22,59 @@ from shared.log import StageLogger
 
 log = StageLogger("reload")
 
-_LOOK_S = 1.0
-_LOOK_AGAIN_S = 0.1
+_CHECK_S = 1.0
+_CHECK_AGAIN_S = 0.1
 
 
 class Standstill:
-    """Notices that heartbeats did not come in time. `run()` ends only by cancellation."""
+    """Detects late heartbeats. `run()` ends only by cancellation."""
 
     def __init__(self, pool: EnginePool, membership: Membership, leases: EngineLeases) -> None:
         self._pool = pool
         self._membership = membership
         self._leases = leases
-        self._in_time_at = membership.heartbeat_at  # time.monotonic(): the last heartbeat that came in time
-        self._looked_at = time.monotonic()
+        self._in_time_at = membership.heartbeat_at  # time.monotonic(): the last heartbeat in time
+        self._checked_at = time.monotonic()
         self._asleep_s = asleep_s()
 
     async def run(self) -> None:
-        """Look every second, and more often while chats wait for it."""
+        """Check every second, and more often while chats wait for it."""
         while True:
             try:
-                await self._look()
+                await self._check()
             except LedgerError as error:
-                log.debug("what engines serve cannot be looked up: the ledger is unavailable", reason=str(error))
+                log.debug("cannot read what engines serve: the ledger is unavailable", reason=str(error))
             is_known = time.monotonic() < self._pool.known_until
-            await asyncio.sleep(until_next_tick(_LOOK_S) if is_known else _LOOK_AGAIN_S)
+            await asyncio.sleep(until_next_tick(_CHECK_S) if is_known else _CHECK_AGAIN_S)
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         membership, now, asleep = self._membership, time.monotonic(), asleep_s()
-        stood_still = now >= self._looked_at + LIVE_S or asleep > self._asleep_s + SHORT_SLEEP_S
+        was_suspended = now >= self._checked_at + LIVE_S or asleep > self._asleep_s + SHORT_SLEEP_S
         was_late = not membership.is_alone and membership.heartbeat_at >= self._in_time_at + LIVE_S
-        if not stood_still:
-            self._looked_at, self._asleep_s = now, asleep
+        if not was_suspended:
+            self._checked_at, self._asleep_s = now, asleep
             self._pool.know_until(self._pool.known_until, now + LIVE_S)
-        if stood_still or was_late:
-            self._pool.know_until(now, now if stood_still else now + LIVE_S)
+        if was_suspended or was_late:
+            self._pool.know_until(now, now if was_suspended else now + LIVE_S)
             try:
-                await membership.heartbeat()  # from now on whoever moves an engine waits for this explorer
+                await membership.heartbeat()  # from now on, owners wait for this explorer
                 await self._catch_up()
             except LedgerError:
                 if not membership.is_alone:
                     raise
-        self._in_time_at, self._looked_at, self._asleep_s = membership.heartbeat_at, now, asleep
+        self._in_time_at, self._checked_at, self._asleep_s = membership.heartbeat_at, now, asleep
         self._pool.know_until((now if membership.is_alone else membership.heartbeat_at) + LIVE_S, now + LIVE_S)
 
     async def _catch_up(self) -> None:
-        """Engines that were moved meanwhile get no chats, and what they send waits, until their controllers follow."""
+        """Close engines that were moved meanwhile, and hold back their replies, until their controllers follow."""
         for engine in self._pool.engines:
             if engine.is_open and not await self._is_unmoved(engine):
-                log.warning("the engine was moved while this explorer stood still", engine=engine.name)
+                log.warning("the engine was moved while this explorer sent no heartbeats", engine=engine.name)
                 self._pool.hold_back(engine)
-                self._pool.close(engine, "it was moved while this explorer stood still")
+                self._pool.close(engine, "it was moved while this explorer sent no heartbeats")
 
     async def _is_unmoved(self, engine: Engine) -> bool:
-        """Whether this explorer has made or followed the engine's last move, and owns it, if it did."""
+        """Whether this explorer made or followed the engine's last move, and has not lost its ownership."""
         row = await self._leases.read(engine.url)
         if row is None or row.generation != self._leases.known_generation(engine.url):
             return False

@@ -1,9 +1,9 @@
-"""One take-up: an engine's weights are replaced by those of another version while requests are in flight.
+"""The take-up of a full version: replace an engine's weights while requests are in flight.
 
-The order keeps replies whole and rows honest: lease → stage → announce → the others acknowledge → still the owner? →
-pause → load → label → resume, holding back what the engine sends → prove → let it go on. A load that fails is undone
-within the same pause. Knows how; the controller decides what goes in, and what follows from a failure. Where versions
-are adapters, adapter_take_up.py stands behind the same protocol.
+The order keeps replies whole and rows correctly labelled: lease → stage → announce → the others acknowledge → check the
+ownership → pause → load → label → resume, with replies held back → prove → forward replies. A load that fails is undone
+within the same pause. The controller chooses the version, and handles failures. For adapters, adapter_take_up.py
+implements the same protocol.
 """
 
 from __future__ import annotations
@@ -40,47 +40,47 @@ from shared.versions import verify_version
 
 log = StageLogger("reload")
 
-FOLLOW_S = LIVE_S + 1.0  # who has not acknowledged by then is not alive
-LOADING = "loading:"  # the label of an engine that may hold parts of two versions
+FOLLOW_S = LIVE_S + 1.0  # an explorer that has not acknowledged by then is not alive
+LOADING = "loading:"  # prefix of the label while an engine may hold parts of two versions
 
 
 class TakeUp(Protocol):
-    """How one engine gets to serve another version. There is one for each `model.kind`."""
+    """Moves one engine to another version. Each `model.kind` has one."""
 
     def alone(self) -> AbstractAsyncContextManager[None]:
-        """Around `run`: so long may other engines not do the same."""
+        """Wraps `run` for exclusion: no other engine does the same meanwhile."""
 
     def names(self, version: int) -> dict[int, str]:
-        """What the engine serves when it has taken a version up, and under which names."""
+        """Return what the engine serves after the take-up of a version, with the model names."""
 
     def note(self, connection: Connection) -> None:
-        """Write what else the ledger is to know, in the transaction that announces what the engine serves."""
+        """Make further writes in the transaction that announces what the engine serves."""
 
     async def stage(self, target: TargetVersion) -> TargetVersion:
-        """The target, in the folder from which the engine will read it. The engine serves meanwhile.
+        """Stage the target while the engine serves. Returns it with the folder that the engine will read.
 
-        Raises VersionError when the engine's machine finds the version unsound, StageFailed when it cannot have it,
+        Raises VersionError if the engine's machine finds the version unsound, StageFailed if it cannot get it,
         LedgerError.
         """
 
     async def holds(self, target: TargetVersion) -> bool:
-        """Whether the engine says that it holds the target, and proves it. Raises EngineUnavailable, LedgerError."""
+        """Whether the engine reports that it holds the target, and proves it. Raises EngineUnavailable, LedgerError."""
 
     async def run(self, target: TargetVersion, good: TargetVersion | None) -> None:
-        """Returns when the engine has proven that it serves the target, staged before.
+        """Load and prove the staged target.
 
-        good: what it serves when that fails. Raises LoadUndone when it serves that; EngineDied when it died or hung;
-        another EngineError.
+        good: what the engine serves if that fails. Raises LoadUndone if it serves that; EngineDied if it died or hung;
+        other EngineErrors.
         """
 
 
 async def stage_target(
     admin: EngineAdmin, target: TargetVersion, shared: Reloading, in_use: Collection[int] = ()
 ) -> TargetVersion:
-    """The target, in the folder on the engine's machine from which it will be read. Raises VersionError, StageFailed.
+    """Stage the target, and return it with its folder on the engine's machine. Raises VersionError, StageFailed.
 
-    Every file has its sha256 then: staging reads the files anyway, and checks them; else that is done here.
-    in_use: versions that the engine may read again.
+    The sha256 of every file is checked: by staging, which reads the files, or else here. in_use: versions that the
+    engine may read again.
     """
     row, kind, root = target.row, shared.config.model.kind, shared.config.root
     if row.kind != kind:
@@ -115,18 +115,18 @@ class FullTakeUp:
         self._pool = shared.pool
         self._leases = shared.leases
         self._settings = shared.config.explorer.reload
-        self._generation: int | None = None  # of the move that is under way
+        self._generation: int | None = None  # of the current move
 
     def alone(self) -> AbstractAsyncContextManager[None]:
-        """One engine of all stands still at a time."""
+        """Only one engine is paused at a time."""
         return self._shared.reload_lease.taken()
 
     def names(self, version: int) -> dict[int, str]:
-        """That one, under the configured name."""
+        """Return this version, under the configured name."""
         return self._shared.named(version)
 
     def note(self, connection: Connection) -> None:
-        """The engine's row says all of it."""
+        """Nothing: the engine's row has all of it."""
 
     async def stage(self, target: TargetVersion) -> TargetVersion:
         return await stage_target(self._admin, target, self._shared)
@@ -135,40 +135,40 @@ class FullTakeUp:
         if await self._admin.read_label() != target.label:
             return False
         await self._leases.require_held(self._engine.url)
-        if not self._engine.is_open:  # requests may stand in it
+        if not self._engine.is_open:  # it may have requests
             self._pool.hold_back(self._engine)
         try:
-            await self._admin.resume()  # it may have been left paused
+            await self._admin.resume()  # it may still be paused
             await self._tolerance.prove_started(self._admin, target)
         except EngineUnavailable:
             raise
         except EngineError as error:
-            log.warning("engine does not hold what it says", engine=self._engine.name, reason=str(error))
+            log.warning("engine does not prove the version it reports", engine=self._engine.name, reason=str(error))
             self._pool.spoil(self._engine, str(error))
             self._leases.note_spoiled(self._engine.url)
             return False
-        if self._engine.hold.is_on:  # an owner that died may have loaded it under them
+        if self._engine.hold.is_on:  # an owner that died may have loaded it under these requests
             self._note_switch(target.version, self._engine.hold.since)
         return True
 
     async def run(self, target: TargetVersion, good: TargetVersion | None) -> None:
-        """Returns when the engine has proven that it holds the target, staged before.
+        """Load and prove the staged target.
 
-        good: what goes back in when the load fails. Raises TurnLost when nothing was done; NotOwner and LedgerError
-        when this explorer may not go on: the engine does nothing, or stands, until it is looked at again; LoadUndone
-        when the load failed and `good` is back, proven, with all requests whole; EngineDied when the engine died or
-        hung, or could not be brought back and is started anew; another EngineError when it went on with weights that
-        it cannot prove: what was in flight is spoiled.
+        good: the version to fall back to if the load fails. Raises TurnLost if nothing was done; NotOwner, LedgerError
+        if this explorer may not continue: the engine stays idle or paused until it is checked again; LoadUndone if the
+        load failed and `good` is loaded and proven, with all requests whole; EngineDied if the engine died or hung, or
+        could not be restored and is restarted; other EngineErrors if its weights are not proven: the requests in flight
+        are spoiled.
         """
         bounds = {one.version: await self._tolerance.bounds(one) for one in (target, good) if one is not None}
-        mode = await self._clear_the_way(target)
+        mode = await self._stop_new_chats(target)
         paused_at = time.monotonic()
         await self._admin.pause(mode)
         try:
-            stood_at = time.monotonic()
+            load_at = time.monotonic()
             undone = await self._load_or_undo(target, good)
             held = target if undone is None or good is None else good
-            switched_at = (stood_at + time.monotonic()) / 2  # far from the last token before and the first one after
+            switched_at = (load_at + time.monotonic()) / 2  # far from the last token before and the first one after
             self._note_switch(held.version, switched_at)
             await self._resume(held, bounds[held.version], paused_at)
         except EngineUnavailable as error:
@@ -178,14 +178,14 @@ class FullTakeUp:
             raise undone
 
     def _note_switch(self, version: int, switched_at: float) -> None:
-        """The weights were replaced under what is in flight, here and at other explorers. switched_at: monotonic."""
+        """Note, for all explorers, that the weights of requests in flight changed. switched_at: time.monotonic()."""
         if self._pool.switch(self._engine, self._shared.named(version), switched_at):
             self._leases.note_switch(self._engine.url, switched_at)
 
     async def _resume(self, held: TargetVersion, bounds: Bounds, paused_at: float) -> None:
-        """Let the engine sample again, and hold back what it sends until it has proven what it holds."""
+        """Resume the engine, and hold back its replies until it has proven its version."""
         metrics = self._shared.metrics
-        await self._require_ours()
+        await self._require_owned()
         self._pool.hold_back(self._engine)
         try:
             await self._admin.resume()
@@ -207,8 +207,8 @@ class FullTakeUp:
             await self._admin.check_health()  # the process that answers may outlive the one that computes
             raise ProbeMismatch(f"the probe of version {held.version} is refused: {error}") from error
 
-    async def _clear_the_way(self, target: TargetVersion) -> str:
-        """Nobody gives the engine new chats any more. Returns how to pause it."""
+    async def _stop_new_chats(self, target: TargetVersion) -> str:
+        """Wait until no explorer sends the engine new chats. Returns the mode of the pause."""
         engine, drain_s = self._engine, 0.0
         generation = self._generation = await self._leases.announce(engine.url, EngineState.RELOADING, engine.version)
         try:
@@ -219,12 +219,12 @@ class FullTakeUp:
             seeded = await self._leases.wait_followed(engine.url, generation, drain_s + FOLLOW_S)
             if not await self._leases.confirm(engine.url, generation, also=self._shared.reload_lease.renew):
                 raise TurnLost(f"another engine takes up a version now; {engine.name} waits for its turn again")
-        finally:  # the others were told: the engine opens only with another announcement
+        finally:  # the move was announced: only another announcement opens the engine
             self._pool.close(engine, f"taking up version {target.version}")
         return "wait" if seeded or engine.seeded_in_flight else "keep"
 
     async def _load_or_undo(self, target: TargetVersion, good: TargetVersion | None) -> LoadUndone | None:
-        """The error to report when `good` is in the engine instead of the target."""
+        """Load the target. Returns the error if `good` had to be loaded instead."""
         try:
             await self._load(target)
         except (EngineRefused, EngineTimeout) as error:
@@ -234,28 +234,28 @@ class FullTakeUp:
             try:
                 await self._load(good)
             except (EngineRefused, EngineTimeout) as again:
-                await self._restart(f"version {good.version} cannot go back in ({again})")
+                await self._restart(f"version {good.version} cannot be loaded again ({again})")
             return LoadUndone(str(error), is_technical=isinstance(error, EngineTimeout))
         return None
 
     async def _load(self, target: TargetVersion) -> None:
-        await self._require_ours()
+        await self._require_owned()
         await self._admin.write_label(f"{LOADING}{target.version}")
-        await self._require_ours()
+        await self._require_owned()
         await self._admin.reload_weights(target.folder)
         await self._admin.reset_prefix_cache()
-        await self._require_ours()
+        await self._require_owned()
         await self._admin.write_label(target.label)
 
-    async def _require_ours(self) -> None:
-        """Raise NotOwner when another explorer may have moved the engine while this one stood still."""
+    async def _require_owned(self) -> None:
+        """Raise NotOwner if another explorer may have moved the engine while this one was suspended."""
         await self._leases.require_held(self._engine.url, self._generation)
 
     async def _restart(self, reason: str) -> NoReturn:
-        """The engine holds parts of two versions, and sampling from them would kill it anyway."""
-        await self._require_ours()
+        """Restart the engine: it holds parts of two versions, and would die if it sampled from them."""
+        await self._require_owned()
         try:
             await self._admin.restart()
         except EngineRefused as error:
             raise EngineError(f"{reason}; restart engine {self._admin.url}") from error
-        raise EngineUnavailable(f"{reason}; engine {self._admin.url} is started anew")
+        raise EngineUnavailable(f"{reason}; engine {self._admin.url} is being restarted")

@@ -1,7 +1,7 @@
-"""How far an engine may be from the trainer: as configured, or by its type and by what it showed on version 0.
+"""The tolerance for an engine's differences from the trainer: configured, or from its type and its noise on version 0.
 
-An engine in 8 bits, or one that is spread over many devices, rounds more than the table of types allows. What it shows
-on the version it was started with, before anything was ever loaded into it, is its own noise.
+An engine in 8 bits, or on many devices, rounds more than the table of types allows. Its differences on the version that
+it was started with, before any load, are its own noise.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shared.log import StageLogger
 log = StageLogger("reload")
 
 _NOISE_FACTOR = 3.0
-_NARROW_TRAINER = Gap(0.05, 0.01)  # what the rounding of a trainer that computes in 16 bits may make
-_IMPLAUSIBLE = 10.0  # times what the table allows: no rounding, but other weights
+_NARROW_TRAINER = Gap(0.05, 0.01)  # by the rounding of a trainer in 16 bits
+_IMPLAUSIBLE = 10.0  # multiple of the table's values that rounding does not explain: the weights are wrong
 
 
 class EngineTolerance:
-    """What is allowed to one engine."""
+    """The tolerance for one engine."""
 
     def __init__(self, engine: Engine, shared: Reloading) -> None:
         self._configured = shared.config.explorer.reload.tolerance
@@ -33,7 +33,7 @@ class EngineTolerance:
         self._noise: dict[str, Gap] = {}  # by dtype
 
     async def bounds(self, target: TargetVersion) -> Bounds:
-        """Raises LedgerError."""
+        """Return the bounds for the proof of a version. Raises LedgerError."""
         dtype = self._dtype_of(target)
         noise = await self._find_noise(dtype)
         decides = target.manifest.probe.rounding_of(dtype)
@@ -47,9 +47,9 @@ class EngineTolerance:
         return Bounds(self._configured or shown, Gap(max(largest / 2, least.largest), max(mean / 2, least.mean)))
 
     async def prove_started(self, admin: EngineAdmin, target: TargetVersion) -> None:
-        """The proof of an engine that says that it holds the target already. On version 0 its noise is stored, once.
+        """Prove an engine that reports to hold the target already. On version 0, also store its noise once.
 
-        Raises ProbeMismatch, EngineError when it does not answer, LedgerError.
+        Raises ProbeMismatch, EngineError if it does not answer, LedgerError.
         """
         bounds = await self.bounds(target)
         gap, allowed = await measure(admin, target.manifest.probe, bounds.rounding), bounds.allowed
