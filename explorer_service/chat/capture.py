@@ -146,7 +146,7 @@ def require_own_id(event: bytes, chat: ChatRequest, slot: EngineSlot) -> None:
 def _require_id(found: str | None, chat: ChatRequest, slot: EngineSlot) -> None:
     """Raise InvalidReply for another id: the reply answers another request, and feedback could not reach its row."""
     if found != chat.msg_id:
-        raise InvalidReply(f"engine {slot.engine.name} answered with id {found!r}, not {chat.msg_id!r}")
+        raise InvalidReply(f"engine {slot.engine.name} answered {found!r} instead of {chat.msg_id!r}")
 
 
 class _Captured:
