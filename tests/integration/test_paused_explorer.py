@@ -244,7 +244,7 @@ def test_streams_of_an_owner_that_stood_still_while_a_version_was_staged_go_on_u
     wait_for(lambda: owner_of_engine(ledger) not in (before, None), "another owner", 30)
     both_serve(pair[1:], 1)
     pair[0].process.send(signal.SIGCONT)
-    wait_for(lambda: "stood still" in pair[0].process.output(), "a look at what the engine serves", 30)
+    wait_for(lambda: "the engine was moved" in pair[0].process.output(), "a look at what the engine serves", 30)
     script.gap_s = 0.01
     caller.join(60)
     ends.set()
