@@ -132,18 +132,15 @@ class EngineController:
             log.info("engine answers", engine=engine.name, url=engine.url)
         if self._adapters is None and (label := await self._health.find_other_weights(served)) is not None:
             await self._distrust(f"it holds {label!a}, and serves version {engine.version}")
+        is_told = self._leases.has_told(engine.url, engine.state, engine.version)
         if newest is None:
             await self._serve_unproven()
-        elif served and engine.is_open and engine.version == served.version and not self._is_told():
+        elif served and engine.is_open and engine.version == served.version and not is_told:
             await self._serve(served)  # a reload that was announced and not begun
         elif engine.state is not EngineState.SERVING or engine.version != newest.version or self._served is None:
             await self._bring_in(newest)
         if self._adapters is not None and engine.is_open:
             await self._adapters.tend()
-
-    def _is_told(self) -> bool:
-        """Whether the other explorers know what the engine serves."""
-        return self._leases.has_told(self._engine.url, self._engine.state, self._engine.version)
 
     async def _serve_unproven(self) -> None:
         """No version may serve. Before any was published an engine serves what it was started with, as version 0."""
