@@ -252,7 +252,7 @@ def _require_gpus(local_rank: int, needed: int) -> None:
         raise SystemExit(2)
     if needed > found:
         raise ConfigError(
-            f"trainer.ranks={needed}, and this trainer sees {found} GPUs; lower trainer.ranks, or name more of them in "
+            f"trainer.ranks={needed}, but this trainer sees {found} GPUs; lower trainer.ranks, or name more of them in "
             "trainer.devices"
         )
 

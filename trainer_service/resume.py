@@ -71,7 +71,7 @@ class StateStore:
         except OSError as exc:
             lock.close()
             raise StartupError(
-                f"a trainer named {trainer!r} runs on this root_dir; stop it, or change trainer.name"
+                f"a trainer named {trainer!r} already runs on this root_dir; stop it, or change trainer.name"
             ) from exc
         return lock
 

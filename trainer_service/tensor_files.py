@@ -69,6 +69,6 @@ def write_tensors(file: Path, header: bytes, layout: Mapping[str, Tensor], read:
 
 def _write(stream: IO[bytes], name: str, tensor: torch.Tensor, expected: Tensor) -> None:
     if tuple(tensor.shape) != expected.shape:
-        raise VersionError(f"{stream.name}: tensor {name!a} has shape {list(tensor.shape)}, and should be {expected}")
+        raise VersionError(f"{stream.name}: tensor {name!a} has shape {list(tensor.shape)}, but should be {expected}")
     tensor = tensor.to(TYPES[expected.dtype]).cpu().contiguous().flatten()
     stream.write(tensor.view(torch.uint8).numpy().data)
