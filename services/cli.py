@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        if not _nobody_reads():
+        if not _reader_is_gone():
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return 1
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _nobody_reads() -> bool:
+def _reader_is_gone() -> bool:
     """Whether the output is a pipe whose reader, such as `head`, has ended."""
     output = select.poll()
     output.register(sys.stdout, 0)

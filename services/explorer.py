@@ -101,7 +101,7 @@ def _serve(config: Config, ledger: Ledger) -> int:
     explorer = config.explorer
     background = Background()
     server = build_server(build_app(partial(open_deps, config, ledger, background), explorer), explorer)
-    _collect_seldom()
+    _reduce_garbage_collection()
     with listen(explorer) as listener:
         log.info("listening", url=f"http://{explorer.host}:{explorer.port}", ledger=ledger.shown_url)
         server.run(sockets=[listener])
@@ -134,7 +134,7 @@ def build_server(app: ASGIApp, explorer: ExplorerConfig) -> uvicorn.Server:
     )
 
 
-def _collect_seldom() -> None:
+def _reduce_garbage_collection() -> None:
     """Exclude existing objects from garbage collection, and collect rarely: chats create hardly any cycles."""
     gc.collect()
     gc.freeze()

@@ -48,7 +48,7 @@ def export_model(config: Config, version: int, target: Path, *, merged: bool) ->
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target} is there already; name a new folder")
-    with closing(Ledger.open(config.ledger_url, create=False)) as ledger, _held(ledger, version) as row:
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger, _leased_version(ledger, version) as row:
         if merged and row.kind != "lora":
             raise ConfigError(f"--merged is for adapters, and version {version} holds all weights; leave it out")
         target = target.resolve()  # `.` has no name
@@ -56,7 +56,7 @@ def export_model(config: Config, version: int, target: Path, *, merged: bool) ->
         part = target.with_name(f".tmp-{target.name}-{process_name()}")
         try:
             part.mkdir()
-            gap = _write_proven(config.root, row, part, merged)
+            gap = _write_verified(config.root, row, part, merged)
             if target.exists():
                 target.rmdir()
             part.rename(target)
@@ -68,7 +68,7 @@ def export_model(config: Config, version: int, target: Path, *, merged: bool) ->
 
 
 @contextmanager
-def _held(ledger: Ledger, version: int) -> Iterator[VersionRow]:
+def _leased_version(ledger: Ledger, version: int) -> Iterator[VersionRow]:
     """Yield a version whose files are leased while they are read. Raises StartupError."""
     reader, owner = f"export {process_name()}", process_name()
     rows = {row.version: row for row in ledger.fetch(list_versions)}
@@ -87,7 +87,7 @@ def _held(ledger: Ledger, version: int) -> Iterator[VersionRow]:
             transitions.release_version(connection, reader=reader, purpose=Purpose.EXPORT)
 
 
-def _write_proven(root: Path, row: VersionRow, part: Path, merged: bool) -> Gap:
+def _write_verified(root: Path, row: VersionRow, part: Path, merged: bool) -> Gap:
     """Write the files and recompute the probe from them. Raises VersionError."""
     base = root / version_path(0)
     if row.kind == "full":

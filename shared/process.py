@@ -22,17 +22,17 @@ def process_name() -> str:
 
 def is_gone(name: str) -> bool:
     """Whether the process of that name ran on this machine and has ended; False if unknown."""
-    began = _began(name)
+    began = _start_times(name)
     return began is not None and began[1] not in (began[0], None)
 
 
 def is_running(name: str) -> bool:
     """Whether the process of that name runs on this machine, even if stopped; False if unknown."""
-    began = _began(name)
+    began = _start_times(name)
     return began is not None and began[0] == began[1] != 0
 
 
-def _began(name: str) -> tuple[int, int | None] | None:
+def _start_times(name: str) -> tuple[int, int | None] | None:
     """Return when the process of that name started, by its name and by the kernel; None: it is on another machine."""
     machine, _, rest = name.partition("-")
     if not machine or machine != _machine():

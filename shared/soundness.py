@@ -41,7 +41,7 @@ class Base:
 
 def read_base(root: Path, first: VersionRow) -> Base:
     """Read the properties of version 0 that later versions are compared with. Raises VersionError."""
-    with _named(folder := _inside(root, first.path)):
+    with _naming_folder(folder := _inside(root, first.path)):
         manifest = _read_listed(root, folder, first)
         config = manifest.files.get(CONFIG)
         architecture = {} if config is None else read_architecture(folder)
@@ -51,7 +51,7 @@ def read_base(root: Path, first: VersionRow) -> Base:
 def require_sound(root: Path, row: VersionRow, base: Base | None) -> Manifest:
     """Check what `require_well_formed` does, and every file's sha256. Returns the manifest. Raises the same errors."""
     require_well_formed(root, row, base)
-    with _named(folder := _inside(root, row.path)):
+    with _naming_folder(folder := _inside(root, row.path)):
         return verify_version(folder, row.manifest_sha256)
 
 
@@ -61,7 +61,7 @@ def require_well_formed(root: Path, row: VersionRow, base: Base | None) -> Manif
     base: version 0; None: the ledger has none. Raises VersionError with the reason, VersionMissing if the version or
     a part of it is not there.
     """
-    with _named(folder := _inside(root, row.path)):
+    with _naming_folder(folder := _inside(root, row.path)):
         manifest = _read_listed(root, folder, row)
         tensors = read_tensors(_whole_folder(root, folder, manifest))
         if base is not None:
@@ -113,7 +113,7 @@ def is_foreign(file: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _named(folder: Path) -> Iterator[None]:
+def _naming_folder(folder: Path) -> Iterator[None]:
     """Convert errors of the file system to errors that name the folder."""
     try:
         yield

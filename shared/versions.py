@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -27,6 +28,7 @@ MANIFEST = "MANIFEST.json"
 WEIGHTS_SUFFIX = ".safetensors"
 _LARGEST_TOKEN_ID = 2**31 - 1
 _MOST_PROBE_TOKENS = 16_384
+_IS_TYPE = re.compile(r"[a-z0-9_]{1,20}", re.ASCII)
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 
 
@@ -162,6 +164,9 @@ def _contradiction(manifest: Manifest) -> str | None:
     if not manifest.probe.sequences:
         return "its probe is empty, so that no engine can prove to serve it"
     probe = manifest.probe
+    for dtype in (probe.dtype, probe.arithmetic):
+        if not _IS_TYPE.fullmatch(dtype):  # the ledger is asked for it
+            return f"its probe is of the type {dtype!a:.60}"
     if sum(map(len, probe.asked)) > _MOST_PROBE_TOKENS:
         return f"its probe has more than {_MOST_PROBE_TOKENS} tokens"
     for number, sequence in enumerate(probe.sequences):

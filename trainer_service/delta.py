@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.chain import read_chain
+from shared.chain import MOST_DELTAS, read_chain
 from shared.delta import write_delta
 from shared.errors import VersionError
 from shared.log import StageLogger
@@ -60,7 +60,7 @@ class DeltaMaker:
             log.warning("a whole version is published: its parent cannot be read", reason=str(error))
             return None
         last = chain[-1]
-        if len(chain) >= self._anchor_every or weights != sorted(last.manifest.weights):
+        if len(chain) >= min(self._anchor_every, MOST_DELTAS) or weights != sorted(last.manifest.weights):
             return None
         older = last.folder if last.manifest.form == "whole" else self._last_weights
         most = int(MOST_OF_WHOLE * sum((folder / name).stat().st_size for name in weights))

@@ -112,8 +112,8 @@ class Trainer:
                     break
                 if not self._learn(lease):
                     claimer.search_anew()
-            self._save_rest()
-        self._give_back_leases()
+            self._save_unsaved_versions()
+        self._release_leases()
         return anew
 
     def _claim(self, claimer: Claimer) -> Lease | None:
@@ -134,7 +134,7 @@ class Trainer:
         if trip is not None:
             self._breaker.hold(trip)
             self._restore()
-            self._write(self._give_back)
+            self._write(self._release_unsaved)
         return trip is None
 
     def _train(self, lease: Lease) -> Record:
@@ -168,7 +168,7 @@ class Trainer:
 
         def give_back(connection: Connection) -> int:
             quarantined = transitions.fail_update(connection, lease.batch_id, failure)
-            self._give_back(connection)
+            self._release_unsaved(connection)
             return quarantined
 
         if quarantined := self._write(give_back):
@@ -179,13 +179,13 @@ class Trainer:
         self._learner.restore()
         self._progress = Progress(step=self._saved.step, version=self._saved.version)
 
-    def _give_back(self, connection: Connection) -> None:
+    def _release_unsaved(self, connection: Connection) -> None:
         """Release the rows and withdraw the versions that no saved state contains."""
         name = self._config.trainer.name
         transitions.give_back(connection, owner=name)
         transitions.withdraw_versions(connection, writer=name, after=self._saved.version)
 
-    def _give_back_leases(self) -> None:
+    def _release_leases(self) -> None:
         """Make the leased rows READY again now instead of at the next start."""
         name = self._config.trainer.name
         try:
@@ -236,7 +236,7 @@ class Trainer:
             shutil.rmtree(self._config.root / version_path(version), ignore_errors=True)
             raise
 
-    def _save_rest(self) -> None:
+    def _save_unsaved_versions(self) -> None:
         """Before a regular exit, save a state for versions that no state contains, so that they are not withdrawn."""
         progress = self._progress
         if progress.held and progress.batch_ids:
@@ -254,13 +254,13 @@ class Trainer:
         about: dict[str, Any] = {"version": version, "step": progress.step, "trainer": trainer, "stats": progress.stats}
         about |= {"parent": progress.version, "kind": self._config.model.kind, **written}
         if state is None:
-            self._write_held(lambda connection: transitions.publish_ahead(connection, **about))
+            self._write_leased(lambda connection: transitions.publish_ahead(connection, **about))
             held = {**progress.held, version: progress.batch_ids}
             self._progress = Progress(step=progress.step, version=version, held=held)
             return
         about |= {"batch_ids": progress.batch_ids, "earlier": progress.held}
         about |= {"state_path": state.path, "state_sha256": state.sha256}
-        self._write_held(lambda connection: transitions.publish(connection, **about))
+        self._write_leased(lambda connection: transitions.publish(connection, **about))
         self._progress = Progress(step=progress.step, version=version)
         self._saved = Progress(step=progress.step, version=version)
 
@@ -274,11 +274,11 @@ class Trainer:
             "state_path": state.path,
             "state_sha256": state.sha256,
         }
-        self._write_held(lambda connection: transitions.record_state(connection, **about))
+        self._write_leased(lambda connection: transitions.record_state(connection, **about))
         self._progress = Progress(step=progress.step, version=progress.version)
         self._saved = Progress(step=progress.step, version=progress.version)
 
-    def _write_held(self, work: Callable[[Connection], None]) -> None:
+    def _write_leased(self, work: Callable[[Connection], None]) -> None:
         """Like `_write`, for a transaction that needs this trainer's leases. Raises StartupError if they were lost."""
         try:
             self._write(work)

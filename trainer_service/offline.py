@@ -40,9 +40,9 @@ class OfflineTrainer(Trainer):
             self._update_all(self._require_known(rows), epochs, stop)
             self._publish()
             if lasts:
-                self._save_rest()
+                self._save_unsaved_versions()
         finally:
-            self._give_back_leases()
+            self._release_leases()
         return self._progress.version
 
     def _require_known(self, rows: list[Experience]) -> list[Experience]:
@@ -74,7 +74,7 @@ class OfflineTrainer(Trainer):
             changed |= figures["grad_norm"] > 0
             left_out.update({_short(name): int(n) for name, n in figures.items() if n and _is_reason(name)})
         if not changed:
-            raise StartupError(self._taught_nothing(rows, left_out))
+            raise StartupError(self._no_change_message(rows, left_out))
 
     def _update(self, batch: list[Experience], ahead: int) -> Record:
         """Run one update like the loop does. Raises UpdateError and Stopped."""
@@ -83,7 +83,7 @@ class OfflineTrainer(Trainer):
         progress.step += 1
         return self._measured(batch)
 
-    def _taught_nothing(self, rows: list[Experience], left_out: Counter[str]) -> str:
+    def _no_change_message(self, rows: list[Experience], left_out: Counter[str]) -> str:
         reasons = f" ({counted(left_out)})" if left_out else ""
         return (
             f"no update changed a weight: nothing was published; the rows have {counted(count_signals(rows))}, and "

@@ -58,7 +58,7 @@ class Work:
         units = self._units_in(micro.members)
         if not units or not size:
             return 0.0
-        now = self._see(units, micro, scores)
+        now = self._view_of(units, micro, scores)
         device = now.logprobs_K.device
         constants = {
             name: torch.from_numpy(np.concatenate(arrays)).to(device) for name, arrays in self._slice(units).items()
@@ -90,7 +90,7 @@ class Work:
         numbers = [number for unit in units for number in range(self._firsts[unit], self._firsts[unit + 1])]
         return {name: [arrays[number] for number in numbers] for name, arrays in self._constants.items()}
 
-    def _see(self, units: list[int], micro: MicroBatch, scores: Scores) -> Now:
+    def _view_of(self, units: list[int], micro: MicroBatch, scores: Scores) -> Now:
         """Return the micro-batch as these units see it: one unit after another, whatever else is packed with them."""
         begins = dict(zip(micro.members, np.cumsum([0, *micro.lengths]), strict=False))
         lengths = dict(zip(micro.members, micro.lengths, strict=True))

@@ -40,12 +40,12 @@ class Room:
 
     def wait(self) -> None:
         """Wait while the disk is too full for the next version. Raises Stopped."""
-        lack = self._lack()
+        lack = self._shortage()
         if lack is None:
             return
         log.warning("not publishing: the disk is too full", reason=lack)
         self._report(lack)
-        while self._lack() is not None:
+        while self._shortage() is not None:
             if self._stop.wait(self._config.trainer.poll_interval_s):
                 raise Stopped
             self._clean()
@@ -65,7 +65,7 @@ class Room:
         with contextlib.suppress(LedgerError), self._ledger.write() as connection:  # the ledger may be on the same disk
             transitions.report_trouble(connection, name=self._config.trainer.name, trouble=trouble)
 
-    def _lack(self) -> str | None:
+    def _shortage(self) -> str | None:
         version_bytes = self._version_bytes()
         # before the first state: policy and critic in float32, each with two moments, for weights of two bytes
         state_bytes = self._states.newest_bytes() or 12 * version_bytes

@@ -56,21 +56,21 @@ def _check(model: Any, others: tuple[Any, ...]) -> Rows:
     bounds = _Bounds(mean=0.1, leak=1e-2) if narrow else _Bounds(mean=1e-4, leak=1e-5)
     sequences = _sequences(int(model.config.get_text_config().vocab_size))
     chosen = model.config._attn_implementation
-    _attend_by(model, "eager")
-    expected = [_own(model, sequence) for sequence in sequences]
-    _attend_by(model, chosen)
+    _set_attention(model, "eager")
+    expected = [_own_logprobs(model, sequence) for sequence in sequences]
+    _set_attention(model, chosen)
     retreats: list[tuple[str, Callable[[], None]]] = [
         ("output layer", lambda: _for_all(head.remove, (model, *others))),
-        ("attention", lambda: _for_all(lambda one: _attend_by(one, "eager"), (model, *others))),
+        ("attention", lambda: _for_all(lambda one: _set_attention(one, "eager"), (model, *others))),
     ]
-    while (trouble := _trouble(model, sequences, expected, Rows.SINGLE, bounds)) is not None:
+    while (trouble := _defect(model, sequences, expected, Rows.SINGLE, bounds)) is not None:
         if not retreats:
             raise StartupError(f"{_name(model)} gives other logprobs than its own forward pass ({trouble})")
         what, retreat = retreats.pop(0)
         log.warning("the model keeps its own", part=what, model=_name(model), reason=trouble)
         retreat()
     for rows in (Rows.FOLDED, Rows.PACKED):
-        trouble = _trouble(model, sequences, expected, rows, bounds)
+        trouble = _defect(model, sequences, expected, rows, bounds)
         if trouble is None:
             return rows
     log.warning("sequences are computed one by one", model=_name(model), reason=trouble)
@@ -82,7 +82,7 @@ def _for_all(act: Callable[[Any], Any], models: tuple[Any, ...]) -> None:
         act(model)
 
 
-def _attend_by(model: Any, implementation: str) -> None:
+def _set_attention(model: Any, implementation: str) -> None:
     model.set_attn_implementation(implementation)
 
 
@@ -109,7 +109,7 @@ def _sequences(vocabulary: int) -> list[TokenSequence]:
     return [sequence_alone(np.concatenate(pieces), 2) for pieces in texts]
 
 
-def _own(model: Any, sequence: TokenSequence) -> Tensor:
+def _own_logprobs(model: Any, sequence: TokenSequence) -> Tensor:
     """Return logprobs by the model's own forward pass."""
     device = next(model.parameters()).device
     token_ids = torch.from_numpy(sequence.token_ids).to(device)
@@ -118,7 +118,7 @@ def _own(model: Any, sequence: TokenSequence) -> Tensor:
     return logits.log_softmax(-1)[actions - 1, token_ids[actions]]
 
 
-def _trouble(
+def _defect(
     model: Any, sequences: list[TokenSequence], expected: list[Tensor], rows: Rows, bounds: _Bounds
 ) -> str | None:
     """Return what is wrong with these rows; None: nothing."""

@@ -159,10 +159,10 @@ class RemoteTeacher:
                 failures += isinstance(exc, _Failed)
                 if failures >= _MOST_FAILURES and self._answers_others():
                     raise _Refused(f"{exc} again and again, and others are answered") from exc
-                self._say(away=True, reason=str(exc))
+                self._log_availability(away=True, reason=str(exc))
                 self._stop.wait(min(next(pauses), LONGEST_PAUSE_S))
                 continue
-            self._say(away=False)
+            self._log_availability(away=False)
             return answer
         raise Stopped
 
@@ -188,7 +188,7 @@ class RemoteTeacher:
         refused = (*_REFUSED, _MISSING) if self._starts else _REFUSED
         raise _Refused(message) if reply.status_code in refused else _Unavailable(message)
 
-    def _say(self, *, away: bool, reason: str = "") -> None:
+    def _log_availability(self, *, away: bool, reason: str = "") -> None:
         """Log once that the teacher is unavailable, and once that it is available again."""
         with self._lock:
             if away and not self._is_away:

@@ -64,24 +64,24 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         if self._user is None:
             reply = self._serve(messages)
-            return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._keep(messages, reply)
+            return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._store(messages, reply)
         token = recording.set(self._recorded)
         try:
             reply = self._agent(list(messages), self._production)
         finally:
             recording.reset(token)
-        return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._keep(messages, reply)
+        return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._store(messages, reply)
 
     async def _awaited(self, messages: list[Message], reply: Awaitable[Any]) -> Any:
         """Return the reply of an async agent. Without a user, the runner records the results of its tools."""
         token = None if self._user is None else recording.set(self._recorded)
         try:
-            return self._keep(messages, await reply)
+            return self._store(messages, await reply)
         finally:
             if token is not None:
                 recording.reset(token)
 
-    def _keep(self, messages: list[Message], reply: Any) -> Any:
+    def _store(self, messages: list[Message], reply: Any) -> Any:
         self.messages = [*messages, _as_message(reply)]
         return reply
 

@@ -192,11 +192,11 @@ class Comparison:
         """
         both = [b.rewards[digest] - reward for digest, reward in a.rewards.items() if digest in b.rewards]
         if not both:
-            raise NothingCompared(_why_nothing(a, b))
+            raise NothingCompared(_explain_failure(a, b))
         return cls(*mean_and_error(both), a, b)
 
 
-def _why_nothing(a: Evaluation, b: Evaluation) -> str:
+def _explain_failure(a: Evaluation, b: Evaluation) -> str:
     """Explain what is missing in both evaluations, and what to do."""
     remedy = "they have no task in common: evaluate both on the same"
     if not (a.rewards and b.rewards):

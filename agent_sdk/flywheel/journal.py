@@ -73,7 +73,7 @@ class Journal:
             if number == 0:
                 self._check(line, work, resume)
             whole += len(_encode(line))
-            self._take(line)
+            self._apply(line)
         return whole
 
     def _check(self, head: dict[str, Any], work: dict[str, Any], resume: bool) -> None:
@@ -84,7 +84,7 @@ class Journal:
             what = "; ".join(f"{name}: {known.get(name)!r} there, {work.get(name)!r} here" for name in differs)
             raise JournalMismatch(f"{self.path} is of other work ({what}): give another folder, or the same work")
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _apply(self, line: dict[str, Any]) -> None:
         kind, place = line.get("kind"), line.get("place", "")
         if kind == "head":
             self.token = line.get("token", "")

@@ -157,7 +157,7 @@ class LLMJudge:
             while tries:
                 tries -= 1
                 try:
-                    said = await self._say(client, messages, form)
+                    said = await self._complete(client, messages, form)
                     return read(_parse(said))
                 except openai.OpenAIError as exc:
                     if not form or not isinstance(exc, openai.BadRequestError):
@@ -171,7 +171,7 @@ class LLMJudge:
                     ]
         raise JudgeFailed(f"the judge {self._model.name} gave no usable verdict in two tries: {trouble}") from trouble
 
-    async def _say(self, client: Any, messages: list[Any], form: dict[str, Any]) -> str:
+    async def _complete(self, client: Any, messages: list[Any], form: dict[str, Any]) -> str:
         more = {"response_format": form} if form else {}
         reply = await client.chat.completions.create(model=self._model.name, messages=messages, **more)
         return reply.choices[0].message.content or ""

@@ -123,9 +123,9 @@ class Pacer:
         if self._missing_since is None:
             self._missing_since = self._asked_at
         if self._require_trainer and self._asked_at - self._missing_since >= self._patience_s:
-            raise NotTraining(self._why_not(held))
+            raise NotTraining(self._not_training_message(held))
 
-    def _why_not(self, held: str | None) -> str:
+    def _not_training_message(self, held: str | None) -> str:
         if held is not None:
             return (
                 f"the trainer has been held by its breaker for {self._patience_s:g} s: {held}; "

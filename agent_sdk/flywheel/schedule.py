@@ -173,7 +173,8 @@ class Learning:
         found = replace(found, after_runs=len(self.attempts.journal.ended))
         self._evaluated = self.report.version_last = found.version
         if self.how.progress:
-            sys.stderr.write(f"\r\x1b[K{_told(found)}\n" if sys.stderr.isatty() else f"{_told(found)}\n")
+            erase = "\r\x1b[K" if sys.stderr.isatty() else ""
+            sys.stderr.write(f"{erase}{_evaluation_line(found)}\n")
         self.report.evaluations.append(found)
         self.attempts.journal.note({"kind": "evaluation", "result": asdict(found)})
         stop = self.how.stop
@@ -182,7 +183,7 @@ class Learning:
             self.stopping.set()
 
 
-def _told(found: Evaluation) -> str:
+def _evaluation_line(found: Evaluation) -> str:
     """Format an evaluation on one line, with the most frequent cause of failures."""
     failed = f", {found.failed} failed" if found.failed else ""
     cause = f", such as {found.main_failure}" if found.failures else ""

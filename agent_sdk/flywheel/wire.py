@@ -132,7 +132,7 @@ def exchange(ask: Ask, retry_s: float) -> Steps[Answer]:
         asked_s = _retry_after_s(outcome) if isinstance(outcome, Answer) else None
         wait_s = max(asked_s or 0.0, pause_s) * random.uniform(1.0, 1.25)  # so that callers do not retry in step
         if time.monotonic() + wait_s > deadline:
-            raise _gave_up(ask, outcome, asked_s)
+            raise _final_error(ask, outcome, asked_s)
         yield Pause(wait_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -144,7 +144,7 @@ def _retry_after_s(answer: Answer) -> float | None:
         return None
 
 
-def _gave_up(ask: Ask, outcome: Outcome, retry_after_s: float | None) -> FlywheelError:
+def _final_error(ask: Ask, outcome: Outcome, retry_after_s: float | None) -> FlywheelError:
     if isinstance(outcome, Answer):
         message, code, _ = _read_error(outcome)
         return Away(outcome.status, f"{ask.method} {ask.path}: {message}", code=code, retry_after_s=retry_after_s)

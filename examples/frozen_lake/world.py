@@ -96,12 +96,12 @@ class Lake:
         around = {move: NAMES[kind] for move, _, kind in neighbours(self.map, self.place)}
         goal = next((r, line.index("G")) for r, line in enumerate(self.map) if "G" in line)
         down, right = goal[0] - row, goal[1] - column
-        ways = [f"{abs(n)} {less if n < 0 else more}" for n, less, more in _ways(down, right) if n]
+        ways = [f"{abs(n)} {less if n < 0 else more}" for n, less, more in _directions(down, right) if n]
         beside = " ".join(f"{move}: {around.get(move, 'edge')}." for move in MOVES)
         return "\n".join(" ".join(line) for line in rows) + f"\nGoal: {', '.join(ways) or 'here'}. {beside}"
 
 
-def _ways(down: int, right: int) -> tuple[tuple[int, str, str], ...]:
+def _directions(down: int, right: int) -> tuple[tuple[int, str, str], ...]:
     return (down, "up", "down"), (right, "left", "right")
 
 

@@ -49,7 +49,7 @@ def draw_report(file: Path, episodes: Sequence[Episode], served: Sequence[tuple[
         axes.annotate(
             f"{level:.2f}", ((start + end) / 2, level + offset), ha="center", weight="bold", color=INK, size=13
         )
-    _dress(axes, title, len(episodes), len(marks))
+    _style_axes(axes, title, len(episodes), len(marks))
     figure.tight_layout()
     figure.savefig(file)
     plt.close(figure)
@@ -74,7 +74,7 @@ def _draw_marks(axes: Any, marks: Sequence[tuple[int, int]], episodes: int) -> N
                 axes.text(episode, 1.035, f"v{version}", ha="center", va="bottom", size=8, color=GREY)
 
 
-def _dress(axes: Any, title: str, episodes: int, versions: int) -> None:
+def _style_axes(axes: Any, title: str, episodes: int, versions: int) -> None:
     axes.set_xlim(0, episodes)
     axes.set_ylim(0, 1.03)
     axes.set_xlabel("episodes (tickets answered and rated)", color=INK)

@@ -118,10 +118,13 @@ class EngineAdmin:
             if error.status not in _NO_ROUTE:
                 raise
 
-    async def read_label(self) -> str | None:
-        """Return the last label of `write_label`; None: the server does not support labels."""
+    async def read_label(self, *, may_load: bool = False) -> str | None:
+        """Return the last label of `write_label`; None: the server does not support labels.
+
+        may_load: the engine may be loading a version; it answers after that.
+        """
         try:
-            info = await self._call("GET", "/weight_info")
+            info = await self._call("GET", "/weight_info", timeout_s=self._load_timeout_s if may_load else None)
         except EngineRefused as error:
             if error.status in _NO_ROUTE:
                 return None

@@ -169,7 +169,7 @@ class EnginePool:
                 while time.monotonic() >= self.awake_until:
                     await self._changed.wait()
         except TimeoutError:
-            raise WeightsUnproven("this explorer stood still, and cannot read what engines serve") from None
+            raise WeightsUnproven("this explorer was suspended, and cannot read what engines serve") from None
 
     # ------------------------------------------------------------------ for reloads
 

@@ -109,7 +109,7 @@ class EngineFollower:
         row = await self._shared.leases.read(self._engine.url)
         if row is None or row.state != EngineState.RELOADING:
             return
-        label = await self._admin.read_label() or ""
+        label = await self._admin.read_label(may_load=True) or ""
         known = [row.version] if newest is None else [row.version, newest.version]
         if not label.startswith((LOADING, *(f"{version}:" for version in known))):
             self._pool.spoil(self._engine, "an explorer died while it reloaded the engine")

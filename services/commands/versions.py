@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
         if args.action is None:
             _show(ledger)
         else:
-            _do(ledger, args.action, args.version, args.name)
+            _apply(ledger, args.action, args.version, args.name)
     return 0
 
 
@@ -57,7 +57,7 @@ def _require_fitting(action: str, version: int | None, name: str | None) -> None
         raise ConfigError(f"versions tag {version}: the name has {len(name)} characters; give it at most {most}")
 
 
-def _do(ledger: Ledger, action: str, version: int, name: str | None) -> None:
+def _apply(ledger: Ledger, action: str, version: int, name: str | None) -> None:
     from shared.ledger import transitions
 
     with ledger.write() as connection:

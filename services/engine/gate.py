@@ -61,14 +61,14 @@ class EngineGate:
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = scope["headers"]
-        if not self._open and not _holds(headers, WARMUP_HEADER, self._warmup):
+        if not self._open and not _has_token(headers, WARMUP_HEADER, self._warmup):
             await _refuse(send, 503, "the engine is warming up; try again soon")
         elif not self._open and scope["path"] == OPEN_PATH:
             self._open = True
             await _answer(send, 200, b"{}")
         elif not self._open:
             await self._app(scope, receive, send)
-        elif _holds(headers, ADMIN_HEADER, self._admin):
+        elif _has_token(headers, ADMIN_HEADER, self._admin):
             if any(name == b"content-type" and not value.startswith(b"application/json") for name, value in headers):
                 await _refuse(send, 415, "the body must be JSON; send the header Content-Type: application/json")
             elif (scope["method"], scope["path"]) == ("POST", STAGE_PATH):
@@ -121,7 +121,7 @@ def _end_vllm() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _holds(headers: Iterable[tuple[bytes, bytes]], header: str, token: bytes) -> bool:
+def _has_token(headers: Iterable[tuple[bytes, bytes]], header: str, token: bytes) -> bool:
     return bool(token) and any(name == header.encode() and hmac.compare_digest(value, token) for name, value in headers)
 
 

@@ -48,7 +48,7 @@ class EngineOutput:
         """Read to the end, also after errors of the file: a full pipe would block vLLM."""
         copy = self._open_copy()
         for raw in stream:
-            self._keep(raw.decode(errors="replace").rstrip())
+            self._store_line(raw.decode(errors="replace").rstrip())
             if copy is None:
                 continue
             try:
@@ -60,7 +60,7 @@ class EngineOutput:
         if copy is not None:
             copy.close()
 
-    def _keep(self, line: str) -> None:
+    def _store_line(self, line: str) -> None:
         self._lines.append(line)
         if len(self._dying) < _MOST_LINES and (self._dying or _DEATH.search(line)):
             self._dying.append(line)
@@ -87,16 +87,16 @@ class EngineOutput:
         in_service: it had answered requests, whose errors do not end it.
         """
         self._thread.join(2.0)
-        line = self._why_it_died() if in_service else self._why_it_did_not_start()
+        line = self._death_cause() if in_service else self._startup_error()
         return f"{line} (its whole log: {self.file}; once the engine has started again: {self.previous})"
 
-    def _why_it_did_not_start(self) -> str:
+    def _startup_error(self) -> str:
         """Return the first error that is not a consequence of another."""
         errors = _errors(self._lines)
         causes = [line for line in errors if not _CONSEQUENCE.search(line)]
         return (causes or errors or [*self._lines, "it printed nothing"])[0]
 
-    def _why_it_died(self) -> str:
+    def _death_cause(self) -> str:
         """Return the error of the engine core or a worker, or the report of its death; else that of the API process."""
         if self._dying:
             errors = _errors([line for line in self._dying if not line.startswith(_OF_THE_API)])

@@ -131,7 +131,7 @@ def _line(done: Conversion, name: str, value: Any, given: Given) -> Line:
         remark = "no key of Trinity 0.6" + (f"; did you mean {near}?" if near else "; correct or remove it")
         return Line(name, Fate.NO_COUNTERPART, remark=remark, changes_training=True)
     try:
-        settings = _ours(done, name, key.settings(name, value, given), given)
+        settings = _our_settings(done, name, key.settings(name, value, given), given)
     except NotNeeded as reason:
         return Line(name, Fate.NOT_NEEDED, remark=str(reason))
     except NoCounterpart as reason:
@@ -144,7 +144,7 @@ def _line(done: Conversion, name: str, value: Any, given: Given) -> Line:
     return Line(name, fate, ", ".join(path.replace(f"{ARGUMENTS}.", f"{ARGUMENTS} ") for path in settings), key.note)
 
 
-def _ours(done: Conversion, name: str, settings: Settings, given: Given) -> Settings:
+def _our_settings(done: Conversion, name: str, settings: Settings, given: Given) -> Settings:
     """Return the settings with the algorithm's name filled in. Raises NotNeeded or NoCounterpart for others."""
     ours = {path.replace("ALGORITHM", algorithms.ours(given)): value for path, value in settings.items()}
     for path, value in ours.items():

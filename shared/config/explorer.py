@@ -123,7 +123,8 @@ class ExplorerConfig(Section):
     """Total size of incomplete request bodies of all callers in each worker; a body that would exceed it is answered
     with 503. Bodies of up to 64 KiB do not count."""
     max_body_values: Count = 250_000
-    """A body with more opening brackets and colons is answered with 400: decoding it would delay other requests."""
+    """A body with more opening brackets and colons is answered with 400: decoding it would delay other requests. Four
+    commas count as one bracket."""
     body_timeout_s: Positive = 60.0
     """A body that has not arrived within this time is answered with 408. A caller that does not read its answer for so
     long loses its connection, and its slot at the engine."""

@@ -32,12 +32,8 @@ def split_name(name: str) -> tuple[str, int | None]:
 
 def in_scope(task_id: str | None, run_id: str | None) -> ColumnElement[bool]:
     """Rows of a task and a run; None: of all tasks or runs."""
-    conditions: list[ColumnElement[bool]] = [experiences.c.id.is_not(None)]
-    if task_id is not None:
-        conditions.append(experiences.c.task_id == task_id)
-    if run_id is not None:
-        conditions.append(experiences.c.run_id == run_id)
-    return and_(*conditions)
+    asked = {experiences.c.task_id: task_id, experiences.c.run_id: run_id}
+    return and_(true(), *(column == name for column, name in asked.items() if name is not None))
 
 
 def in_group(key_group: str | None, rows: FromClause = experiences) -> ColumnElement[bool]:

@@ -58,7 +58,7 @@ def conversations(
             if isinstance(tokens, Tokens):
                 about = {**_tokens(row, tokens), "signals": logs.get((row.msg_id, row.choice), [])}
                 about["tokenizer"] = tokenizer
-                yield {**(conversation or {"messages": None, "tools": None, **_about(row)}), **about}
+                yield {**(conversation or {"messages": None, "tools": None, **_row_fields(row)}), **about}
             else:
                 yield conversation
 
@@ -98,10 +98,10 @@ def _conversation(row: Any, of_message: bytes | None) -> dict[str, Any] | None:
         return None
     given = {name: value for name, value in reply.items() if value not in (None, [], "") or name == "content"}
     messages = [*request["messages"], {**given, "role": "assistant"}]
-    return {"messages": messages, "tools": request.get("tools"), **_about(row)}
+    return {"messages": messages, "tools": request.get("tools"), **_row_fields(row)}
 
 
-def _about(row: Any) -> dict[str, Any]:
+def _row_fields(row: Any) -> dict[str, Any]:
     about = {column.name: row._mapping[column] for column in _EXPORTED}
     return {**about, "conversation_id": row.conversation_id or choice_name(row.msg_id, row.choice)}
 

@@ -57,7 +57,9 @@ def _fetch(connection: Connection, ids: list[int], lock: bool) -> Iterator[Any]:
     columns = (payloads.c.experience_id, payloads.c.prefix_of, payloads.c.tokens)
     for mine in in_parts(payloads.c.experience_id, ids):
         query = select(*columns).where(mine).order_by(payloads.c.experience_id)
-        yield from connection.execute(query.with_for_update(read=True) if lock else query)
+        if lock and connection.dialect.name == "postgresql":  # omitted on SQLite, but compiled for each chat
+            query = query.with_for_update(read=True)
+        yield from connection.execute(query)
 
 
 def _resolve(row: Any, whole: dict[int, _Whole]) -> _Whole:

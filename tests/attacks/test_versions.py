@@ -134,6 +134,7 @@ def rewrite(data: bytes) -> Callable[[Path], None]:
 
 
 ENTRY = {"size": 1, "sha256": "0" * 64}
+SHORT = {"token_ids": [5, 6], "logprobs": [-1.0]}
 LONG = {"token_ids": [1] * 20_000, "logprobs": [0.0] * 19_999}
 IN_FOLDER = {
     "a link out": (link_out, "leads out of"),
@@ -157,6 +158,7 @@ IN_FOLDER = {
     "a huge manifest": (rewrite(b" " * 5_000_000), "is no regular file of at most"),
     "wrong types": (rewrite(b"[]"), "is damaged"),
     "a long probe": (change(probe={"dtype": "float32", "sequences": [LONG]}), "its probe has more than"),
+    "a type that is none": (change(probe={"dtype": "\0", "sequences": [SHORT]}), "is of the type '\\x00'"),
     "no probe": (change(probe={"dtype": "float32", "sequences": []}), "its probe is empty"),
 }
 

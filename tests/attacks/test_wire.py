@@ -192,7 +192,7 @@ def test_a_key_at_its_limit_is_refused_before_its_body_is_read(scripted_engine, 
         )
 
 
-@pytest.mark.parametrize("item", [b"[],", b"{},", b'{"a":0},'])
+@pytest.mark.parametrize("item", [b"[],", b"{},", b'{"a":0},', b"0,"])
 def test_a_body_of_millions_of_values_is_refused_before_it_is_decoded(explorer, item):
     body = b'{"messages": [[' + item * (6_000_000 // len(item)) + b"0]]}"
     reply = explorer.http.post("/chat", content=body)

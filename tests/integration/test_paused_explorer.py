@@ -233,7 +233,7 @@ def test_streams_of_an_owner_that_stood_still_while_a_version_was_staged_go_on_u
             ends.wait(60)
 
     script.on_call["/flywheel/stage"] = stage
-    script.reply_ids, script.logprobs, script.gap_s = list(range(100, 140)), [-0.5] * 40, 0.4
+    script.reply_ids, script.logprobs, script.gap_s = list(range(200)), [-0.5] * 200, 0.5
     lines: list[str] = []
     caller = threading.Thread(target=read_stream, args=(pair[0], lines))
     caller.start()
@@ -244,6 +244,8 @@ def test_streams_of_an_owner_that_stood_still_while_a_version_was_staged_go_on_u
     wait_for(lambda: owner_of_engine(ledger) not in (before, None), "another owner", 30)
     both_serve(pair[1:], 1)
     pair[0].process.send(signal.SIGCONT)
+    wait_for(lambda: "the engine was moved" in pair[0].process.output(), "a look at what the engine serves", 30)
+    script.gap_s = 0.01
     caller.join(60)
     ends.set()
     assert lines[-1] == "data: [DONE]"
@@ -255,5 +257,5 @@ def test_streams_of_an_owner_that_stood_still_while_a_version_was_staged_go_on_u
 def read_stream(explorer: Explorer, lines: list[str]) -> None:
     body = {"messages": [], "stream": True}
     with httpx.stream("POST", explorer.url + "/chat", json=body, timeout=60) as reply:
-        for line in reply.iter_lines():
-            lines += [line] if line else []
+        for line in filter(None, reply.iter_lines()):
+            lines.append(line)

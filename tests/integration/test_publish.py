@@ -170,7 +170,7 @@ def test_a_weight_of_another_shape_is_refused_before_it_becomes_a_version(tmp_pa
         def read(name: str) -> torch.Tensor:
             return torch.empty(0) if name == "model.norm.weight" else whole(name)
 
-        with pytest.raises(VersionError, match=r"'model\.norm\.weight' has shape \[0\], and should be F32 \[64\]"):
+        with pytest.raises(VersionError, match=r"'model\.norm\.weight' has shape \[0\], but should be F32 \[64\]"):
             write_full_version(tmp_path, read, Probe("float32", []), version=1, parent=0, step=1)
     assert [folder.name for folder in (tmp_path / "versions").glob("*v0*")] == ["v000000"]
 

@@ -156,6 +156,39 @@ def test_streams_that_cross_a_reload_name_both_versions_where_its_owner_died_in_
         assert stream.sampled() == ((1.0, 2.0), (1, 2))
 
 
+def test_streams_outlive_an_owner_that_died_in_a_load_of_which_the_engine_says_nothing(
+    scripted_engine, start_explorer, monkeypatch
+):
+    """vLLM's core, which has the label, answers when it has loaded."""
+    settings = SETTINGS | {"answer_timeout_s": 1.0}
+    both = [start_explorer([scripted_engine.url], reload=settings).wait_ready() for _ in range(2)]
+    for version in (0, 1):
+        publish(both[0], version, -1.0 - version)
+        wait_until(lambda version=version: all(served(explorer) == str(version) for explorer in both))
+    wait_until(lambda: not any(explorer.deps.membership.is_alone for explorer in both))
+    owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
+    script, loads, asked = scripted_engine.script, [], threading.Event()
+    script.gap_s, script.tells_weights = 0.5, True
+
+    async def beat() -> None:
+        """A dead explorer has no heartbeat."""
+
+    def load_slowly() -> None:
+        loads.append("begun")
+        if len(loads) == 1:
+            owner.deps.membership.heartbeat = beat
+            script.hung.add("/weight_info")
+            script.on_call["/weight_info"] = asked.set
+            asked.wait(60)  # until the other one has it
+            time.sleep(2.0)
+            script.hung.discard("/weight_info")
+
+    script.on_call["/collective_rpc"] = load_slowly
+    with Stream(other) as stream:
+        publish(owner, 2, -3.0)
+    assert stream.sampled() == ((1.0, 2.0), (1, 2))
+
+
 def test_an_engine_that_broke_a_chat_off_serves_again_while_it_waits_for_its_turn(
     scripted_engine, second_engine, start_explorer
 ):

@@ -224,7 +224,7 @@ def test_two_trainers_of_one_name_do_not_run_on_one_root(tmp_path, model):
         second = Process(["trainer", "-c", str(tmp_path / "flywheel.yaml")], tmp_path / "second.log")
         assert second.wait(60) == 1
         lines = second.output().strip().splitlines()
-        assert "a trainer named 'trainer' runs on this root_dir" in lines[-1]
+        assert "a trainer named 'trainer' already runs on this root_dir" in lines[-1]
         assert "Traceback" not in second.output()
 
 

@@ -51,6 +51,15 @@ def test_one_of_so_many_versions_is_whole_and_so_is_one_in_which_much_changed(tm
     assert forms(weights, 7) == "wddwdwd"
 
 
+def test_no_version_is_made_of_more_deltas_than_can_be_read(tmp_path, monkeypatch):
+    for module in ("shared.chain", "trainer_service.delta"):
+        monkeypatch.setattr(f"{module}.MOST_DELTAS", 3)
+    weights = Weights(tmp_path, anchor_every=1000)
+    for version in range(9):
+        weights.publish(version)
+        assert len(read_chain(tmp_path, version)) <= 4
+
+
 def test_a_version_stays_whole_when_its_parent_is_not_there_as_it_was_published(tmp_path):
     weights = Weights(tmp_path)
     for version in range(3):

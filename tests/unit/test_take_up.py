@@ -98,7 +98,7 @@ async def test_who_never_learns_what_engines_serve_is_refused_and_records_nothin
     pool.know_until(time.monotonic(), time.monotonic())
     with pytest.raises(NoEngine, match="is the database up"):
         await pool.acquire(None)
-    with pytest.raises(WeightsUnproven, match="stood still"):
+    with pytest.raises(WeightsUnproven, match="suspended"):
         await pool.wait_awake()
 
 

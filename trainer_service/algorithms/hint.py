@@ -67,7 +67,7 @@ class Hint(Partial[HintConfig]):
         for number, (words, teacher) in enumerate(zip((u.words[0] for u in units), precomputed.teacher, strict=True)):
             bound = self.config.advantage_bound
             effect = (teacher - constants["proximal"][number][words.actions]).clip(-bound, bound)
-            reason = self._reason_against(effect, words.reward, neutral)
+            reason = self._exclusion_reason(effect, words.reward, neutral)
             if reason is None:
                 constants[kind][number][words.actions], constants["counts"][number][words.actions] = effect, 1
             else:
@@ -104,7 +104,7 @@ class Hint(Partial[HintConfig]):
         mean, quarter = float(np.mean(kept)), (kept[-1] - kept[0]) / 4
         return min(mean, kept[0] + quarter), max(mean, kept[-1] - quarter)
 
-    def _reason_against(self, effect: Floats, reward: float | None, neutral: tuple[float, float]) -> str | None:
+    def _exclusion_reason(self, effect: Floats, reward: float | None, neutral: tuple[float, float]) -> str | None:
         """Return the figure that counts these words as left out; None: they are used."""
         if float(np.abs(effect).mean()) < self.config.least_effect:
             return "hints_without_effect"

@@ -212,15 +212,15 @@ def policy_loss(now: Now, constants: dict[str, Tensor], config: SurrogateConfig)
         objective = objective + config.kl_coef * total(divergence(gap_K, config.kl), constants)
     with torch.no_grad():
         sums = {
-            "clip_fraction": _to_plot(bounded_K, now, config),
-            "approx_kl": _to_plot(divergence(-log_ratio_K, "k3"), now, config),
+            "clip_fraction": _reported_sum(bounded_K, now, config),
+            "approx_kl": _reported_sum(divergence(-log_ratio_K, "k3"), now, config),
             "policy_loss": loss.detach(),
-            "entropy": _to_plot(now.entropy_K, now, config),
+            "entropy": _reported_sum(now.entropy_K, now, config),
         }
     return objective, sums
 
 
-def _to_plot(x_K: Tensor, now: Now, config: SurrogateConfig) -> Tensor:
+def _reported_sum(x_K: Tensor, now: Now, config: SurrogateConfig) -> Tensor:
     """Return a sum that, divided by the size, gives the mean of x over tokens, or over the means of sequences."""
     if config.mean == "tokens":
         return x_K.sum()

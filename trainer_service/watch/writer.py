@@ -35,7 +35,7 @@ class Watch:
     def __init__(self, config: TrainerConfig, folder: Path) -> None:
         """folder: the trainer's own. Raises ConfigError for a missing package, StartupError for a port in use."""
         settings = config.watch
-        outside = _outside(settings, config.name, folder)
+        outside = _output_factories(settings, config.name, folder)
         self._metrics = TrainerMetrics()
         self._sinks: dict[str, Sink] = {"Prometheus": self._metrics}
         if settings.jsonl:
@@ -133,7 +133,7 @@ def _logged(name: str, sinks: dict[str, Sink]) -> Iterator[None]:
         log.warning("figures are no longer sent; training goes on", where=name, reason=reason)
 
 
-def _outside(settings: WatchConfig, trainer: str, folder: Path) -> dict[str, Callable[[], Sink]]:
+def _output_factories(settings: WatchConfig, trainer: str, folder: Path) -> dict[str, Callable[[], Sink]]:
     """Return how to create each configured output. Raises ConfigError if its package is not installed."""
     makers: dict[str, tuple[str, object, Callable[[], Sink]]] = {
         "TensorBoard": ("tensorboard", settings.tensorboard, lambda: TensorBoard(folder / "tensorboard")),

@@ -94,13 +94,13 @@ def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] |
         theirs = select(experiences.c.id).where(its_choice, mine).exists()
         connection.execute(delete(signals).where(signals.c.msg_id.in_(names), theirs))
         inline_prefix(connection, gone)
-        _hand_requests_on(connection, gone)
+        _move_requests(connection, gone)
         connection.execute(delete(payloads).where(payloads.c.experience_id.in_(gone)))
         removed += connection.execute(delete(experiences).where(mine)).rowcount
     return removed
 
 
-def _hand_requests_on(connection: Connection, doomed: Sequence[int]) -> None:
+def _move_requests(connection: Connection, doomed: Sequence[int]) -> None:
     """Move a request that is stored with a choice to be deleted to another choice of the message that remains."""
     other = experiences.alias("other")
     same_message = and_(other.c.msg_id == experiences.c.msg_id, other.c.id.not_in(doomed))

@@ -154,24 +154,24 @@ class _Application:
         open_rows = [row for row in rows if self._may_act(row)]
         before = {row.id: self.credits.get(row.id) or _credit(row) for row in open_rows}
         # False if a signal arrived while a trainer had leased the row
-        is_current = before == self._now_of(open_rows)
-        if open_rows and is_current and all(_repeats(self._of(row), self._about(row)) for row in rows):
+        is_current = before == self._current_credits(open_rows)
+        if open_rows and is_current and all(_repeats(self._log_of(row), self._signals_about(row)) for row in rows):
             return "duplicate"
         for row in rows:
             self._append(row)
         if not open_rows:
             return "expired" if all(row.state == State.DISCARDED for row in rows) else "already_trained"
-        now = self._now_of(open_rows)
+        now = self._current_credits(open_rows)
         self.credits |= now
         was_rewarded = any(credit.reward is not None for credit in before.values())
         return "updated" if _rewards(now) != _rewards(before) and was_rewarded else "applied"
 
     def _may_act(self, row: AnyRow) -> bool:
         """Whether the row can still be trained on some of the feedback."""
-        found = self._about(row)
+        found = self._signals_about(row)
         lessons = lessons_of(one.kind for one in found if one.kind not in WORDS) & ~_given(row)
         if row.taught != EVERY_LESSON:  # not erased
-            words = NewWords(row.taught, row.last_signal, self._of(row))
+            words = NewWords(row.taught, row.last_signal, self._log_of(row))
             new = [one.kind for one in found if words.has(one)]
             waits = lessons_of(one.kind for one in found if one.kind in WORDS) & ~_given(row)
             lessons |= lessons_of(new) | (waits if row.state in _UNTRAINED else waits & row.teaches)
@@ -179,17 +179,17 @@ class _Application:
             lessons &= lessons_of(self._feedback.learned)
         return row.state != State.DISCARDED and lessons != 0
 
-    def _now_of(self, rows: Sequence[AnyRow]) -> dict[int, Credit]:
-        return {row.id: _credit_by(self._of(row), row, self._feedback.rule, self._feedback.learned) for row in rows}
+    def _current_credits(self, rows: Sequence[AnyRow]) -> dict[int, Credit]:
+        return {row.id: _credit_by(self._log_of(row), row, self._feedback.rule, self._feedback.learned) for row in rows}
 
-    def _of(self, row: AnyRow) -> list[Signal]:
+    def _log_of(self, row: AnyRow) -> list[Signal]:
         return self._log[row.msg_id, row.choice]
 
-    def _about(self, row: AnyRow) -> list[Signal]:
+    def _signals_about(self, row: AnyRow) -> list[Signal]:
         return self._signals[self._scopes[row.id]]
 
     def _append(self, row: AnyRow) -> None:
-        log, signals = self._of(row), self._about(row)
+        log, signals = self._log_of(row), self._signals_about(row)
         if len(log) + len(signals) > MAX_SIGNALS:
             name = choice_name(row.msg_id, row.choice)
             raise TooManySignals(

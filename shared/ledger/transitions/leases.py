@@ -49,13 +49,13 @@ def renew_leases(connection: Connection, owner: str, now: float) -> None:
 
 def release_lease(connection: Connection, name: str, owner: str) -> None:
     """Release the lease at once, if this owner has it."""
-    _free(connection, leases.c.name == name, leases.c.owner == owner)
+    _release(connection, leases.c.name == name, leases.c.owner == owner)
 
 
 def release_leases(connection: Connection, owner: str) -> None:
     """Release all leases of this owner."""
-    _free(connection, leases.c.owner == owner)
+    _release(connection, leases.c.owner == owner)
 
 
-def _free(connection: Connection, *which: Any) -> None:
+def _release(connection: Connection, *which: Any) -> None:
     connection.execute(update(leases).where(*which).values(owner=None, until=0.0))
