@@ -73,7 +73,7 @@ class LoadUndone(EngineError):
     """A load failed, and the last good version was loaded again before the engine resumed."""
 
     def __init__(self, message: str, *, is_technical: bool) -> None:
-        """is_technical: the load took too long, so that the version may be good."""
+        """is_technical: the load took too long, so the version may be good."""
         super().__init__(message)
         self.is_technical = is_technical
 

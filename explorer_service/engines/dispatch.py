@@ -198,7 +198,7 @@ class Dispatcher:
         except BaseException:
             self.end(slot, started)
             raise
-        if request.unknown_model is not None and response.status == 200:  # an adapter's name, which names no version
+        if request.unknown_model is not None and response.status == 200:  # the engine's own name for an adapter
             response.close(reusable=False)
             self.end(slot, started)
             raise VersionNotServed(f"The model `{request.unknown_model}` does not exist.")
