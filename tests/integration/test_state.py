@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import shutil
+import weakref
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -102,6 +103,15 @@ def test_another_zero_stage_goes_on_from_a_saved_state(before, after, tmp_path, 
         train(learner, rows, 2)
         for name, tensor in everything(learner).items():
             assert torch.allclose(tensor, expected[name], atol=2e-5), name
+
+
+def test_under_zero_3_no_weights_stay_in_memory_when_the_models_are_made_anew(tmp_path, model, rows):
+    with learner_of(tmp_path, model, SETUPS["3 partitioned"]) as learner:
+        train(learner, rows, 0)
+        held = [weakref.ref(p.ds_tensor) for p in learner.backend.module.parameters()]
+        held += [weakref.ref(flat) for flat in learner.backend._engine.optimizer.fp32_partitioned_groups_flat]
+        learner.restore()
+        assert all(one() is None for one in held)
 
 
 def test_a_state_holds_twelve_bytes_for_each_trained_weight(tmp_path, model, rows):

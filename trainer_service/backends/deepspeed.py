@@ -120,9 +120,17 @@ class DeepSpeedBackend:
         return tensor.detach()
 
     def close(self) -> None:
-        """Release DeepSpeed's memory for the module."""
+        """Release the memory of the module, which cannot be used afterwards.
+
+        DeepSpeed 0.19 keeps references to modules and parameters that were under ZeRO 3, so their contents are deleted.
+        """
+        parameters, modules = list(self.module.parameters()), list(self.module.modules())
         self._engine.destroy()
         del self._engine
+        for parameter in parameters:
+            parameter.data = parameter.data.new_empty(0)
+        for one in (*parameters, *modules):
+            vars(one).clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
