@@ -48,17 +48,19 @@ def rename(json: bytes, model: str, asked: str) -> bytes:
 
 def _cut_logprobs(json: bytes) -> bytes:
     """Cut the logprobs where vLLM writes them, after the choice's content; in other JSON, find them by decoding."""
-    cut, at = json, 0
-    while (found := cut.find(_LOGPROBS, at)) >= 0:
+    kept = b""  # the result before `begin`; short, so the text after a choice is not copied for each choice
+    begin = at = 0
+    while (found := json.find(_LOGPROBS, at)) >= 0:
         before, at = at, found + len(_LOGPROBS)
-        if cut.startswith(b":{", at):
-            end = cut.find(_AFTER_LOGPROBS, at)
-            if end < 0 or all(cut.find(field, before, found) < 0 for field in _CONTENT):  # the content may be inside
+        if json.startswith(b":{", at):
+            end = json.find(_AFTER_LOGPROBS, at)
+            if end < 0 or all(json.find(field, before, found) < 0 for field in _CONTENT):  # the content may be inside
                 return _cut(json, _logprobs_of(json))
-            cut = cut[: at + 1] + b"null" + cut[end + 1 :]
-        elif not cut.startswith(b":null", at):
+            kept += json[begin : at + 1] + b"null"
+            begin = at = end + 1
+        elif not json.startswith(b":null", at):
             return _cut(json, _logprobs_of(json))
-    return cut
+    return kept + json[begin:] if begin else json
 
 
 class _Choice(msgspec.Struct):
@@ -79,13 +81,15 @@ def _logprobs_of(json: bytes) -> list[Raw]:
 
 def _cut(text: bytes, logprobs: Iterable[Raw]) -> bytes:
     """Replace these values of `logprobs`, in their order, with null."""
-    at = 0
+    kept = b""
+    begin = 0
     for raw in logprobs:
         value = bytes(raw)
         if value != b"null":
-            at = _find_value(text, value, at)
-            text = text[:at] + b"null" + text[at + len(value) :]
-    return text
+            at = _find_value(text, value, begin)
+            kept += text[begin:at] + b"null"
+            begin = at + len(value)
+    return kept + text[begin:] if begin else text
 
 
 def _find_value(text: bytes, value: bytes, at: int) -> int:
@@ -98,11 +102,13 @@ def _find_value(text: bytes, value: bytes, at: int) -> int:
 
 def _cut_ids(text: bytes) -> bytes:
     """Replace all token ids, of prompts and replies, with null."""
-    at = 0
+    kept = b""
+    begin = at = 0
     while (at := text.find(_IDS, at)) >= 0:
         at += len(_IDS)
         if text.startswith(b":[", at) and (end := text.find(b"]", at)) >= 0:
-            text = text[: at + 1] + b"null" + text[end + 1 :]
+            kept += text[begin : at + 1] + b"null"
+            begin = at = end + 1
         elif not text.startswith(b":null", at):
             return _IDS_SPACED.sub(rb'token_ids"\1null', text)
-    return text
+    return kept + text[begin:] if begin else text

@@ -61,3 +61,12 @@ def test_what_is_no_completion_goes_on_as_it_is():
         broken_off,
     ):
         assert redact(event, asked) == event
+
+
+def test_every_choice_of_a_reply_is_cut():
+    entry = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
+    choice = {"index": 0, "message": {}, "logprobs": {"content": [entry] * 3}, "finish_reason": "stop"}
+    asked = SimpleNamespace(recorded=True, wants_logprobs=False, wants_token_ids=False)
+    text = json.dumps({"choices": [choice | {"token_ids": [7] * 3}] * 64}, separators=(",", ":")).encode()
+    cut = choice | {"logprobs": None, "token_ids": None}
+    assert json.loads(redact(text, asked)) == {"choices": [cut] * 64}
