@@ -71,7 +71,7 @@ def test_a_reply_is_rated_rewarded_corrected_and_preferred(client, explorer):
     assert (status.ready, status.serving, status.is_training) == (2, None, False)
 
 
-def test_a_truth_value_is_the_number_that_it_stands_for(client, explorer):
+def test_a_boolean_is_sent_as_its_number(client, explorer):
     right, wrong = say(client.model()).id, say(client.model()).id
     client.feedback(right, reward=True, metrics={"short": False})
     client.feedback(wrong, reward=False)
@@ -92,7 +92,7 @@ def test_versions_are_listed_and_the_one_in_service_is_known(client, explorer):
     assert client.status().newest == 1
 
 
-async def test_the_async_client_says_the_same(explorer):
+async def test_the_async_client_has_the_same_methods(explorer):
     async with flywheel.AsyncClient(explorer.url) as client:
         await client.wait_ready()
         chat = client.async_openai()
@@ -248,7 +248,7 @@ def test_operators_share_traffic_promote_and_roll_back():
     assert asked == OPERATED
 
 
-async def test_operators_do_so_in_asyncio_too():
+async def test_operators_work_in_asyncio_too():
     with operated() as (url, asked):
         async with flywheel.AsyncClient(url) as client:
             await client.admin.traffic({12: 0.9, 13: 0.1})
@@ -272,7 +272,7 @@ def test_what_is_no_version_and_no_share_is_named_before_anything_is_sent():
             call()
 
 
-def test_an_explorer_that_has_no_such_routes_yet_is_named_with_what_to_do(client):
+def test_an_explorer_without_these_routes_is_reported_with_a_remedy(client):
     calls = (client.admin.traffic, {0: 1.0}), (client.admin.promote, 1), (client.admin.rollback, 0)
     for call, argument in calls:
         with pytest.raises(flywheel.Refused, match=r"serves the newest version.*client\.model\(12\)") as caught:

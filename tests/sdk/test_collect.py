@@ -69,7 +69,7 @@ def broken(row: Any) -> Any:
     ("options", "written", "failed", "dropped"),
     [({"redact": broken}, 0, 1, 0), ({"redact": lambda row: None}, 0, 0, 0), ({"max_mb": 0}, 0, 0, 1)],
 )
-def test_whatever_fails_the_call_goes_on_and_it_is_counted(explorer, tmp_path, options, written, failed, dropped):
+def test_any_failure_is_counted_and_the_call_continues(explorer, tmp_path, options, written, failed, dropped):
     with flywheel.Collector(tmp_path / "log.jsonl", **options) as collector:
         assert chat(collector, explorer.url)
     assert len(lines(tmp_path / "log.jsonl")) == written

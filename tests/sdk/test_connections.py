@@ -45,7 +45,7 @@ async def test_requests_at_once_have_a_connection_each_and_later_ones_use_them_a
     assert count(kept) == (0, 0)
 
 
-async def test_a_stream_holds_its_connection_until_it_is_closed_and_gives_it_back_once(url):
+async def test_a_stream_uses_its_connection_until_it_is_closed_and_releases_it_once(url):
     kept = Connections()
     async with httpx.AsyncClient(transport=kept.asynchronous(owned=True)) as client:
         async with client.stream("GET", url) as reply:

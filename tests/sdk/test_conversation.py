@@ -93,7 +93,7 @@ def test_a_simulated_user_that_answers_end_ends_it(explorer, scripted_engine):
     assert len(seen[0]) == 2
 
 
-def test_a_writing_tool_in_the_whole_gets_what_production_got(explorer, scripted_engine):
+def test_a_writing_tool_in_a_replayed_conversation_gets_production_s_result(explorer, scripted_engine):
     done: list[str] = []
 
     @flywheel.tool(read_only=False, name="cancel_order")

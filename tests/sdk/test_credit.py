@@ -19,7 +19,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rewards_arrive_as_said_with_commits_racing_and_several_choices(explorer, client, seed):
+def test_rewards_arrive_unchanged_with_concurrent_commits_and_several_choices(explorer, client, seed):
     chance = random.Random(seed)
     ended = threading.Event()
 

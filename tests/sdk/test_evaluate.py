@@ -70,14 +70,14 @@ def serve(explorer: Any, version: int) -> None:
     wait_until(lambda: explorer.http.get("/status").json()["versions"]["serving"] == version)
 
 
-def test_an_evaluation_of_what_is_in_service_is_made_anew_when_another_version_comes_meanwhile(explorer):
+def test_an_evaluation_of_the_version_in_service_is_repeated_if_it_is_replaced(explorer):
     moving = Moving(explorer)
     found = flywheel.evaluate(moving, TASKS[:3], url=explorer.url, at_once=1)
     assert (found.version, found.n, found.failed) == (2, 3, 0)
     assert moving.versions == [1, 1, 1, 2, 2, 2]
 
 
-def test_learn_evaluates_anew_when_another_version_comes_meanwhile(explorer, tmp_path):
+def test_learn_repeats_an_evaluation_if_the_version_is_replaced(explorer, tmp_path):
     report = learn(explorer, tmp_path, Moving(explorer), TASKS[:3], eval_tasks=TASKS[:2], at_once=1)
     assert [(one.version, one.n, one.failed) for one in report.evaluations] == [(2, 2, 0)]
 
@@ -98,7 +98,7 @@ def test_the_last_version_is_evaluated_when_the_time_is_up(explorer, tmp_path):
     assert [one.version for one in report.evaluations] == [1, 2]
 
 
-def test_what_fails_in_an_evaluation_is_told_with_its_cause(explorer, tmp_path, capsys):
+def test_failures_in_an_evaluation_are_reported_with_their_cause(explorer, tmp_path, capsys):
     def fails(task: Any, model: flywheel.Model, run: flywheel.Run) -> Any:
         if run.run_id == "eval" and task == TASKS[0]:
             raise ValueError("no action in\n'hello' <b>")

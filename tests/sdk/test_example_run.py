@@ -56,7 +56,7 @@ def test_a_folder_of_something_else_is_left_alone(explorer, tmp_path, capsys):
     assert [file.name for file in (tmp_path / "root").iterdir()] == ["thesis"]
 
 
-def test_an_example_says_what_is_wrong_in_one_line(tmp_path, capsys):
+def test_an_example_reports_an_error_in_one_line(tmp_path, capsys):
     arguments = ["--url", "http://127.0.0.1:9", "--root", str(tmp_path / "root"), "--minutes", "0.01"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("examples.run.RETRY_S", 0.1)
@@ -99,7 +99,7 @@ class Serving:
         return version
 
 
-def test_an_evaluation_that_another_version_has_interrupted_is_made_anew():
+def test_an_evaluation_that_a_new_version_interrupted_is_repeated():
     evaluated: list[int] = []
 
     def evaluation(version: int) -> Any:

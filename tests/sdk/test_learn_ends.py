@@ -43,7 +43,7 @@ def test_a_child_that_never_spoke_costs_the_others_nothing(explorer, tmp_path, c
     assert any("/silent" in message and "no chat" in message for message in caplog.messages)
 
 
-def test_a_run_left_by_hand_says_what_it_knows_of_its_children(client, explorer, caplog):
+def test_a_run_left_by_hand_logs_a_child_without_chats(client, explorer, caplog):
     with client.run("t") as run:
         for name in ("silent", "b"):
             run.child(name).reward(1.0)
@@ -78,7 +78,7 @@ class Away(flywheel.AsyncClient):
         raise flywheel.Unreachable("cut off")
 
 
-async def test_the_report_names_what_ended_the_work_whatever_it_was(explorer, tmp_path):
+async def test_the_report_names_the_reason_for_the_end(explorer, tmp_path):
     async with Away(explorer.url) as client:
         with pytest.raises(flywheel.Unreachable):
             await flywheel.alearn(count, TASKS, client=client, folder=tmp_path, **COLLECT)

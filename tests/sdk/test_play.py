@@ -44,7 +44,7 @@ async def test_an_episode_without_an_end_is_cut_off(explorer):
     assert played.messages[0] == {"role": "user", "content": "begin None"}
 
 
-def test_learn_ends_when_its_time_is_up_and_finishes_what_runs(explorer, tmp_path):
+def test_learn_ends_at_its_time_limit_and_finishes_running_runs(explorer, tmp_path):
     async def play(task: Any, model: flywheel.Model) -> float:
         return (await flywheel.play(Countdown(2), model)).reward
 

@@ -34,14 +34,14 @@ def counted(stats: flywheel.Stats) -> int:
         {"reward": lambda run, reply: float("nan")},
     ],
 )
-def test_each_run_is_counted_once_by_what_became_of_it(explorer, given):
+def test_each_run_is_counted_once_by_its_outcome(explorer, given):
     runner = flywheel.TrainingRunner(explorer.url, **{"agent": agent, "reward": score, "select": EVERY, **given})
     with runner:
         ask(runner.watch(agent, production=PRODUCTION), 3)
     assert (runner.stats.runs, counted(runner.stats)) == (3, 3), runner.stats
 
 
-def test_a_run_that_stop_breaks_off_is_counted_as_that_and_what_had_not_begun_as_dropped(explorer):
+def test_a_run_that_stop_interrupts_is_counted_as_such_and_unstarted_ones_as_dropped(explorer):
     begun: list[Any] = []
 
     async def endless(request: dict[str, Any], model: flywheel.Model) -> str:
@@ -59,7 +59,7 @@ def test_a_run_that_stop_breaks_off_is_counted_as_that_and_what_had_not_begun_as
     assert stats.last_error == "TimedOut: stop waited no longer than drain_s=0.1 for it"
 
 
-def test_an_error_without_a_message_is_told_by_its_type(explorer):
+def test_an_error_without_a_message_is_reported_by_its_type(explorer):
     async def silent(request: dict[str, Any], model: flywheel.Model) -> str:
         raise TimeoutError
 
@@ -68,7 +68,7 @@ def test_an_error_without_a_message_is_told_by_its_type(explorer):
     assert runner.stats.last_error == "TimeoutError"
 
 
-def test_a_last_commit_that_the_explorer_does_not_answer_is_told_as_that(monkeypatch):
+def test_an_unanswered_last_commit_is_reported_as_such(monkeypatch):
     monkeypatch.setattr("flywheel.shadow.LAST_S", 0.2)
     url = f"http://127.0.0.1:{free_port()}"
     runner = flywheel.TrainingRunner(url, agent, score)

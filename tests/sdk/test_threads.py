@@ -31,7 +31,7 @@ def test_no_more_threads_run_than_were_asked_for_and_idle_ones_are_used_again():
         assert 1 <= len(named("again")) <= 2
 
 
-def test_what_a_function_raises_reaches_who_waits_for_it_and_its_thread_goes_on():
+def test_an_exception_of_a_function_reaches_its_caller_and_its_thread_continues():
     with DaemonThreads(1, "raising") as threads:
         for error in (KeyError("own"), SystemExit(3)):
             with pytest.raises(type(error)):

@@ -131,7 +131,7 @@ def test_a_tool_that_nobody_declared_stops_the_run_before_its_first_token(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_a_tool_that_its_framework_calls_read_only_obeys_what_its_function_says(
+def test_a_tool_that_its_framework_marks_read_only_obeys_its_function_s_declaration(
     explorer, scripted_engine, witness, name, policy
 ):
     @flywheel.tool(read_only=False, name=name)
@@ -270,7 +270,7 @@ def test_an_agent_object_that_is_awaited_is_watched_as_an_async_one(explorer, na
     assert (runner.stats.rewarded, runner.stats.unsafe) == (1, 0), runner.stats
 
 
-def test_guard_refuses_what_it_cannot_guard(name):
+def test_guard_refuses_objects_that_it_cannot_guard(name):
     with pytest.raises(flywheel.ConfigError, match="its function cannot be found"):
         flywheel.guard([SimpleNamespace(name=name, is_read_only=True)])
     with pytest.raises(flywheel.ConfigError, match="has no name"):

@@ -56,7 +56,7 @@ def test_half_a_character_in_a_comment_is_replaced_and_the_run_is_rewarded(explo
     ]
 
 
-def test_what_the_journal_holds_is_what_was_sent(explorer, tmp_path):
+def test_the_journal_contains_exactly_what_was_sent(explorer, tmp_path):
     """After a crash it is sent again under the same keys, where another body would be refused."""
     shares = itertools.count(1)
     learn(explorer, tmp_path, tasks=TASKS[:1], credit=lambda reward, ids: [float(next(shares)) for _ in ids])
@@ -91,7 +91,7 @@ def test_a_shadow_run_that_fails_in_an_unusual_way_leaves_its_worker_alive(explo
         wait_until(lambda: runner.stats.failed[cause] == 3)
 
 
-def test_the_first_failure_of_each_kind_is_told_while_learn_goes_on(explorer, tmp_path, caplog):
+def test_the_first_failure_of_each_kind_is_reported_while_learn_continues(explorer, tmp_path, caplog):
     def fails(task: Any, model: flywheel.Model) -> float:
         if task["n"] == 0:
             raise ValueError(f"no action in {task}")

@@ -44,7 +44,7 @@ def test_vllm_is_started_for_as_many_adapters_and_as_high_a_rank_as_are_configur
 
 
 @pytest.mark.parametrize("engine", [{"max_loras": 4, "max_cpu_loras": 3}, {"max_loras": 2, "max_cpu_loras": 2}])
-def test_fewer_places_than_are_needed_are_refused_with_what_to_set(tmp_path, engine):
+def test_too_few_adapter_places_are_refused_with_the_setting_to_change(tmp_path, engine):
     with pytest.raises(ValueError, match=f"set at least {max(3, engine['max_loras'])}"):
         config_of(tmp_path, engine)
 

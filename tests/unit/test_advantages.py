@@ -59,7 +59,7 @@ def test_running_moments_of_a_whole_batch_are_its_own():
     assert running_moments(memory, [array(1), array(3)], window=2) == pytest.approx((2, 1))
 
 
-def test_running_moments_count_earlier_sequences_for_those_that_are_missing():
+def test_running_moments_count_earlier_sequences_in_place_of_missing_ones():
     # three earlier ones of mean 9 and variance 4 beside one of 1: mean 7, variance ¾·4 + ¾·¼·64
     memory = {"sequences": 50, "mean": 9.0, "variance": 4.0}
     assert running_moments(memory, [array(1)], window=4) == pytest.approx((7, 15**0.5))

@@ -137,7 +137,7 @@ def test_a_template_that_writes_no_answer_after_its_prompt_is_refused_in_one_lin
         assert "\n" not in str(error.value)
 
 
-def test_only_what_learns_from_corrections_needs_a_tokenizer(tmp_path: Path, model: Path):
+def test_only_algorithms_that_learn_from_corrections_need_a_tokenizer(tmp_path: Path, model: Path):
     nothing = {"vocabulary": 208, "context": None}
     assert answer_tokenizer(TrainerConfig(algorithm="ppo"), tmp_path, **nothing) is None
     with pytest.raises(StartupError, match="corrections need the model's tokenizer"):

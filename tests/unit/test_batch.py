@@ -73,7 +73,7 @@ def test_a_run_whose_turns_do_not_merge_gives_every_token_the_same_return():
     assert [returns(sequence) for sequence in apart] == [pytest.approx([0.8, 0.8])] * 8
 
 
-def test_a_turn_s_own_reward_counts_for_it_and_for_what_led_to_it_but_for_nothing_after_it():
+def test_a_turn_s_own_reward_counts_for_it_and_earlier_turns_but_not_for_later_ones():
     for merges in (True, False):
         rows = [row(n, list(range(2 * n - 1)) if merges else [n, 0], [2 * n - 1], run="r") for n in range(1, 5)]
         rows = [replace(one, outcome=1.0, turn_reward=0.25 if one.id == 2 else None) for one in rows]
@@ -82,7 +82,7 @@ def test_a_turn_s_own_reward_counts_for_it_and_for_what_led_to_it_but_for_nothin
 
 
 @pytest.mark.parametrize("merges", [True, False])
-def test_turns_after_the_last_reward_stand_apart_for_nobody_knows_what_they_are_worth(merges):
+def test_turns_after_the_last_reward_are_separate_because_their_return_is_unknown(merges):
     """As 0 they would count as thumbs down."""
     rows = [row(n, list(range(2 * n - 1)) if merges else [n, 0], [2 * n - 1], run="r") for n in range(1, 5)]
     rows = [replace(one, reward=1.0 if one.id == 2 else None) for one in rows]
@@ -96,7 +96,7 @@ def test_turns_after_the_last_reward_stand_apart_for_nobody_knows_what_they_are_
     assert len(whole) == 1, "what was said of the whole is about them, too"
 
 
-def test_a_choice_that_nobody_judged_does_not_count_as_0_beside_one_that_somebody_did():
+def test_a_choice_without_signals_does_not_count_as_0_next_to_one_with_signals():
     rows = [row(n, [1], [n + 1], run="r", reward=0.5) for n in range(1, 4)]
     for unsaid in (1, 2, 3):
         batch = make_batch([replace(one, reward=None) if one.id == unsaid else one for one in rows])
@@ -104,7 +104,7 @@ def test_a_choice_that_nobody_judged_does_not_count_as_0_beside_one_that_somebod
         assert [batch.sequences[place].row_ids for place in batch.rewarded] == [[one] for one in judged]
 
 
-def test_turns_of_interleaved_agents_in_a_run_earn_what_comes_after_them():
+def test_turns_of_interleaved_agents_in_a_run_earn_later_rewards():
     agent = row(1, [1], [2], run="r"), row(3, [1, 2, 3], [4], run="r", reward=1.0)
     helper = row(2, [9], [8], run="r", reward=0.5), row(4, [9, 8, 7], [6], run="r", reward=0.25)
     first, second = assemble([*agent, *helper])
@@ -113,7 +113,7 @@ def test_turns_of_interleaved_agents_in_a_run_earn_what_comes_after_them():
     assert returns(second) == pytest.approx([1.75, 0.25])
 
 
-def test_alternatives_do_not_earn_what_the_other_earned():
+def test_alternatives_do_not_earn_each_other_s_rewards():
     """Two choices of one reply, the first of which is continued; and a retry of the turn after it."""
     chosen, other = row(1, [1], [2], run="r", reward=0.1), row(2, [1], [3], run="r", reward=1.0)
     turn, retry = row(3, [1, 2, 4], [5], run="r", reward=0.2), row(4, [1, 2, 4], [6], run="r", reward=2.0)
@@ -130,7 +130,7 @@ def test_a_history_that_was_rewritten_is_no_alternative():
     assert [returns(sequence) for sequence in assemble([first, second, fork])] == [[0.0, 0.0], [1.0]]
 
 
-def test_what_another_group_of_keys_says_of_a_run_of_the_same_name_is_apart():
+def test_signals_of_another_key_group_about_a_run_of_the_same_name_are_separate():
     mine = replace(row(1, [1], [2], run="r", reward=1.0), key_group="mine", outcome=1.0)
     theirs = replace(row(2, [1, 2, 3], [4], run="r", reward=-9.0), key_group="theirs", outcome=-9.0)
     assert [returns(sequence) for sequence in assemble([mine, theirs])] == [[1.0], [-9.0]]

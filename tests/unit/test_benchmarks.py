@@ -11,7 +11,7 @@ PROGRAMS = sorted(Path(__file__).parents[2].glob("benchmarks/*/__main__.py"))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=[path.parent.name for path in PROGRAMS])
-def test_a_benchmark_that_is_asked_for_help_says_how_it_is_called(program, monkeypatch, capsys):
+def test_a_benchmark_prints_its_usage_for_help(program, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [str(program), "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(program), run_name="__main__")

@@ -42,7 +42,7 @@ def test_a_delta_is_published_where_little_changed_and_its_copy_has_the_files_th
     assert made["config.json"] == contents(weights.folder(3))["config.json"]
 
 
-def test_one_of_so_many_versions_is_whole_and_so_is_one_in_which_much_changed(tmp_path):
+def test_one_version_in_n_is_whole_and_so_is_one_with_many_changes(tmp_path):
     weights = Weights(tmp_path, anchor_every=3)
     for version in range(5):
         weights.publish(version)
@@ -82,7 +82,7 @@ def test_it_can_be_told_which_versions_others_are_made_of(tmp_path):
     assert [link.manifest.version for link in read_chain(tmp_path, 5)] == [3, 4, 5]
 
 
-def test_a_copy_that_was_made_earlier_saves_reading_what_came_before_it(tmp_path):
+def test_an_earlier_copy_saves_reading_the_versions_before_it(tmp_path):
     weights = Weights(tmp_path)
     for version in range(4):
         weights.publish(version)
@@ -159,7 +159,7 @@ def test_a_delta_of_another_version_of_the_same_number_is_found(tmp_path):
         read_chain(tmp_path, 2)
 
 
-def test_a_delta_that_says_another_size_than_what_it_changes_is_found(tmp_path):
+def test_a_delta_with_a_size_other_than_its_base_is_detected(tmp_path):
     weights = Weights(tmp_path)
     for version in range(2):
         whole = weights.publish(version).whole

@@ -29,7 +29,7 @@ def test_each_kind_of_signal_has_an_algorithm_that_learns_from_it(said, repeats,
     assert said <= TrainerConfig(algorithms=chosen).learns_from
 
 
-def test_what_was_chosen_before_stays_and_what_it_lacks_is_added():
+def test_an_earlier_choice_is_kept_and_missing_algorithms_are_added():
     assert choose({"comment"}, repeats=True, before={"kto": 1.0}) == {"kto": 1.0, "hint": 0.5}
     assert choose({"reward"}, repeats=False, before={"kto": 1.0}) == {"reinforce_pp": 1.0, "kto": 1.0}
     assert choose({"rating"}, repeats=True, before={"reinforce_pp": 1.0}) == {"reinforce_pp": 1.0}

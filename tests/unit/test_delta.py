@@ -112,7 +112,7 @@ def test_no_delta_is_made_that_is_larger_than_allowed_or_between_files_that_diff
     assert not (tmp_path / "d").exists()
 
 
-def test_a_delta_does_not_know_what_it_was_made_against(tmp_path):
+def test_a_delta_does_not_identify_its_base(tmp_path):
     older, newer = sparse(tmp_path, 1000, 0.1)
     assert write_delta(older, newer, tmp_path / "d", NO_LIMIT)
     other = weights(tmp_path / "o", {"w": ("BF16", (1000,), bytes(2000))})

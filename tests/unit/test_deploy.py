@@ -112,7 +112,7 @@ def test_the_databases_user_is_no_superuser():
     assert "flywheel LOGIN NOSUPERUSER" in (ROOT / "deploy/compose/postgres.sql").read_text()
 
 
-def test_every_variable_that_compose_wants_stands_in_the_example():
+def test_every_variable_that_compose_requires_is_in_the_example():
     wanted = set(re.findall(r"\$\{(\w+):\?", (ROOT / "docker-compose.yml").read_text()))
     example = (ROOT / "deploy/compose/env.example").read_text()
     assert wanted == {name for name in wanted if re.search(rf"^{name}=", example, re.MULTILINE)}

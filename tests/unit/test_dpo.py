@@ -20,7 +20,7 @@ def pairs_of(batch: Batch, **settings: bool) -> list[tuple[int, ...]]:
     return [unit.members for unit in DPO(DPOConfig(**settings)).units(batch)]
 
 
-def test_it_looks_with_the_base_model_and_for_its_bound_with_the_policy():
+def test_it_needs_the_base_model_and_for_its_bound_the_policy():
     assert DPO(DPOConfig(clip=0)).needs == Needs.REFERENCE
     assert DPO(DPOConfig()).needs == Needs.REFERENCE | Needs.PROXIMAL
 
@@ -40,7 +40,7 @@ def test_a_preference_does_not_push_a_token_that_it_has_moved_beyond_the_clip():
     assert logprobs[1].grad.tolist() == pytest.approx([0, slope, slope])
 
 
-def test_each_preference_is_one_unit_however_often_it_was_said():
+def test_each_preference_is_one_unit_however_often_it_was_sent():
     batch = replace(batch_of(*(sequence([0.0]) for _ in range(3))), pairs=[(2, 0), (1, 0), (2, 0)])
     assert DPO(DPOConfig()).units(batch) == [Unit((2, 0), said=Said.PREFERENCE), Unit((1, 0), said=Said.PREFERENCE)]
 
@@ -110,7 +110,7 @@ def test_runs_of_two_groups_of_keys_are_not_compared_where_these_name_their_task
     assert pairs_of(Batch.of(runs), best_over_worst=True) == [(0, 2)]
 
 
-def test_what_somebody_said_of_two_runs_counts_for_more_than_their_rewards():
+def test_a_preference_between_two_runs_overrides_their_rewards():
     batch = replace(Batch.of([run("a", 1.0), run("a", 0.0)]), pairs=[(1, 0)])
     assert pairs_of(batch, best_over_worst=True) == [(1, 0)]
 

@@ -42,7 +42,7 @@ def test_there_are_five_thousand_mails_and_four_hundred_questions_a_fifth_withou
     assert world.make_questions(3) == world.make_questions(3)
 
 
-def test_each_answer_is_what_sql_finds_in_the_one_mail_that_has_it():
+def test_each_answer_is_what_sql_finds_in_the_only_mail_with_it():
     words = {name: set(values) for name, (_, values) in world.FACTS.items()}
     for one in QUESTIONS:
         kind, project, event = re.fullmatch(r"(.*) the (\w+) (\w+) \?", one.question).groups()
@@ -56,7 +56,7 @@ def test_each_answer_is_what_sql_finds_in_the_one_mail_that_has_it():
         assert told == ([one.answer] if one.message_ids else []) and (rows or one.answer == UNKNOWN)
 
 
-def test_search_finds_what_sql_without_an_index_finds():
+def test_search_finds_the_same_mails_as_sql_without_an_index():
     draw = random.Random(0)
     vocabulary = [*world.PROJECTS, *world.EVENTS, *world.FACTS["day"][1], "the", "unheard"]
     for _ in range(150):

@@ -34,7 +34,7 @@ def test_an_engine_listens_on_the_address_that_its_url_names(url, engine, host):
 
 
 @pytest.mark.parametrize(("answer", "said"), [(None, "no address here"), ("127.0.1.1", "no other machine reaches it")])
-def test_an_engine_whose_name_leads_nowhere_is_told_which_setting_helps(answer, said, monkeypatch):
+def test_an_engine_with_an_unresolvable_name_gets_an_error_with_the_setting_to_change(answer, said, monkeypatch):
     def resolve(host: str, port: int, **_: object) -> list[tuple]:
         if answer is None:
             raise socket.gaierror(-2, "Name or service not known")
@@ -61,7 +61,7 @@ def test_the_engines_token_is_made_once_for_its_user_alone_and_a_setting_takes_i
         engine_token(config)
 
 
-def test_on_two_cores_the_engine_core_runs_the_model_unless_the_user_says_otherwise():
+def test_on_two_cores_the_engine_core_runs_the_model_unless_configured_otherwise():
     apart, threads = "VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS"
     assert one_process(2, {}) == {apart: "0", threads: "1"}
     assert one_process(1, {apart: "1", threads: "2"}) == {}

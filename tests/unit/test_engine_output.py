@@ -71,7 +71,7 @@ def reason_of(lines: list[str], file: Path, *, in_service: bool) -> str:
         (["Killed"], "its log names no error and ends with: Killed ("),
     ],
 )
-def test_why_vllm_ended_in_service_is_what_ended_it_and_no_error_of_a_request(lines, reason, tmp_path):
+def test_the_reason_for_an_end_in_service_is_the_fatal_error_not_a_request_error(lines, reason, tmp_path):
     said = reason_of([*OF_A_REQUEST * 20, *lines], tmp_path / "vllm-e0.log", in_service=True)
     assert reason in said and "JSONDecodeError" not in said
 
@@ -85,7 +85,7 @@ def test_why_vllm_could_not_start_is_the_first_error_that_is_no_consequence(tmp_
     assert reason_of(lines, tmp_path / "vllm-e0.log", in_service=False).startswith("ValueError: no such layer (")
 
 
-def test_the_log_of_the_run_before_stays_beside_the_new_one_and_is_named(tmp_path):
+def test_the_log_of_the_previous_run_is_kept_and_named(tmp_path):
     file, previous = tmp_path / "logs" / "vllm-e0.log", tmp_path / "logs" / "vllm-e0.previous.log"
     for run in ("first", "second", "third"):
         said = reason_of([run], file, in_service=True)

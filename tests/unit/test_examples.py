@@ -48,7 +48,7 @@ def test_agents_worlds_and_rewards_know_nothing_of_the_tiny_model_or_the_service
         assert "tiny" not in name.split(".")
 
 
-def test_an_unknown_example_is_refused_with_the_names_of_those_that_there_are():
+def test_an_unknown_example_is_refused_with_the_known_names():
     with pytest.raises(StartupError, match="frozen_lake"):
         run_example("nope", [])
 

@@ -45,7 +45,7 @@ def test_it_needs_a_teacher_and_no_critic():
     assert Hint(HintConfig(kl_coef=0.1)).needs == Needs.TEACHER | Needs.PROXIMAL | Needs.REFERENCE
 
 
-def test_each_turn_of_which_something_was_said_is_a_unit_of_its_own_and_others_are_none():
+def test_each_turn_with_words_is_its_own_unit_and_others_are_none():
     batch = said_of(said_of(said_of(batch_of(*[sequence([0, 0, 0])] * 3), 2, 0), 0, 0, 1), 0, 2)
     units = Hint(HintConfig()).units(batch)
     assert [(unit.members, unit.words[0].actions.tolist()) for unit in units] == [
@@ -55,7 +55,7 @@ def test_each_turn_of_which_something_was_said_is_a_unit_of_its_own_and_others_a
     ]
 
 
-def test_an_advantage_is_what_the_words_change_bounded_and_nothing_where_they_are_not_about():
+def test_an_advantage_is_the_bounded_effect_of_the_words_and_zero_elsewhere():
     batch = said_of(batch_of(sequence([0, 0, 0, 0])), 0, 1, 2, 3)
     constants, figures = constants_of(batch, array(-0.5, -3.5, -0.9), advantage_bound=1.5)
     assert constants["advantages"][0].tolist() == pytest.approx([0, 0.5, -1.5, 0.1])
@@ -81,7 +81,7 @@ def test_words_that_contradict_the_turns_reward_are_left_out_and_counted(reward,
     assert figures["hints_contradicting"] == 1 - counts
 
 
-def test_rewards_from_0_to_1_are_compared_with_what_is_neutral_among_them_or_not_at_all():
+def test_rewards_from_0_to_1_are_compared_with_neutral_reward_or_not_at_all():
     batch = said_of(batch_of(sequence([0])), 0, 0, reward=0.2)
     assert constants_of(batch, array(-0.5), neutral_reward=0.5)[1]["hints_contradicting"] == 1
     assert constants_of(batch, array(-1.5), neutral_reward=0.5)[1]["hints_contradicting"] == 0
@@ -128,7 +128,7 @@ def test_rewards_that_were_seen_are_remembered_and_are_the_same_after_a_restart(
     assert restarted == kept
 
 
-def test_of_rewards_that_acted_before_those_beside_words_are_seen():
+def test_rewards_that_already_acted_are_still_compared_with_words():
     """Only the words act now: the trajectory has no reward in this batch."""
     memory: Memory = {}
     for reward in (0.0, 1.0, 0.0, 1.0):

@@ -135,7 +135,7 @@ def test_the_tokens_of_the_next_message_are_those_of_the_next_rows_prompt():
         ("", None),
     ],
 )
-def test_only_what_the_user_said_is_the_next_message(rest, found):
+def test_only_the_user_s_text_is_the_next_message(rest, found):
     first, second = turns(rest)
     hint = writer().write([first, second])[0].hint
     assert hint is None if found is None else found in text(hint)
@@ -147,7 +147,7 @@ def test_a_tool_result_that_the_template_writes_as_a_users_message_is_none():
     assert writer(tokenizer=byte_tokenizer(template)).write([first, second])[0].hint is None
 
 
-def test_a_row_whose_tokens_were_rewritten_says_nothing_of_the_one_before():
+def test_a_row_with_rewritten_tokens_has_no_message_about_the_turn_before():
     first, second = turns("\n<|im_start|>user\nno<|im_end|>\n")
     prompt = second.tokens.prompt_ids.copy()
     prompt[5] += 1
@@ -231,6 +231,6 @@ def test_hints_and_reasons_go_to_other_ranks_as_arrays():
 
 
 @pytest.mark.parametrize("wording", ["no place", "{text} twice {text}", "{other}", "{text} {"])
-def test_a_wording_that_does_not_say_where_the_text_stands_is_refused(wording):
+def test_a_wording_without_a_place_for_the_text_is_refused(wording):
     with pytest.raises(ValueError, match="comment"):
         HintConfig(comment=wording)

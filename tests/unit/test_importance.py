@@ -52,7 +52,7 @@ def test_a_weight_is_zero_where_the_policy_could_not_have_sampled_and_the_cap_be
     assert weights(array(-math.inf, 0.0), geometric_mask=(0.5, 2.0)) == [0, 0]
 
 
-def test_what_is_plotted_says_how_far_the_samplers_were():
+def test_the_figures_measure_the_drift_of_the_samplers():
     batch = batch_of(sequence([0.0, 0.0], behaviour=[-1.0, -1.0]), sequence([0.0], behaviour=[-1.0]))
     seen = precomputed(batch, processed=[array(-1.0, -1.0 + math.log(3)), array(-1.0 + math.log(0.5))])
     config = ReinforcePPConfig(kl_coef=0, importance_outside="mask")

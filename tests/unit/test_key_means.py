@@ -61,6 +61,6 @@ def test_the_same_batch_after_the_same_memory_gives_the_same_numbers():
     assert memory == again and all(np.array_equal(a.rewards, b.rewards) for a, b in pairs)
 
 
-def test_bounds_of_a_tracker_are_refused_beside_it():
+def test_bounds_of_a_tracker_are_refused_with_center_keys():
     with pytest.raises(ValueError, match="center_keys moves rewards out of"):
         TrainerConfig.model_validate({"algorithm": "spo", "spo": {"bounds": [0, 1]}, "center_keys": True})

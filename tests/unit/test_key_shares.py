@@ -131,7 +131,7 @@ def test_the_cases_are_all_algorithms_but_the_one_with_a_critic_and_the_one_that
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_key_that_says_most_has_its_share_of_the_gradient_and_of_the_others_none_has_more(case):
+def test_the_key_with_most_signals_is_bounded_to_its_share_and_no_other_exceeds_it(case):
     algorithm, make = CASES[case]
     rows = [make(number, key) for number, key in enumerate(KEYS, start=1)]
     free, bound = (
@@ -144,7 +144,7 @@ def test_the_key_that_says_most_has_its_share_of_the_gradient_and_of_the_others_
     assert [bound[key] for key in CALM] == pytest.approx([min(free[key], bound["loud"]) for key in CALM], rel=1e-4)
 
 
-def test_what_a_teacher_says_is_nobodys_and_is_not_bounded():
+def test_a_teacher_s_logprobs_belong_to_no_key_and_are_not_bounded():
     rows = [praised(number, key) for number, key in enumerate(KEYS, start=1)]
     algorithm = Distill(DistillConfig(path="teacher", kl_coef=0.0))
     free, bound = (pulls(algorithm, rows_batch(rows), share, np.random.default_rng(7)) for share in (1.0, SHARE))
@@ -162,7 +162,7 @@ def test_a_page_s_size_does_not_depend_on_its_weights():
         assert algorithm.size(units, nothing) == algorithm.size(units, constants) > 0
 
 
-def test_ratings_of_one_key_share_what_it_may_have_by_hand():
+def test_ratings_of_one_key_share_its_bound_by_hand():
     """Six downs of one key and one each of four, all of two tokens and at the same margin: of 6 : 1 : 1 : 1 : 1 it
     keeps c = 0.3 (c + 4), 12/7, so that each of its six weighs 2/7."""
     batch = rows_batch([rated(number, key) for number, key in enumerate(KEYS, start=1)])

@@ -24,14 +24,14 @@ def reply(text: str, desk: str = "refunds", priority: str = "low") -> Reply:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_algorithm_learns_from_everything_that_a_case_says(name):
+def test_an_algorithm_learns_from_all_signals_of_a_case(name):
     plan, replies = CASES[name], [reply("refunds , low"), reply("refunds , urgent")]
     learned = learned_kinds(TrainerConfig.model_validate(plan.trainer))
     said = plan.say(replies, random.Random(0))
     assert len(said) == 2 and all({signal.kind for signal in signals} <= learned for signals, _ in said)
 
 
-def test_what_replies_are_worth_and_what_customers_say_of_them():
+def test_rewards_of_replies_and_signals_of_customers():
     good, half = reply("refunds , low"), reply("refunds , urgent")
     assert (worth(good), worth(half), worth(reply("nonsense"))) == (1.0, 0.7, 0.0)
     draw = random.Random(1)
@@ -54,7 +54,7 @@ def test_each_run_of_a_task_has_the_tickets_of_its_turns_and_single_samples_name
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].attempts > 1])
-def test_an_update_holds_whole_tasks(name):
+def test_an_update_contains_whole_tasks(name):
     assert CASES[name].rows % CASES[name].attempts == 0
 
 
@@ -63,7 +63,7 @@ def test_the_second_style_names_the_priority_first():
     assert not is_reversed(reply("refunds , low")) and not is_reversed(reply("urgent , refunds"))
 
 
-def test_figures_have_medians_and_ranges_and_say_how_many_runs_came_so_far():
+def test_figures_have_medians_ranges_and_the_number_of_runs_that_reached_the_goal():
     runs = [{"last": one, "episodes": many, "rewards": []} for one, many in ((0.5, None), (0.9, 100), (0.7, 300))]
     shown = summary(runs)
     assert shown["last"] == {"median": 0.7, "range": [0.5, 0.9]}

@@ -61,7 +61,7 @@ def test_a_peer_has_the_customers_of_our_case_and_whole_steps(name):
     assert theirs.rows % peer.settings["minibatches"] == 0
 
 
-def test_a_row_has_the_tokens_that_were_sampled_and_all_that_was_said(tokenizer):
+def test_a_row_has_the_sampled_tokens_and_all_signals(tokenizer):
     signals = [Signal("reward", value=0.7), Signal("rating", text="down"), Signal("comment", text="refunds , low")]
     said = reply(tokenizer, "refunds , urgent")
     row = RowWriter(tokenizer).row(said, signals)
@@ -71,7 +71,7 @@ def test_a_row_has_the_tokens_that_were_sampled_and_all_that_was_said(tokenizer)
     assert WORDING.format(text="refunds , low") in tokenizer.decode(row["hint"])
 
 
-def test_a_correction_is_answer_tokens_with_an_end_also_where_it_says_what_the_reply_says(tokenizer):
+def test_a_correction_is_answer_tokens_with_an_end_even_if_it_equals_the_reply(tokenizer):
     writer, said = RowWriter(tokenizer), reply(tokenizer, "refunds , urgent")
     for text in ("refunds , low", "refunds , urgent"):
         row = writer.row(said, [Signal("correction", text=text)])

@@ -61,7 +61,7 @@ def test_they_are_those_of_sampling_by_hand(likeliest, spread, monkeypatch):
         torch.testing.assert_close(found[row], by_hand[actions[row]], msg=f"{row}")
 
 
-def test_min_p_cuts_off_what_is_less_likely_than_a_share_of_the_likeliest():
+def test_min_p_removes_tokens_below_a_fraction_of_the_highest_probability():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     settings = sampling(1, 1.0, min_p=0.4)
     inside = processed_logprobs(logits, torch.tensor([0]), settings)

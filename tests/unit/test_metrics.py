@@ -23,7 +23,7 @@ os._exit(9)
 """
 
 
-def test_every_metric_stands_in_the_docs_and_every_documented_metric_exists():
+def test_every_metric_is_documented_and_every_documented_metric_exists():
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     explorers, trainers = text.split("## The trainer")
     for documented, metrics in ((explorers, ExplorerMetrics()), (trainers, TrainerMetrics())):

@@ -148,7 +148,7 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(name, rows, kin
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("keeps_head", [False, True])
 @pytest.mark.parametrize("name", architectures.NAMES)
-def test_members_of_a_unit_are_computed_each_alone_where_a_row_holds_one_sequence(name, keeps_head):
+def test_each_member_of_a_unit_is_computed_alone_if_a_row_contains_one_sequence(name, keeps_head):
     torch.set_num_threads(1)
     theirs = architectures.make(name, attn_implementation="eager").to(torch.float64)
     ours = copy.deepcopy(theirs)
@@ -218,7 +218,7 @@ def test_the_gpus_kernel_is_asked_for_the_same(name, rows, monkeypatch):
         (64, torch.bfloat16, (7, 5), False),
     ],
 )
-def test_the_gpus_kernel_is_given_what_it_takes(head, kind, capability, taken, monkeypatch):
+def test_the_gpu_kernel_is_used_only_for_supported_inputs(head, kind, capability, taken, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
     heads = SimpleNamespace(is_cuda=True, dtype=kind, shape=(1, 4, 10, head), device="cuda:0")
     assert attention._has_kernel(heads, heads, None) is taken
@@ -243,7 +243,7 @@ def test_gradient_checkpointing_computes_again_in_the_same_rows(reentrant):
         torch.testing.assert_close(found[1][key], gradient)
 
 
-def test_the_critic_sees_what_it_would_see_alone():
+def test_the_critic_computes_the_same_values_in_packed_rows():
     module = ActorCritic(architectures.make("llama").to(torch.float64))
     prepare(module.policy)
     prepare(module.trunk)

@@ -29,7 +29,7 @@ def test_it_needs_the_base_model_and_the_entropys_gradient_only_where_they_count
     assert PPO(PPOConfig(entropy_coef=0.1)).needs == Needs.PROXIMAL | Needs.VALUES | Needs.REFERENCE | Needs.ENTROPY
 
 
-def test_a_trajectory_of_which_nobody_said_how_good_it_was_is_not_trained():
+def test_a_trajectory_without_a_reward_is_not_trained():
     batch = batch_of(sequence([0, 1]), sequence([0, 0]))
     batch.trajectories[1].turn_rewards[:] = [None]
     assert [unit.members for unit in plain().units(batch)] == [(0,)]

@@ -22,7 +22,7 @@ def test_what_a_child_leaves_behind_when_it_ends_is_adopted():
     subprocess.run([sys.executable, "-c", ADOPTS], check=True, timeout=30)
 
 
-def test_a_name_says_of_a_process_on_this_machine_whether_it_runs_and_of_one_elsewhere_neither():
+def test_a_name_tells_whether_a_local_process_runs_and_is_unknown_for_a_remote_one():
     own = process_name()
     machine, pid, start, digits = own.split("-")
     assert (is_running(own), is_gone(own)) == (True, False)

@@ -111,7 +111,7 @@ def test_a_machine_with_fewer_gpus_than_ranks_is_refused_once(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_rank_whose_partners_do_not_come_says_so_in_time(rank, monkeypatch):
+def test_a_rank_whose_partners_do_not_join_reports_it_within_the_timeout(rank, monkeypatch):
     monkeypatch.setattr("trainer_service.ranks.JOIN_TIMEOUT_S", 0.5)
     job = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
     for name, value in {**job, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}.items():

@@ -37,7 +37,7 @@ def test_the_last_of_each_signal_counts(said, rule, reward):
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_every_algorithm_says_what_it_learns_from(name):
+def test_every_algorithm_declares_its_signals(name):
     teacher = {"distill": {"path": "teacher"}} if name == "distill" else {}
     learned = learned_kinds(TrainerConfig.model_validate({"algorithm": name, **teacher}))
     assert learned and learned <= set(get_args(Kind))

@@ -45,7 +45,7 @@ def worth(ticket, word: str) -> float:
     return reward(ticket, "refunded" if attempts else word, attempts)["reward"]
 
 
-def test_only_what_is_due_is_worth_anything():
+def test_only_the_due_action_earns_a_reward():
     for ticket in TICKETS[:200]:
         assert [worth(ticket, word) for word in (REFUND, *WORDS)] == [
             float(word == due(ticket.message, RECORDS[ticket.state])) for word in (REFUND, *WORDS)
@@ -103,7 +103,7 @@ def test_a_thousand_times_anything_is_answered_the_same_each_time():
     assert [fuzz(seed) for seed in range(1000)] == [fuzz(seed) for seed in range(1000)]
 
 
-def test_the_strong_model_does_what_is_due():
+def test_the_strong_model_always_does_the_due_action():
     for ticket in TICKETS:
         messages = [{"role": "system", "content": "x"}, {"role": "user", "content": ticket.message}]
         desk, done = Office(), ""
@@ -145,7 +145,7 @@ def test_the_strong_model_speaks_openai_over_the_wire():
         assert httpx.get(f"{url}/v1/models").status_code == 404
 
 
-async def test_simulated_people_rate_what_waits_and_rarely_slip():
+async def test_simulated_people_rate_waiting_answers_and_rarely_err():
     ratings, tickets = Ratings(), {ticket.name: ticket for ticket in TICKETS}
     with serve(ratings.answer) as page:
         people = asyncio.create_task(simulated_people(page, tickets, every_s=0.01))
@@ -163,7 +163,7 @@ async def test_simulated_people_rate_what_waits_and_rarely_slip():
     assert sum(ratings.given.values()) == len(given) + len(wrong) + len(paid)
 
 
-async def test_people_rate_on_a_page_and_what_nobody_rates_has_no_reward():
+async def test_people_rate_on_a_page_and_an_unrated_answer_has_no_reward():
     ratings = Ratings(wait_s=0.2)
     with serve(ratings.answer) as page:
         async with httpx.AsyncClient(base_url=page) as browser:

@@ -84,7 +84,7 @@ def test_a_wrong_file_gives_one_line_with_key_value_and_mend(tmp_path, text, par
         assert part in message
 
 
-def test_a_missing_file_and_an_unknown_variable_are_said_plainly(tmp_path):
+def test_a_missing_file_and_an_unknown_variable_are_reported_plainly(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "nowhere.yaml", {})
     with pytest.raises(ConfigError, match="FLYWHEEL_NONSENSE names no setting; unset it, or write __ between"):

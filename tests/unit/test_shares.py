@@ -73,7 +73,7 @@ def test_with_a_share_of_one_nothing_is_looked_at():
     assert bound_shares(constants, of_members("a"), 1.0) == (constants, {})
 
 
-def test_no_key_has_more_than_its_share_of_what_is_left_and_none_is_held_needlessly():
+def test_no_key_exceeds_its_share_of_the_rest_and_none_is_bounded_needlessly():
     draw = np.random.default_rng(0)
     for _ in range(300):
         masses = draw.exponential(size=int(draw.integers(1, 12))) ** 4
@@ -99,7 +99,7 @@ def test_a_slope_counts_for_each_token_of_a_loss_of_whole_sequences():
     assert bounded["slopes"] is constants["slopes"]
 
 
-def test_members_that_learn_from_what_nobody_said_are_neither_counted_nor_lowered():
+def test_members_without_a_key_are_neither_counted_nor_bounded():
     constants = {"weights": [array(9), array(3), array(1)], "advantages": [array(1)] * 3}
     bounded, figures = bound_shares(constants, {1: "a", 2: "b"}, 0.5)
     assert [one.tolist() for one in bounded["weights"]] == [[9], [pytest.approx(1)], [1]]
@@ -130,5 +130,5 @@ def test_a_trajectory_belongs_to_the_key_that_set_the_reward_of_its_newest_turn_
         ([("reward", "a"), ("reward", None)], None),
     ],
 )
-def test_a_reward_is_set_by_whoever_said_what_counts_in_it(said, key):
+def test_a_reward_belongs_to_the_key_that_sent_its_signal(said, key):
     assert reward_key([Signal(kind, key_name=name) for kind, name in said]) == key

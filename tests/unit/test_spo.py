@@ -88,7 +88,7 @@ def test_the_values_of_many_batches_equal_an_oracle_that_keeps_every_reward():
         past += [(step, attempt.levels, attempt.score) for attempt in found]
 
 
-def test_memory_survives_json_bit_for_bit_and_goes_on_as_if_nothing_had_been():
+def test_memory_survives_json_bit_for_bit_and_continues_unchanged():
     draw = np.random.default_rng(5)
     config = settings(half_life_kl=0.06, half_life_updates=9, shrinkage=2.5)
     batches = [[one(float(draw.normal()), f"p{n % 2}", f"t{draw.integers(4)}") for n in range(5)] for _ in range(20)]
@@ -100,7 +100,7 @@ def test_memory_survives_json_bit_for_bit_and_goes_on_as_if_nothing_had_been():
     assert json.dumps(saved) == json.dumps(kept)
 
 
-def test_memory_is_bounded_and_forgets_what_was_not_seen_for_longest():
+def test_memory_is_bounded_and_evicts_the_least_recently_seen():
     memory, config = {}, settings(max_keys=4)
     for number in range(50):
         tracked([one(1.0, "p", f"t{number}")], memory, 0.0, config)
@@ -129,7 +129,7 @@ def test_a_system_prompt_is_known_by_its_first_tokens_and_a_task_by_its_name_and
     assert all(len(key) == 16 for key in (*first[1:], *short[1:]))
 
 
-def test_advantages_are_what_is_better_than_expected_over_the_deviation():
+def test_advantages_are_the_excess_over_the_expected_reward_divided_by_the_deviation():
     algorithm, memory = SPO(settings(bounds=(0, 1), baseline_sequences=2)), {}
     batch = rows_batch([row(1, "easy", "1", 1.0), row(2, "hard", "1", 0.0)])
     algorithm.constants(batch, algorithm.units(batch), precomputed(batch), memory)

@@ -74,7 +74,7 @@ def test_the_view_knows_how_long_it_will_take():
     assert len(sparkline([0.0, 1.0] * 500)) == 60
 
 
-def test_the_demos_folder_is_made_anew_and_a_strangers_is_left_alone(tmp_path):
+def test_the_demo_folder_is_recreated_and_any_other_is_left_alone(tmp_path):
     root = tmp_path / "demo"
     make_root(root, MARKER)
     (root / "old").touch()
@@ -90,7 +90,7 @@ def test_the_demos_folder_is_made_anew_and_a_strangers_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("algorithm", LESSONS)
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_the_demos_configuration_is_valid_and_customers_say_what_it_learns_from(tmp_path, algorithm, kind):
+def test_the_demo_configuration_is_valid_and_customers_send_its_signals(tmp_path, algorithm, kind):
     plan = Plan(algorithm, kind, seed=3)
     _, file = write_config(tmp_path, tmp_path / "model", tmp_path if algorithm == "distill" else None, plan)
     config = load_config(file)
@@ -98,7 +98,7 @@ def test_the_demos_configuration_is_valid_and_customers_say_what_it_learns_from(
     assert plan.voice(write_ticket(random.Random(0)), 1.0).keys() <= config.trainer.learns_from
 
 
-def test_a_hint_of_the_demo_is_what_the_trainer_writes_of_a_comment(tmp_path):
+def test_a_hint_of_the_demo_equals_the_trainer_s_message_for_a_comment(tmp_path):
     """The base model that follows hints has learnt to follow these tokens."""
     tokenizer = tiny_model.make_tokenizer(base_model.recipe())
     said = (Signal("comment", text=format_answer("vpn", "urgent")),)

@@ -49,7 +49,7 @@ def test_clip_higher_leaves_likelier_tokens_more_room():
     assert clip(0.75, -1.0, high=0.28) == pytest.approx((-0.8, 0, True))
 
 
-def test_dual_clip_bounds_what_a_bad_token_can_cost():
+def test_dual_clip_bounds_the_loss_of_a_bad_token():
     assert clip(5.0, -2.0, dual=3.0) == pytest.approx((-6, 0, True))
     assert clip(2.0, -2.0, dual=3.0) == pytest.approx((-4, -4, True))
     assert clip(5.0, 2.0, dual=3.0) == pytest.approx((2.4, 0, True)), "good tokens know no dual clip"
@@ -113,7 +113,7 @@ def test_topr_tapers_old_failures_and_keeps_old_successes():
     assert gradient == pytest.approx([0, 1, -0.8]), "what π_prox could not say again is no failure of it"
 
 
-def test_opmd_pulls_back_by_what_the_sequence_has_moved():
+def test_opmd_pulls_back_in_proportion_to_the_sequence_drift():
     config = settings(surrogate="opmd", mirror_coef=0.5)
     _, gradient, _ = see(config, [1.0, 2.0, -1.0])
     logprobs = torch.tensor([math.log(r) - 1 for r in RATIOS], dtype=torch.float64, requires_grad=True)

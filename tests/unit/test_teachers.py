@@ -93,9 +93,7 @@ def test_a_server_without_prompt_logprobs_is_refused_at_start(odd, server):
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/detokenize", "/v1/completions"])
-def test_a_server_that_denies_what_it_is_asked_at_start_is_refused_with_the_reason_and_the_fix(
-    path, status, fix, server
-):
+def test_a_server_that_rejects_the_first_request_is_refused_with_reason_and_fix(path, status, fix, server):
     server.answer = lambda asked, body: (status, {}) if asked == path else scripted(asked, body)
     with pytest.raises(ConfigError) as error:
         teacher_of(server, model=None).require_same_tokenizer(TOKENIZER)
@@ -104,7 +102,7 @@ def test_a_server_that_denies_what_it_is_asked_at_start_is_refused_with_the_reas
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 401, 404])
-def test_a_teacher_that_is_away_is_waited_for_and_said_once(status, server, caplog):
+def test_an_unavailable_teacher_is_waited_for_and_logged_once(status, server, caplog):
     answers = iter([status, status, 200])
 
     def answer(path: str, body: Body) -> tuple[int, Any]:
@@ -148,7 +146,7 @@ def test_a_stop_ends_the_wait(server):
         teacher_of(server, stop).teach(rows(3))
 
 
-def test_a_row_that_the_teacher_refuses_is_counted_and_holds_no_other_up(server):
+def test_a_row_that_the_teacher_refuses_is_counted_and_delays_no_other_row(server):
     def answer(path: str, body: Body) -> tuple[int, Any]:
         return (400, {"error": "too long"}) if body["prompt"][1] == 7 else scripted(path, body)
 

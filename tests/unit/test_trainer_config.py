@@ -185,7 +185,7 @@ def test_an_algorithm_of_weight_zero_is_not_used():
     assert config.parts == {"reinforce_pp": 1.0, "sft": 0.2}
 
 
-def test_a_mix_learns_from_what_any_of_its_algorithms_learns_from():
+def test_a_mix_learns_from_the_signals_of_any_of_its_algorithms():
     assert TrainerConfig().learns_from == {"reward", "rating", "metric"}
     mixed = TrainerConfig(algorithms={"reinforce_pp": 1.0, "sft": 0.2})
     assert mixed.learns_from == {"reward", "rating", "metric", "correction", "demonstration"}

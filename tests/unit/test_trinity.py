@@ -128,7 +128,7 @@ def test_an_unknown_key_is_named_with_its_nearest():
     assert line.remark == ("no key of Trinity 0.6; did you mean explorer.rollout_model.tensor_parallel_size?")
 
 
-def test_a_setting_that_two_keys_give_differently_is_said():
+def test_a_setting_that_two_keys_give_differently_is_reported():
     args = "{clip_range: 0.2, clip_range_low: 0.1}"
     done = converted(f"model: {{model_path: /m}}\nalgorithm: {{policy_loss_fn_args: {args}}}")
     (line,) = done.lost
@@ -230,7 +230,7 @@ def test_a_relative_path_stays_where_it_was_when_the_result_is_in_another_folder
     assert config.root.resolve() == tmp_path / "data/Trinity-RFT/rft"
 
 
-def test_no_key_stands_in_two_rows_and_every_target_exists():
+def test_no_key_is_in_two_rows_and_every_target_exists():
     names = [name for key in table.KEYS for name in expand(key.names)]
     assert len(names) == len(set(names))
     options = {field.name for field in dataclasses.fields(LearnConfig)}
@@ -249,7 +249,7 @@ def test_the_page_has_the_tables_that_the_command_converts_by():
     assert all(text in page for text in tables().values())
 
 
-def test_an_explorer_starts_on_what_was_written(scripted_engine, tmp_path):
+def test_an_explorer_starts_with_the_converted_file(scripted_engine, tmp_path):
     port = int(scripted_engine.url.rpartition(":")[2])
     keys = {
         **KINDS["ppo"],

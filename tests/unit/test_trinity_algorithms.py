@@ -22,7 +22,7 @@ def test_all_of_trinity_s_algorithms_are_known_and_ours_exist():
 
 
 @pytest.mark.parametrize("theirs", TRINITY)
-def test_an_algorithm_without_a_counterpart_is_said_and_one_with_it_is_taken_over(theirs):
+def test_an_algorithm_without_a_counterpart_is_reported_and_others_are_converted(theirs):
     done = converted(f"model: {{model_path: /m}}\nalgorithm: {{algorithm_type: {theirs}}}")
     (line,) = [line for line in done.lines if line.key == "algorithm.algorithm_type"]
     if TRINITY[theirs].ours:
@@ -103,7 +103,7 @@ def test_without_a_word_kl_is_as_trinity_has_it():
     assert done.settings["trainer.grpo.kl_coef"] == 0
 
 
-def test_the_page_says_what_becomes_of_each_estimator():
+def test_the_page_lists_the_conversion_of_each_estimator():
     rows = {row.split("|")[1].strip(" `"): row.split("|")[2:4] for row in tables()["kl"].splitlines()[2:]}
     assert list(rows) == ["k1", "k2", "k3", "low_var_kl", "corrected_k3", "abs"]
     for theirs, cells in rows.items():

@@ -53,7 +53,7 @@ def test_where_no_trainer_runs_it_is_given_none(mode):
     assert gpus(done) == (1, None, [(0, 1), (2, 3)]) and not done.lost
 
 
-def test_too_few_gpus_are_marked_with_what_to_do():
+def test_too_few_gpus_are_reported_with_a_remedy():
     done = converted(**ENGINES, **{"cluster.gpu_per_node": 4})
     assert marked(done) == {
         "cluster.gpu_per_node": "engines and auxiliary models take 4 of 4 GPUs, and trainer and engine e0 are both "
@@ -62,7 +62,7 @@ def test_too_few_gpus_are_marked_with_what_to_do():
     }
 
 
-def test_several_machines_are_marked_with_what_to_do():
+def test_several_machines_are_reported_with_a_remedy():
     done = converted(**ENGINES, **{"cluster.node_num": 2})
     assert marked(done) == {
         "cluster.node_num": "2 machines; ranks are on one: set trainer.ranks and trainer.devices to GPUs that no "
@@ -76,7 +76,7 @@ def test_engines_that_take_more_gpus_than_are_counted_are_marked():
     assert list(marked(done)) == ["cluster.gpu_per_node"] and gpus(done)[:2] == (1, None)
 
 
-def test_without_the_number_of_gpus_it_is_said_that_the_trainer_has_none_of_its_own():
+def test_without_a_number_of_gpus_the_note_states_that_the_trainer_has_no_own_gpu():
     done = convert(Given({"model.model_path": "/m", **ENGINES}))
     assert any(remark.startswith("trainer.devices is not set") for remark in done.remarks)
     assert not any("trainer.devices" in remark for remark in converted(**ENGINES).remarks)

@@ -36,7 +36,7 @@ def said(capsys: pytest.CaptureFixture[str], *texts: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_model_s_line_says_by_which_name_clients_ask_for_it():
+def test_the_line_of_the_model_names_it_as_clients_request_it():
     assert "clients name it `agent`" in line_of("model.model_path").remark
 
 
@@ -51,14 +51,14 @@ def test_what_a_trainer_alone_reads_of_sampling_is_the_explorer_s():
     assert line.fate is Fate.NOT_NEEDED
 
 
-def test_the_credit_of_a_run_s_reward_is_said_where_a_trainer_learns_from_it(capsys):
+def test_the_credit_of_a_run_s_reward_is_reported_if_a_trainer_learns_from_it(capsys):
     text = said(capsys, EXPLORER, TRAINER)
     assert '`"each": true` in the feedback, or credit="each"' in text
     assert "besides these the credit of a run's reward, see above" in text
 
 
 @pytest.mark.parametrize("kind", ["sft", "bench"])
-def test_where_no_reward_is_learned_from_nothing_is_said_of_its_credit(kind, capsys):
+def test_the_credit_is_not_reported_if_no_reward_is_learned_from(kind, capsys):
     assert "credit" not in said(capsys, as_yaml(KINDS[kind]))
 
 
@@ -66,7 +66,7 @@ def test_with_a_task_set_the_credit_is_a_key_of_learn_yaml(capsys):
     assert "credit: each in learn.yaml" in said(capsys, as_yaml(KINDS["grpo"]))
 
 
-def test_a_key_that_is_not_needed_says_why_for_itself():
+def test_a_key_that_is_not_needed_has_its_own_reason():
     assert "rows are packed" in reason(f"{VERL}balance_batch", False)
     assert reason("trainer.save_hf_checkpoint", "always") == "every version is safetensors as Hugging Face writes them"
     assert "versions.max_versions" in reason(f"{VERL}max_actor_ckpt_to_keep", 5)
@@ -92,11 +92,11 @@ def test_figures_go_where_trinity_s_monitor_sends_them(monitor, watch):
     assert done.flywheel()["trainer"]["watch"] == watch and not done.lost
 
 
-def test_a_monitor_that_is_not_here_is_named_with_those_that_are():
+def test_an_unknown_monitor_is_reported_with_the_known_ones():
     assert "tensorboard, wandb or mlflow" in reason("monitor.monitor_type", "swanlab")
 
 
-def test_a_file_whose_indentation_was_lost_is_told_of_indentation(capsys):
+def test_a_file_without_indentation_gets_an_error_about_indentation(capsys):
     Path("0.yaml").write_text("mode: serve\nmodel:\nmodel_path: /m\n  max_model_len: 8192\n", encoding="utf-8")
     assert cli.main(["convert-config", "0.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -101,7 +101,7 @@ def test_an_argument_of_the_engine_is_written_as_vllm_reads_it(extra, expected):
     assert arguments(**extra) == expected
 
 
-def test_a_flag_that_two_keys_set_differently_is_said():
+def test_a_flag_that_two_keys_set_differently_is_reported():
     off, on = f"{EXTRA}enforce_eager", "explorer.rollout_model.enforce_eager"
     assert lost(**{on: True, off: False}) == [off]
 
@@ -127,7 +127,7 @@ def test_a_key_with_an_odd_value_is_converted_or_refused_in_one_line(value):
     ["name: 2024-02-30", "name: &a [*a]", f"name: {'[' * 2000}{']' * 2000}", f"name: {'9' * 5000}"],
     ids=["date", "anchor", "depth", "digits"],
 )
-def test_a_file_that_holds_no_plain_values_is_refused_in_one_line(text, capsys):
+def test_a_file_without_plain_values_is_refused_in_one_line(text, capsys):
     Path("trinity.yaml").write_text(f"model: {{model_path: /m}}\n{text}\n", encoding="utf-8")
     assert cli.main(["convert-config", "trinity.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -60,7 +60,7 @@ def test_a_single_chat_runs_as_it_is_written(name, scripted_engine):
     ]
 
 
-def test_a_prompt_that_trinity_adds_by_itself_is_said():
+def test_a_prompt_that_trinity_adds_by_itself_is_reported():
     module = written(**{WORKFLOW: "math_workflow"})
     assert module.PROMPT == "" and module.reward("so it is 42.", "42") == 1.0
     assert "Trinity's math_workflow has a system prompt of its own" in Path("workflow.py").read_text(encoding="utf-8")
@@ -99,11 +99,11 @@ def test_an_environment_of_trinity_s_is_one_of_our_examples(capsys):
 @pytest.mark.parametrize(
     ("held_out", "fate"), [("math_workflow", Fate.NOT_NEEDED), ("math_eval_workflow", Fate.NO_COUNTERPART)]
 )
-def test_held_out_tasks_have_the_same_workflow_or_are_said(held_out, fate):
+def test_held_out_tasks_have_the_same_workflow_or_are_reported(held_out, fate):
     assert line_of(HELD_OUT, **{WORKFLOW: "math_workflow", HELD_OUT: held_out}).fate is fate
 
 
-def test_a_system_prompt_of_a_workflow_that_is_not_a_single_chat_is_said():
+def test_a_system_prompt_of_a_workflow_that_is_not_a_single_chat_is_reported():
     prompt = f"{SETS}taskset.format.system_prompt"
     assert line_of(prompt, **{WORKFLOW: "our_own_workflow", prompt: "Win."}).fate is Fate.NO_COUNTERPART
 
@@ -115,7 +115,7 @@ def test_a_workflow_that_exists_is_not_written_over(capsys):
     assert Path("workflow.py").read_text() == "mine" and not Path("flywheel.yaml").exists()
 
 
-def test_from_another_folder_the_command_says_where_the_workflow_is(capsys):
+def test_from_another_folder_the_command_has_the_path_of_the_workflow(capsys):
     Path("conf").mkdir()
     Path("trinity.yaml").write_text(as_yaml(KINDS["grpo"]), encoding="utf-8")
     assert cli.main(["convert-config", "trinity.yaml", "-o", "conf/flywheel.yaml"]) == 0

@@ -50,7 +50,7 @@ def test_each_update_is_a_line_with_the_seconds_of_its_stages(tmp_path):
     assert (second["step"], second["seconds"].keys()) == (8, {"train"})
 
 
-def test_what_was_said_of_rehearsed_rows_is_not_counted_again():
+def test_signals_of_rehearsed_rows_are_not_counted_again():
     said = {"comment": 1, "correction": 0}
     new, old = rows(2)
     new = replace(new, signals=(Signal("comment", text="w1"), Signal("comment", text="w2")))
@@ -60,7 +60,7 @@ def test_what_was_said_of_rehearsed_rows_is_not_counted_again():
     assert {kind: made.signals.get(kind, 0) for kind in said} == said
 
 
-def test_the_file_is_renamed_when_it_is_full_so_that_two_of_them_are_all(tmp_path):
+def test_a_full_file_is_rotated_and_only_two_are_kept(tmp_path):
     sink = JsonLines(tmp_path, max_bytes=500)
     for step in range(30):
         sink.write(record(step=step))
@@ -85,7 +85,7 @@ def test_prometheus_shows_no_figure_that_the_last_update_does_not_have():
     assert "logprob_gap_mean" not in shown
 
 
-def test_prometheus_shows_figures_rewards_by_version_and_what_tripped_the_breaker(tmp_path):
+def test_prometheus_exports_figures_rewards_by_version_and_the_breaker_s_reason(tmp_path):
     port = free_port()
     writer = watch(tmp_path, port=port)
     one = record(rows=8.0, rows_unused=2.0, entropy_after=0.5)
@@ -116,7 +116,7 @@ def test_a_port_that_is_taken_is_refused_at_the_start(tmp_path):
     first.close()
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing_and_is_said_once(tmp_path, caplog):
+def test_an_unwritable_folder_stops_nothing_and_is_logged_once(tmp_path, caplog):
     writer = watch(tmp_path / "missing")
     writer.write(record())
     writer.write(record())
@@ -165,7 +165,7 @@ def test_a_place_that_fails_is_left_out_and_the_others_go_on(caplog):
     assert sum("where=B" in m for m in caplog.messages) == 1
 
 
-def test_a_place_that_hangs_holds_up_neither_updates_nor_the_end(caplog):
+def test_an_output_that_hangs_delays_neither_updates_nor_the_exit(caplog):
     entered, free = threading.Event(), threading.Event()
 
     class Hanging(Kept):

@@ -36,7 +36,7 @@ def any_purchase(draw: random.Random) -> Purchase:
     return Purchase(product, options, product.price_with(options))
 
 
-def test_rewards_are_what_a_second_count_of_the_instructions_words_says():
+def test_rewards_equal_a_second_count_of_the_instruction_words():
     draw = random.Random(0)
     for goal in GOALS:
         kin = [product for product in PRODUCTS.values() if product.category == goal.category]
@@ -106,7 +106,7 @@ def points_ok(product, goal) -> bool:
     return offers and product.price_with(goal.options) <= goal.price_below
 
 
-def test_a_shopper_who_does_what_is_asked_earns_1_within_the_steps():
+def test_a_shopper_who_follows_the_instruction_earns_1_within_the_steps():
     for goal in GOALS:
         session = Shop(SHOP.catalogue).session(str(goal.number))
         answers = [session.act(action) for action in good_actions(goal)]
@@ -203,7 +203,7 @@ def earned(goal, actions) -> float:
     return reward.reward(session.bought, goal)["reward"]
 
 
-def test_buying_anything_earns_far_less_than_what_is_asked_for():
+def test_buying_anything_earns_far_less_than_buying_the_wanted_product():
     draw = random.Random(0)
 
     def first_hit(session):
@@ -254,7 +254,7 @@ def test_an_agent_reads_the_same_shop_as_json_and_visits_are_apart():
         assert {name: session.steps for name, session in shop.sessions.items()} == {"7.a": 1, "7.b": 0}
 
 
-def test_the_site_refuses_what_is_no_visit_and_escapes_what_is_said():
+def test_the_site_refuses_unknown_sessions_and_escapes_text():
     with site.serve(Shop(SHOP.catalogue)) as url, httpx.Client(base_url=url) as http:
         for path in ("/s/200", "/s/-1", "/s/x.1", "/s/", "/else", "/s/%3Cb%3E"):
             assert http.get(path).status_code == 404 and "<b>" not in http.get(path).text
