@@ -193,7 +193,7 @@ class _Application:
         if len(log) + len(signals) > MAX_SIGNALS:
             name = choice_name(row.msg_id, row.choice)
             raise TooManySignals(
-                f"{name} has {len(log)} signals already, and may have {MAX_SIGNALS}; say no more of it"
+                f"{name} has {len(log)} signals already, and may have {MAX_SIGNALS}; send no more for it"
             )
         log += signals
         by = (self._feedback.key_name, self._now)
