@@ -158,7 +158,7 @@ class RemoteTeacher:
             except _Unavailable as exc:
                 failures += isinstance(exc, _Failed)
                 if failures >= _MOST_FAILURES and self._answers_others():
-                    raise _Refused(f"{exc} again and again, and others are answered") from exc
+                    raise _Refused(f"{exc}, repeatedly, while other requests succeed") from exc
                 self._log_availability(away=True, reason=str(exc))
                 self._stop.wait(min(next(pauses), LONGEST_PAUSE_S))
                 continue

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,16 @@ TOKEN_HEADER = "X-Flywheel-Engine-Token"  # the same as in services/engine/gate.
 STAGE_PATH, RESTART_PATH = "/flywheel/stage", "/flywheel/restart"  # the same as in services/engine/gate.py
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _NO_ROUTE = (404, 405)
+
+
+@contextmanager
+def _if_supported() -> Iterator[None]:
+    """Ignore the refusal of a server that does not have the route."""
+    try:
+        yield
+    except EngineRefused as error:
+        if error.status not in _NO_ROUTE:
+            raise
 
 
 def open_client() -> httpx.AsyncClient:
@@ -91,11 +102,8 @@ class EngineAdmin:
 
     async def resume(self) -> None:
         """Continue sampling, if paused. A server without developer mode has neither this route nor /pause."""
-        try:
+        with _if_supported():
             await self._call("POST", "/resume")
-        except EngineRefused as error:
-            if error.status not in _NO_ROUTE:
-                raise
 
     async def list_models(self) -> dict[str, str]:
         """Return the names of the engine's models, each with the folder of its adapter or of the base."""
@@ -112,11 +120,8 @@ class EngineAdmin:
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter, if it is loaded. Requests in flight continue."""
-        try:
+        with _if_supported():
             await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
-        except EngineRefused as error:
-            if error.status not in _NO_ROUTE:
-                raise
 
     async def read_label(self, *, may_load: bool = False) -> str | None:
         """Return the last label of `write_label`; None: the server does not support labels.
@@ -133,11 +138,8 @@ class EngineAdmin:
 
     async def write_label(self, label: str) -> None:
         """Store the label of the engine's weights. Has no effect on a server without labels."""
-        try:
+        with _if_supported():
             await self._call("POST", "/update_weight_version", {"new_version": label})
-        except EngineRefused as error:
-            if error.status not in _NO_ROUTE:
-                raise
 
     async def restart(self) -> None:
         """Have `flywheel engine` restart the engine. Raises EngineRefused if it was started by other means."""
