@@ -22,7 +22,9 @@ TRAINING = 150  # goals from this one on are held out
 def main() -> int:
     options = parser("webshop", ABOUT)
     options.add_argument("--loop", action="store_true", help="the plain search[…]/click[…] loop instead of the SDK")
-    options.add_argument("--sparse", action="store_true", help="reward 1 for all that is wanted, else 0")
+    options.add_argument(
+        "--sparse", action="store_true", help="reward 1 for all that is wanted, -0.1 for nothing, else 0"
+    )
     args = options.parse_args()
     shop = Shop()
     shopper, recipe = (shop_by_loop, tiny.loop_recipe) if args.loop else (shop_by_tools, tiny.tools_recipe)

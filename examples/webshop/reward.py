@@ -12,6 +12,8 @@ from typing import Any
 from examples.webshop.catalogue import ATTRIBUTES, Goal, Product
 from examples.webshop.world import Purchase
 
+UNFINISHED = -0.1  # in the sparse form; the value is that of Trinity-RFT's environments
+
 
 def type_reward(product: Product, goal: Goal) -> float:
     """Return how well the product's type matches the goal."""
@@ -38,10 +40,15 @@ def parts(purchase: Purchase | None, goal: Goal) -> dict[str, float]:
 
 
 def reward(purchase: Purchase | None, goal: Goal, *, sparse: bool = False) -> dict[str, Any]:
-    """Return the result of a workflow: the reward, with its parts as metrics. sparse: 1 if all is met, else 0."""
+    """Return the result of a workflow: the reward, with its parts as metrics.
+
+    sparse: 1 if all is met, 0 for another purchase, and UNFINISHED if nothing was bought.
+    """
     met = parts(purchase, goal)
     n_attributes, n_options = len(goal.attributes), len(goal.options)
     points = met["attributes"] * n_attributes + met["options"] * n_options + met["price"]
     value = met["type"] * points / (n_attributes + n_options + 1)
     solved = float(abs(value - 1.0) < 1e-9)
-    return {"reward": solved if sparse else value, "metrics": {**met, "solved": solved}}
+    if sparse:
+        value = UNFINISHED if purchase is None else solved
+    return {"reward": value, "metrics": {**met, "solved": solved}}

@@ -127,12 +127,12 @@ def test_a_value_may_be_named_with_its_option_and_with_no_other():
     assert not session.click(f"colour {size}").valid and not session.click("colour").valid
 
 
-def test_the_sparse_form_pays_for_everything_or_nothing():
+def test_the_sparse_form_pays_for_all_that_is_wanted_and_takes_from_a_visit_without_a_purchase():
     goal = GOALS[3]
     product = next(p for p in PRODUCTS.values() if p.title == goal.title and points_ok(p, goal))
     whole = Purchase(product, goal.options, product.price_with(goal.options))
     part = replace(whole, options={**goal.options, "size": "none"})
-    assert [reward.reward(one, goal, sparse=True)["reward"] for one in (whole, part, None)] == [1.0, 0.0, 0.0]
+    assert [reward.reward(one, goal, sparse=True)["reward"] for one in (whole, part, None)] == [1.0, 0.0, -0.1]
     assert reward.reward(part, goal)["reward"] == pytest.approx(0.8)
 
 
