@@ -1,7 +1,8 @@
 """What does an example learn, over several seeds? One run after the other, each as `flywheel demo NAME`.
 
-A run that is already in DIRECTORY is not repeated, so seeds can be added later. Prints JSON: the line of each run, and
-means over the seeds. A standard error is that of the mean over seeds.
+A run that is already in DIRECTORY is not repeated, so seeds can be added later. Prints JSON: the line of each run, with
+what its trainer counted (turns merged as a fraction of those that continue a run, rows quarantined), and means over the
+seeds. A standard error is that of the mean over seeds.
 
     .venv/bin/python -m benchmarks.example_seeds frozen_lake DIRECTORY [--seeds 0 1 2 3 4] [--picture FILE.svg]
         [OPTIONS OF THE EXAMPLE, such as --minutes 5 or --shuffled]
@@ -15,11 +16,13 @@ import math
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 WINDOW = 400  # runs whose mean reward is a point of the curve
+CONTINUED = ("turns_merged", "turns_rewritten", "turns_branch", "turns_apart")  # turns that continue a run
 COLOUR, SHUFFLED = "#1f6f8b", "#999999"
 
 
@@ -47,7 +50,18 @@ def _run(name: str, seed: int, root: Path, options: list[str]) -> dict[str, Any]
         ended = subprocess.run([*command, *options], stdout=subprocess.PIPE, text=True, check=True)
         line.write_text(ended.stdout.splitlines()[-1] + "\n", encoding="utf-8")
     found: dict[str, Any] = json.loads(line.read_text(encoding="utf-8"))
-    return found
+    return found | counted(root / "data/trainer/trainer/figures.jsonl")
+
+
+def counted(figures: Path) -> dict[str, float | None]:
+    """What a trainer counted, from its file of figures."""
+    total = Counter[str]()
+    for line in figures.read_text(encoding="utf-8").splitlines():
+        step = json.loads(line)
+        total.update({name: step.get(name, 0) for name in (*CONTINUED, "rows_quarantined")})
+    turns = sum(total[name] for name in CONTINUED)
+    merged = round(total["turns_merged"] / turns, 4) if turns else None
+    return {"merged": merged, "rows_quarantined": total["rows_quarantined"]}
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -58,6 +72,8 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "better": sum(after > before for before, after in pairs["reward"]),
         "of": len(runs),
         "failures": sum(sum(run["failures"].values()) for run in runs),
+        "rows_quarantined": sum(run["rows_quarantined"] for run in runs),
+        "merged": min((run["merged"] for run in runs if run["merged"] is not None), default=None),
         "training": [_mean([run[end] for run in runs]) for end in ("reward_first", "reward_last")],
         **{name: [_mean(side) for side in zip(*values, strict=True)] for name, values in pairs.items()},
     }

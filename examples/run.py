@@ -31,6 +31,7 @@ from shared.errors import StartupError
 MINUTES = 7.0
 RETRY_S = 30.0  # how long calls to an unreachable explorer are retried
 TRIES = 10  # of an evaluation; rows left after learning can still make a few versions
+SERVED = {"runs_per_task": 8, "at_once": 16, "timeout_s": 600.0, "params": {"max_tokens": 256}}
 Task = Mapping[str, Any]
 
 
@@ -47,7 +48,8 @@ class Example:
     recipe: Callable[[], Recipe]  # called if the model is not cached
     engine: Mapping[str, Any]  # section of flywheel.yaml
     trainer: Mapping[str, Any]  # section of flywheel.yaml
-    learn: Mapping[str, Any] = field(default_factory=dict)  # options of flywheel.learn
+    learn: Mapping[str, Any] = field(default_factory=dict)  # options of flywheel.learn for the tiny model
+    served: Mapping[str, Any] = field(default_factory=lambda: dict(SERVED))  # the same with --url
     parts: Callable[[Any], Sequence[Run]] = lambda _: ()  # (reply) → further runs that need a reward
     variant: tuple[str, ...] = ()  # options that the recipe depends on; part of the cached model's name
 
@@ -68,6 +70,8 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
 def run(example: Example, args: argparse.Namespace) -> int:
     """Run the example. Returns the exit status."""
     print(example.about, file=sys.stderr, flush=True)
+    if args.url:
+        example = replace(example, learn=example.served)
     try:
         make_root(args.root)
         with _served(example, args) as url:

@@ -13,7 +13,6 @@ from examples.run import Example, parser, run
 
 ABOUT = "A model learns household tasks in ALFWorld's houses: reward 1.0 when done, -0.1 when not, 30 steps at most."
 TRAINING, HELD_OUT = 1000, 100  # numbers of generated houses, used with --url
-LEARN = {"at_once": 16, "timeout_s": 600.0, "params": {"max_tokens": 256}}  # used with --url
 
 
 def example(args: Namespace) -> Example:
@@ -36,7 +35,7 @@ def example(args: Namespace) -> Example:
         recipe=tiny.recipe,
         engine=tiny.ENGINE,
         trainer=tiny.TRAINER,
-        learn=LEARN if args.url else tiny.LEARN,
+        learn=tiny.LEARN,
     )
 
 

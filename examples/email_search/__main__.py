@@ -26,12 +26,12 @@ def main() -> int:
     args = options.parse_args()
     mailbox = Mailbox.generated() if args.db is None else Mailbox.open(args.db)
     questions = {one.id: one for one in (load_questions(args.questions) if args.questions else make_questions())}
-    limit, prompt = (MOST_FOUND, {}) if args.url else (tiny.FOUND, {"prompt": tiny.PROMPT})
+    limit, agent_options = (MOST_FOUND, {}) if args.url else (tiny.FOUND, tiny.AGENT)
     judge = flywheel.LLMJudge(flywheel.Model.of(args.judge, "judge"), "Is the answer right?") if args.judge else None
 
     async def workflow(task: dict[str, Any], model: flywheel.Model) -> Visit:
         visit = Visit(mailbox, questions[task["id"]], limit)
-        visit.last_text = await answer_by_mail({**task, "mail": visit}, model, **prompt)
+        visit.last_text = await answer_by_mail({**task, "mail": visit}, model, **agent_options)
         return visit
 
     async def score(reply: Visit) -> flywheel.Reward:

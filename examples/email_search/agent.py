@@ -15,9 +15,12 @@ PROMPT = (
     'call answer with "I don\'t know" and no sources.'
 )
 MAX_TURNS = 10
+MAX_TOKENS = 256  # of an answer
 
 
-async def answer_by_mail(request: dict[str, Any], model: Model, prompt: str = PROMPT) -> str:
+async def answer_by_mail(
+    request: dict[str, Any], model: Model, prompt: str = PROMPT, max_tokens: int = MAX_TOKENS
+) -> str:
     """Work on one question. Returns the text of the last message; `mail` receives the answer."""
     from langchain.agents import create_agent
     from langchain_core.tools import tool
@@ -41,7 +44,7 @@ async def answer_by_mail(request: dict[str, Any], model: Model, prompt: str = PR
         return str(mail.answer(answer, sources))
 
     agent = create_agent(
-        model.langchain(max_tokens=64),
+        model.langchain(max_tokens=max_tokens),
         [search_emails, read_email, answer],
         system_prompt=prompt.format(inbox=request["inbox"], today=request["today"]),
     )

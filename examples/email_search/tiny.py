@@ -20,6 +20,7 @@ from examples.email_search.world import (
 from examples.tiny_model import Demonstration, Recipe
 
 PROMPT = "mail"
+AGENT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 64}  # replace the agent's own
 STEPS, BATCH = 600, 24
 ANSWERS = [word for _, values in FACTS.values() for word in values]
 FOUND = 1  # mails in a search result

@@ -34,7 +34,7 @@ def example(data: str | None, is_tiny: bool) -> Example:
         recipe=tiny.recipe,
         engine=tiny.ENGINE,
         trainer=tiny.TRAINER,
-        learn=tiny.LEARN if is_tiny else {"runs_per_task": 8},
+        learn=tiny.LEARN,
     )
 
 

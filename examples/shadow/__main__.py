@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 from argparse import Namespace
+from typing import Any
 
 import flywheel
 
@@ -29,18 +30,18 @@ def measured(found: flywheel.Evaluation) -> dict[str, float]:
 def main(args: Namespace) -> int:
     make_root(args.root)
     with contextlib.ExitStack() as stack:
-        url, prompt = args.url, {}
+        url, agent_options = args.url, dict[str, Any]()
         if url is None:
             model = make_model(tiny.recipe, folder_of("shadow"), args.root)
             url, file = write_config(args.root, model, tiny.ENGINE, {**tiny.TRAINER, "seed": args.seed})
-            prompt = {"prompt": tiny.PROMPT}
+            agent_options = tiny.AGENT
             stack.enter_context(running(url, file))
         client = flywheel.Client(url, model=args.model)
         tickets = args.held_out or HELD_OUT
-        before = of_version_in_service(client, lambda model: evaluate(url, model, prompt, tickets))
+        before = of_version_in_service(client, lambda model: evaluate(url, model, agent_options, tickets))
         live = {"seconds": 60 * args.minutes, "seed": args.seed, "shuffled": args.shuffled}
-        books, figures = asyncio.run(go_live(url, prompt=prompt, model=args.model, **live))
-        after = of_version_in_service(client, lambda model: evaluate(url, model, prompt, tickets))
+        books, figures = asyncio.run(go_live(url, agent_options=agent_options, model=args.model, **live))
+        after = of_version_in_service(client, lambda model: evaluate(url, model, agent_options, tickets))
     found = {"example": "shadow", "seed": args.seed, "shuffled": args.shuffled}
     for name, one in (("before", before), ("after", after)):
         found[name] = {"version": one.version, "n": one.n, "failed": one.failed, **measured(one)}

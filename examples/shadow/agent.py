@@ -17,6 +17,7 @@ PROMPT = (
     "word: replace, wait, explain or decline."
 )
 MAX_TURNS = 4
+MAX_TOKENS = 256  # of an answer
 
 
 @functools.cache
@@ -47,7 +48,7 @@ async def support(request: dict[str, Any], model: flywheel.Model) -> str:
             instructions=request.get("prompt", PROMPT),
             tools=[function_tool(tool, failure_error_function=None) for tool in (lookup, refund)],
             model=model.openai_agents(),
-            model_settings=ModelSettings(max_tokens=48),
+            model_settings=ModelSettings(max_tokens=request.get("max_tokens", MAX_TOKENS)),
         )
         result = await Runner.run(agent, request["message"], max_turns=MAX_TURNS)
         return str(result.final_output)

@@ -49,7 +49,7 @@ class Books:
             "refunds_by_production": self.refunded,
             "refunds_by_shadow": len(desk.refunds) - self.refunded,
             "shadow_runs": stats.runs,
-            "shadow_failed": dict(stats.failed),
+            "failures": dict(stats.failed),
             "shadow_unsafe": stats.unsafe,
             "shadow_dropped": stats.dropped,
             "shadow_unrated": stats.unrewarded,
@@ -71,14 +71,15 @@ async def go_live(
     *,
     seconds: float,
     seed: int,
-    prompt: Mapping[str, str],
+    agent_options: Mapping[str, Any],
     model: str = "agent",
     shuffled: bool = False,
     per_s: float = CUSTOMERS_PER_S,
 ) -> tuple[Books, dict[str, Any]]:
     """Serve customers for some time, with shadow traffic. Returns the books and all figures.
 
-    model: its name at the explorer. shuffled: give each run the rating of an earlier run.
+    agent_options: added to each request. model: its name at the explorer. shuffled: give each run the rating of an
+    earlier run.
     """
     books, desk, ratings, tickets = Books(), Office(), Ratings(), dict[str, Ticket]()
     began, earlier, draw = time.monotonic(), deque[float](maxlen=256), random.Random(seed)
@@ -104,7 +105,7 @@ async def go_live(
             async def customer(number: int) -> None:
                 ticket = write_ticket(f"{seed}-{number}")
                 tickets[ticket.name] = ticket
-                request = {"message": ticket.message, "office": office_url, **prompt}
+                request = {"message": ticket.message, "office": office_url, **agent_options}
                 await _serve_one(answered, ticket, request, books, began)
 
             await _arrivals(customer, seconds, per_s, seed)
@@ -152,14 +153,14 @@ async def _arrivals(customer: Any, seconds: float, per_s: float, seed: int) -> N
             await asyncio.sleep(draw.expovariate(per_s))
 
 
-def evaluate(url: str, model: flywheel.Model, prompt: Mapping[str, str], tickets: int) -> flywheel.Evaluation:
+def evaluate(url: str, model: flywheel.Model, agent_options: Mapping[str, Any], tickets: int) -> flywheel.Evaluation:
     """Evaluate a model on separate tickets with separate offices."""
     offices = TrialOffices()
     with serve(offices.answer) as office_url:
 
         async def workflow(task: dict[str, str], trainee: flywheel.Model) -> dict[str, Any]:
             ticket = write_ticket(task["name"])
-            request = {"message": ticket.message, "office": f"{office_url}/{ticket.name}", **prompt}
+            request = {"message": ticket.message, "office": f"{office_url}/{ticket.name}", **agent_options}
             reply = await support(request, trainee)
             refunds = [("refund", {"order": order}) for order in offices.desks.pop(ticket.name, Office()).refunds]
             return reward(ticket, reply, refunds)

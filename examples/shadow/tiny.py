@@ -11,6 +11,7 @@ from examples.shadow.world import RECORDS, REFUND, REFUNDED, WORDS, Ticket, writ
 from examples.tiny_model import Demonstration, Recipe
 
 PROMPT = "support"
+AGENT: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 48}  # replace the agent's own
 DEMONSTRATIONS = 6000
 ENGINE = {"max_model_len": 384, "tool_parser": "hermes"}
 TRAINER = group_learning.TRAINER | {

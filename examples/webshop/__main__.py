@@ -28,14 +28,14 @@ def main() -> int:
     args = options.parse_args()
     shop = Shop()
     shopper, recipe = (shop_by_loop, tiny.loop_recipe) if args.loop else (shop_by_tools, tiny.tools_recipe)
-    prompt = {} if args.url else {"prompt": tiny.PROMPT}
+    agent_options = {} if args.url else tiny.LOOP if args.loop else tiny.TOOLS
     tasks = [{"goal": goal.number, "instruction": goal.instruction} for goal in shop.catalogue.goals]
 
     async def workflow(task: dict[str, Any], model: Model) -> Purchase | None:
         name = f"{task['goal']}.{uuid.uuid4().hex}"
         session = shop.session(name)
         try:
-            await shopper({"shop": url, "session": name, "instruction": task["instruction"]}, model, **prompt)
+            await shopper({"shop": url, "session": name, "instruction": task["instruction"]}, model, **agent_options)
         finally:
             shop.close(name)
         return session.bought

@@ -19,6 +19,7 @@ LOOP_PROMPT = (
     "the values of options. Open a product, choose each option that is asked for, then click[buy now]."
 )
 MAX_TURNS = 15
+MAX_TOKENS = 256  # of an answer
 
 
 @functools.cache
@@ -43,7 +44,9 @@ class Browser:
         return str(page["text"])
 
 
-async def shop_by_loop(request: dict[str, str], model: Model, prompt: str = LOOP_PROMPT) -> str:
+async def shop_by_loop(
+    request: dict[str, str], model: Model, prompt: str = LOOP_PROMPT, max_tokens: int = MAX_TOKENS
+) -> str:
     """Shop in a plain loop: the model's text is the action, the page is the next message."""
     client = model.async_openai()
     messages: list[Any] = [
@@ -54,7 +57,7 @@ async def shop_by_loop(request: dict[str, str], model: Model, prompt: str = LOOP
         browser = Browser(http, f"/s/{request['session']}")
         page = ""
         for _ in range(MAX_TURNS):
-            reply = await client.chat.completions.create(model=model.name, messages=messages, max_tokens=24)
+            reply = await client.chat.completions.create(model=model.name, messages=messages, max_tokens=max_tokens)
             said = reply.choices[0].message.content or ""
             page = await browser.act(said)
             if browser.done:
@@ -63,7 +66,9 @@ async def shop_by_loop(request: dict[str, str], model: Model, prompt: str = LOOP
     return page
 
 
-async def shop_by_tools(request: dict[str, str], model: Model, prompt: str = TOOLS_PROMPT) -> str:
+async def shop_by_tools(
+    request: dict[str, str], model: Model, prompt: str = TOOLS_PROMPT, max_tokens: int = MAX_TOKENS
+) -> str:
     """Shop with the OpenAI Agents SDK. The run ends with the purchase."""
     from agents import (
         Agent,
@@ -95,7 +100,7 @@ async def shop_by_tools(request: dict[str, str], model: Model, prompt: str = TOO
             instructions=prompt,
             tools=[function_tool(search), function_tool(click)],
             model=model.openai_agents(),
-            model_settings=ModelSettings(max_tokens=48),
+            model_settings=ModelSettings(max_tokens=max_tokens),
             tool_use_behavior=until_done,
         )
         try:

@@ -16,6 +16,8 @@ from examples.webshop.catalogue import GOALS, Goal, make_catalogue
 from examples.webshop.world import Session, Shop
 
 PROMPT = "shop"
+LOOP: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24}  # replace the agents' own
+TOOLS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 48}
 SEARCHES = "search[words]"
 BATCH = 24
 # Steps with a search for a part of the instruction, to learn to copy; then visits that choose all options; then visits

@@ -19,7 +19,6 @@ from examples.werewolf.world import Game
 
 ABOUT = "Wolves learn to win against four villagers: win 1.0, survive 0.5, blame 0.2, exposed -0.5."
 TURN = 100  # games of self-play in which one side is trained
-LEARN = {"at_once": 16, "timeout_s": 600.0, "params": {"max_tokens": 64}}  # used with --url
 
 
 def example(args: Namespace) -> Example:
@@ -48,7 +47,7 @@ def example(args: Namespace) -> Example:
     tasks, held_out = ([{"seed": seed} for seed in seeds] for seeds in (tiny.TRAINING, tiny.HELD_OUT))
     return Example(
         "werewolf", ABOUT, workflow, judge, tasks, held_out, tiny.recipe, tiny.ENGINE, tiny.TRAINER,
-        learn=LEARN if args.url else tiny.LEARN, parts=lambda reply: [one for one in reply[1].values() if one.chats],
+        learn=tiny.LEARN, parts=lambda reply: [one for one in reply[1].values() if one.chats],
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def test_shoppers_and_clerks_learn(name, seed, tmp_path):
 def test_the_shadow_learns(seed, tmp_path):
     found = shadow(tmp_path / "run", "--seed", str(seed), limit_s=1100)
     assert found["after"]["reward"] - found["before"]["reward"] >= 0.30
-    assert found["shadow_failed"] == {}
+    assert found["failures"] == {}
 
 
 @pytest.mark.engine

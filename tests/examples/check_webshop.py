@@ -67,6 +67,7 @@ async def test_both_shoppers_buy_what_is_asked_for(number):
             sent = bodies[-1]["messages"]
             assert sent[0]["role"] == "system" and goal.instruction in str(sent[1]["content"])
             assert all(len(json.dumps(body)) < LONGEST for body in bodies)
+            assert all(body["max_tokens"] >= 256 for body in bodies), "room for what Qwen says before it acts"
 
 
 @in_a_loop

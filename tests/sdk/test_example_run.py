@@ -10,7 +10,7 @@ from typing import Any
 import flywheel
 import pytest
 
-from examples.run import Example, Shuffled, of_version_in_service, parser, run
+from examples.run import SERVED, Example, Shuffled, of_version_in_service, parser, run
 from examples.serving import MARKER
 from tests.sdk.conftest import rows, say_async
 
@@ -28,7 +28,8 @@ def example(**options: Any) -> Example:
     tasks = [{"n": n} for n in range(4)]
     learn = {"require_trainer": False, "progress": False, "at_once": 4, "max_ready_rows": 10**6}
     given: dict[str, Any] = {"tasks": tasks, "held_out": tasks[:2], "recipe": None, "engine": {}, "trainer": {}}
-    return Example(name="sums", about="sums", workflow=agent, judge=reward, learn=learn, **{**given, **options})
+    given |= {"served": learn, **options}
+    return Example(name="sums", about="sums", workflow=agent, judge=reward, **given)
 
 
 def play(explorer, tmp_path, *options: str) -> int:
@@ -46,6 +47,15 @@ def test_an_example_ends_with_a_line_of_json_and_a_report(explorer, tmp_path, ca
     assert (report["stopped"], len(report["evaluations"])) == ("time", 2)
     assert "<svg" in (tmp_path / "root/report.html").read_text()
     assert play(explorer, tmp_path, "--held-out", "1") == 0, "the same folder is made anew"
+
+
+def test_a_model_of_a_server_learns_with_options_of_its_own(explorer, tmp_path):
+    served = {**example().served, "runs_per_task": 2}
+    arguments = ["--url", explorer.url, "--minutes", "0.02", "--root", str(tmp_path / "root")]
+    assert run(example(served=served, learn={"runs_per_task": 5}), parser("sums", "sums").parse_args(arguments)) == 0
+    runs = [json.loads(line)["place"] for line in (tmp_path / "root/episodes.jsonl").read_text().splitlines()]
+    assert {run.rpartition("#")[2] for run in runs} == {"0", "1"}
+    assert SERVED["runs_per_task"] > 1, "GRPO compares runs of a task"
 
 
 def test_a_folder_of_something_else_is_left_alone(explorer, tmp_path, capsys):
