@@ -195,7 +195,7 @@ class _Builder:
         trajectory.turns.append(number)
         trajectory.turn_rewards.append(row.own_reward)
         trajectory.outcome = trajectory.outcome if row.outcome is None else row.outcome
-        if any(signal.kind in SCORES for signal in row.signals):
+        if row.reward is not None and any(signal.kind in SCORES for signal in row.signals):
             trajectory.key = reward_key(row.signals)
 
     def unknown(self) -> Iterator[int]:
