@@ -75,7 +75,7 @@ class Trajectory:
     turns: list[int] = field(default_factory=list)  # [N] index of each turn's sequence
     turn_rewards: list[float | None] = field(default_factory=list)  # [N]
     outcome: float | None = None  # of the newest turn that has an outcome
-    families: list[int] = field(default_factory=list)  # family of each sequence; alternatives share one
+    families: list[int] = field(default_factory=list)  # of each sequence, as the id of a row; alternatives share one
     unmerged: Counter[str] = field(default_factory=Counter)  # number of later turns that started a sequence, by reason
     key_group: str | None = None  # separates equal task ids of different groups of keys
     key: str | None = None  # key that scored the newest scored turn
@@ -117,17 +117,21 @@ def trajectories_of(rows: Iterable[Experience]) -> list[Trajectory]:
     an unknown return, for which a return of 0 would mean that they are bad.
     """
     rows = sorted(rows, key=lambda row: row.id)
-    building = _build(rows, frozenset())
+    families: dict[int, int] = {}  # alternatives remain so without the rows that they branch from
+    building = _build(rows, frozenset(), families)
     unknown = frozenset(row_id for builder in building for row_id in builder.unknown())
-    return [builder.finish() for builder in (_build(rows, unknown) if unknown else building)]
+    return [builder.finish() for builder in (_build(rows, unknown, families) if unknown else building)]
 
 
-def _build(rows: Iterable[Experience], unknown: Collection[int]) -> Collection[_Builder]:
-    """Group rows into trajectories, in row order. unknown: ids of rows with an unknown return."""
+def _build(rows: Iterable[Experience], unknown: Collection[int], families: dict[int, int]) -> Collection[_Builder]:
+    """Group rows into trajectories, in row order. unknown: ids of rows with an unknown return.
+
+    families: family of each sequence by its first row; unknown ones are added.
+    """
     building: dict[tuple[TrajectoryKey, bool], _Builder] = {}
     for row in rows:
         key = trajectory_key(row), row.is_rewarded and row.id not in unknown
-        (building.get(key) or building.setdefault(key, _Builder(row))).add(row)
+        (building.get(key) or building.setdefault(key, _Builder(row, families))).add(row)
     return building.values()
 
 
@@ -161,7 +165,8 @@ def sequence_alone(token_ids: npt.NDArray[Any], prompt: int, *, sampling: Sampli
 class _Builder:
     """Builds a trajectory turn by turn."""
 
-    def __init__(self, first: Experience) -> None:
+    def __init__(self, first: Experience, families: dict[int, int]) -> None:
+        self._families = families
         self._trajectory = Trajectory(first.task_id, key_group=first.key_group, msg_id=first.msg_id)
         self._index = _SequenceIndex()
         self._last: list[str] = []  # name of the last row of each sequence
@@ -175,9 +180,10 @@ class _Builder:
             number = len(trajectory.sequences)
             rewritten = row.parent_id in self._last_names  # it continues a row of the trajectory, but with other tokens
             known = self._index.alternative_to(row.tokens.prompt_ids, forks=not rewritten)
+            family = self._families.setdefault(row.id, row.id if known is None else trajectory.families[known])
             if number:
-                trajectory.unmerged["rewritten" if rewritten else "apart" if known is None else "branch"] += 1
-            trajectory.families.append(number if known is None else trajectory.families[known])
+                trajectory.unmerged["rewritten" if rewritten else "apart" if family == row.id else "branch"] += 1
+            trajectory.families.append(family)
             trajectory.sequences.append(sequence_of(row))
             self._last.append("")
         else:
@@ -189,7 +195,7 @@ class _Builder:
         trajectory.turns.append(number)
         trajectory.turn_rewards.append(row.own_reward)
         trajectory.outcome = trajectory.outcome if row.outcome is None else row.outcome
-        if any(signal.kind in SCORES for signal in row.signals):
+        if row.reward is not None and any(signal.kind in SCORES for signal in row.signals):
             trajectory.key = reward_key(row.signals)
 
     def unknown(self) -> Iterator[int]:

@@ -76,7 +76,8 @@ class SurrogateConfig(AlgorithmConfig):
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     outlier_bound: Positive | None = 10.0
-    """Bound on a reward's distance from the batch's median, as a multiple of the median distance; null: no bound."""
+    """Bound on the distance of a turn's return from the batch's median, as a multiple of the median distance; null: no
+    bound."""
     normalize_rewards: Flag = False
     """Divide rewards by their running standard deviation, so that `kl_coef` does not depend on their scale."""
     importance: Literal["token", "sequence"] = "token"

@@ -85,6 +85,22 @@ def test_rewards_that_are_all_equal_are_left_alone():
     assert bound_outliers([array(5), array(5)], [[0], [0]], bound=10.0)[0].tolist() == [5]
 
 
+@pytest.mark.parametrize("merges", [True, False])
+def test_an_outcome_is_no_outlier_among_small_rewards_of_turns_whether_or_not_these_merged(merges):
+    """Eight runs of six turns, each turn with a small reward; half of the runs also have an outcome of 1."""
+    own = np.random.default_rng(0).uniform(0, 0.05, (8, 6))
+    own[::2, -1] += 1
+    earned = own[:, ::-1].cumsum(1)[:, ::-1]
+    rewards = [array(*one) for one in (own if merges else earned.reshape(-1, 1))]
+    bounded = bound_outliers(rewards, [list(range(len(one))) for one in rewards], bound=10.0)
+    np.testing.assert_allclose(np.concatenate([returns(one, 1.0) for one in bounded]), earned.flatten(), rtol=1e-5)
+
+
+def test_rewards_that_differ_by_rounding_alone_make_no_others_outliers():
+    rewards = [array(1), array(1 + 1e-7), array(1 - 1e-7), array(1 + 2e-7), array(3)]
+    assert np.concatenate(bound_outliers(rewards, [[0]] * 5, bound=10.0)).tolist() == np.concatenate(rewards).tolist()
+
+
 def test_the_kl_penalty_lowers_the_reward_where_the_policy_left_the_reference():
     batch = batch_of(sequence([0, 1]))
     seen = precomputed(batch, proximal=[array(-1.0, -1.0)], reference=[array(-1.4, -1.0)])

@@ -121,6 +121,17 @@ def test_alternatives_do_not_earn_each_other_s_rewards():
     assert found == {(1, 3): pytest.approx([0.3, 0.2]), (2,): pytest.approx([1.0]), (4,): pytest.approx([2.0])}
 
 
+@pytest.mark.parametrize("of_trunk", [None, 0.0])
+def test_branches_do_not_earn_each_other_s_rewards_whether_or_not_their_trunk_has_a_reward(of_trunk):
+    """A conversation of three turns, and two edits of it: of the second message and of the third."""
+    trunk = row(1, [1], [2], run="r"), row(2, [1, 2, 3], [4], run="r"), row(3, [1, 2, 3, 4, 5], [6], run="r")
+    edits = row(4, [1, 2, 7], [8], run="r", reward=1.0), row(5, [1, 2, 3, 4, 9], [8], run="r", reward=-1.0)
+    spoken = trajectories_of([*(replace(one, reward=of_trunk) for one in trunk), *edits])[of_trunk is None :][0]
+    assert {tuple(one.row_ids): returns(one) for one in spoken.sequences[-2:]} == {(4,): [1.0], (5,): [-1.0]}
+    assert spoken.has_alternatives
+    assert spoken.unmerged.keys() == {"branch"}
+
+
 def test_a_history_that_was_rewritten_is_no_alternative():
     """The prompt of the third turn begins with the first turn's tokens; those of the second are rendered anew."""
     first, second = row(1, [1], [2], run="r"), row(2, [1, 2, 3], [4], run="r")

@@ -120,6 +120,16 @@ def test_a_trajectory_belongs_to_the_key_that_set_the_reward_of_its_newest_turn_
     assert batch.scored_by == {0: "b", 1: "b", 2: None, 3: None, 4: None}
 
 
+def test_a_metric_that_sets_no_reward_makes_no_trajectory_its_key_s():
+    """A metric without a weight, about a turn after those that the outcome was sent for."""
+    said = Signal("reward", value=1.0, scope="run", key_name="a")
+    rows = [
+        replace(row(1, "t", "1", 1.0), outcome=1.0, signals=(said,)),
+        replace(row(2, "t", "1", None), signals=(Signal("metric", value=9.0, name="latency", key_name="b"),)),
+    ]
+    assert set(rows_batch(rows).scored_by.values()) == {"a"}
+
+
 @pytest.mark.parametrize(
     ("said", "key"),
     [

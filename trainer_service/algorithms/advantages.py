@@ -136,20 +136,23 @@ def kl_penalties(units: list[Unit], precomputed: Precomputed, config: SurrogateC
 
 
 def bound_outliers(rewards: list[Floats], ends: list[list[int]], bound: float | None) -> list[Floats]:
-    """Bound rewards to `bound` times their median distance from the median, so that no reward outweighs the others.
+    """Bound returns of turns to `bound` times their median distance from the median, so that none outweighs the others.
 
-    ends: of each array, the indices of rewards. Distances of 0 are ignored: if most rewards are equal, the few others
-    are no outliers.
+    ends: of each array, the indices of rewards, one of each turn. Distances of 0, up to rounding, are ignored: if most
+    returns are equal, the few others are no outliers.
     """
-    given = np.concatenate([r[places] for r, places in zip(rewards, ends, strict=True)], dtype=np.float64)
+    earned = [r[places][::-1].cumsum(dtype=np.float64)[::-1] for r, places in zip(rewards, ends, strict=True)]
+    given = np.concatenate(earned)
     centre = float(np.median(given))
     distances = np.abs(given - centre)
-    if bound is None or not distances.any():
+    distances = distances[distances >= _SAME * max(1.0, abs(centre))]
+    if bound is None or not len(distances):
         return rewards
-    width = bound * float(np.median(distances[distances > 0]))
+    width = bound * float(np.median(distances))
     bounded = [r.copy() for r in rewards]
-    for r, places in zip(bounded, ends, strict=True):
-        r[places] = r[places].clip(centre - width, centre + width)
+    for r, places, own in zip(bounded, ends, earned, strict=True):
+        if (np.abs(own - centre) > width).any():
+            r[places] = -np.diff(own.clip(centre - width, centre + width), append=0.0)
     return bounded
 
 
