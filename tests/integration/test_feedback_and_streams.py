@@ -29,3 +29,15 @@ def test_feedback_waits_for_the_row_of_a_stream_that_its_caller_left_while_it_is
     targets = {"msg_ids": [msg_id]} if by_name else {"task_id": "t", "run_id": "1"}
     answer = explorer.http.post("/feedback", json={**targets, "reward": 1}).json()
     assert answer["receipts"] == [{"msg_id": msg_id, "state": "applied"}]
+
+
+def test_feedback_for_a_run_waits_for_no_stream_that_is_not_recorded(explorer, scripted_engine):
+    path = "/run/t/1/chat"
+    explorer.http.post(path, json={"messages": []}).raise_for_status()
+    scripted_engine.script.gap_s = 5.0
+    with explorer.http.stream("POST", path, json={"messages": [], "stream": True, "store": False}) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        answer = explorer.http.post("/feedback", json={"task_id": "t", "run_id": "1", "reward": 1}).json()
+        assert answer["applied"] == 1
+        assert scripted_engine.script.events < 4, "the stream goes on"
