@@ -8,21 +8,26 @@ import time
 
 import pytest
 
-from tests.support.servers import RunningExplorer
+from tests.support.servers import RunningExplorer, wait_until
 
 
 def leave_while_the_row_is_stored(explorer: RunningExplorer, stored: threading.Event) -> str:
     """Read a stream up to its last token, and leave it; the row is stored after `stored` is set. Returns the id."""
     writer = explorer.deps.writer
-    asyncio.run_coroutine_threadsafe(writer.write(lambda _: stored.wait(3)), writer._loop)
+    asyncio.run_coroutine_threadsafe(writer.write(lambda _: stored.wait(20)), writer._loop)
     with explorer.http.stream("POST", "/run/t/1/chat", json={"messages": [], "stream": True}) as reply:
-        line = next(line for line in reply.iter_lines() if '"finish_reason": "stop"' in line)
+        lines = reply.iter_lines()
+        line = next(line for line in lines if '"finish_reason": "stop"' in line)
+        wait_until(lambda: any(job.samples for job in tuple(writer._waiting)))
     time.sleep(0.2)  # the explorer has noticed
     return line.partition('"id": "')[2].partition('"')[0]
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_feedback_waits_for_the_row_of_a_stream_that_its_caller_left_while_it_is_stored(explorer, by_name):
+def test_feedback_waits_for_the_row_of_a_stream_that_its_caller_left_while_it_is_stored(
+    scripted_engine, start_explorer, by_name
+):
+    explorer = start_explorer([scripted_engine.url], ledger_timeout_s=30.0).wait_ready()
     stored = threading.Event()
     msg_id = leave_while_the_row_is_stored(explorer, stored)
     threading.Timer(0.3, stored.set).start()
