@@ -72,8 +72,13 @@ class LedgerWriter:
         return result
 
     async def record(self, samples: list[Sample]) -> None:
-        """Store samples durably. Raises LedgerError. Cancellation does not stop the write."""
-        await self._submit(lambda connection: transitions.record(connection, samples), samples)
+        """Store samples durably. Raises LedgerError. Cancellation takes effect after the write."""
+        stored = self._submit(lambda connection: transitions.record(connection, samples), samples)
+        try:
+            await asyncio.shield(stored)
+        except asyncio.CancelledError:  # feedback waits for the end of a left stream, and then needs its row
+            await asyncio.wait([stored])
+            raise
 
     def _submit(self, work: Callable[[Connection], Any], samples: list[Sample]) -> asyncio.Future[Any]:
         future = self._loop.create_future()

@@ -37,6 +37,7 @@ class Membership:
         self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
         self.on_first_other: Callable[[], Awaitable[None]] | None = None  # called when it is no longer alone
+        self.on_heartbeat: Callable[[], Awaitable[None]] | None = None  # called after each heartbeat of `run`
         self._writer = writer
         self._settings = settings
 
@@ -45,6 +46,8 @@ class Membership:
         while True:
             try:
                 await self.heartbeat()
+                if self.on_heartbeat is not None:
+                    await self.on_heartbeat()
             except LedgerError as error:
                 log.debug("no heartbeat was stored: the ledger is unavailable", reason=str(error))
             await asyncio.sleep(until_next_tick(HEARTBEAT_S))

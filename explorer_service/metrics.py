@@ -127,12 +127,16 @@ class MetricsText:
 
     async def read(self) -> bytes:
         """Return the text. While the ledger is unavailable, gauges that are read from it keep their last values."""
-        if time.monotonic() - self._rendered_at >= _MAX_AGE_S:
+        if self._is_old():
             if self._query is None or self._query.done():
                 self._query = asyncio.create_task(self._refresh(), name="metrics")
             await asyncio.wait([self._query], timeout=_MAX_AGE_S)
+        if self._is_old():  # of the callers that waited, the first one renders
             self._rendered_at, self._text = time.monotonic(), self._metrics.render()
         return self._text
+
+    def _is_old(self) -> bool:
+        return time.monotonic() - self._rendered_at >= _MAX_AGE_S
 
     async def _refresh(self) -> None:
         try:

@@ -53,7 +53,7 @@ class OpenStreams:
         self._open: dict[str, _Open] = {}  # by message id
         self._announced: set[str] = set()  # those of them in the table, where other explorers see them
         self._unclosed: set[str] = set()  # streams that have ended, but are still in the table
-        membership.on_first_other = self._announce_all
+        membership.on_first_other, membership.on_heartbeat = self._announce_all, self._close_ended
 
     @asynccontextmanager
     async def opened(self, msg_id: str, run: RunName) -> AsyncIterator[None]:
@@ -78,20 +78,21 @@ class OpenStreams:
         await self._writer.write(open_all)
 
     async def _announce_all(self) -> None:
-        """Announce the streams that began while this explorer was alone. Raises LedgerError."""
-        unannounced = {name: self._open[name].run for name in sorted(self._open.keys() - self._announced)}
-        try:
-            if unannounced:
-                await self._announce(unannounced)
-        except LedgerError:  # the next call announces those that are still open
-            self._announced -= unannounced.keys() & self._open.keys()
-            raise
+        """Announce the streams that began while this explorer was alone. Raises LedgerError, and may be repeated."""
+        if self._open:
+            await self._announce({name: self._open[name].run for name in sorted(self._open)})
 
     async def _close(self, msg_id: str) -> None:
-        """Delete a stream from the table; if the ledger is unavailable, at the end of the next stream."""
+        """Delete a stream from the table; if the ledger is unavailable, after the next heartbeat."""
         self._announced.discard(msg_id)
         self._unclosed.add(msg_id)
+        await self._close_ended()
+
+    async def _close_ended(self) -> None:
+        """Delete the streams that have ended from the table."""
         closing = sorted(self._unclosed)
+        if not closing:
+            return
 
         def close(connection: Connection) -> None:
             for name in closing:
@@ -100,7 +101,7 @@ class OpenStreams:
         try:
             await self._writer.write(close)
         except LedgerError as error:  # no error for the caller: its row was stored or refused before
-            log.debug("the end of a stream is not announced yet", msg_id=msg_id, reason=str(error))
+            log.debug("the end of streams is not announced yet", streams=len(closing), reason=str(error))
             return
         self._unclosed.difference_update(closing)
 

@@ -10,7 +10,7 @@ from explorer_service.api.errors import ApiError
 
 
 class Limit:
-    """A token bucket of one minute's requests, and a count of requests in flight."""
+    """A token bucket of one minute's requests, at least one, and a count of requests in flight."""
 
     def __init__(
         self, per_minute: float | None, at_once: int | None, clock: Callable[[], float] = time.monotonic
@@ -18,7 +18,7 @@ class Limit:
         self._per_minute = per_minute
         self._at_once = at_once
         self._clock = clock
-        self._tokens = per_minute or 0.0
+        self._tokens = self._most_tokens = max(1.0, per_minute or 0.0)
         self._filled_at = clock()
         self.in_flight = 0
 
@@ -39,7 +39,7 @@ class Limit:
         if self._per_minute is None:
             return
         now, per_s = self._clock(), self._per_minute / 60
-        self._tokens = min(self._per_minute, self._tokens + (now - self._filled_at) * per_s)
+        self._tokens = min(self._most_tokens, self._tokens + (now - self._filled_at) * per_s)
         self._filled_at = now
         if self._tokens < 1:
             wait_s = math.ceil((1 - self._tokens) / per_s)

@@ -35,9 +35,10 @@ async def open_stream(chat: ChatRequest, deps: Deps, resources: AsyncExitStack) 
     resources: what the request holds; a stream takes them over, and frees them at its end.
     """
     async with AsyncExitStack() as stack:
-        attribution = chat.attribution
-        run = RunName(attribution.task_id, attribution.run_id, attribution.caller.group)
-        await stack.enter_async_context(deps.open_streams.opened(chat.msg_id, run))
+        if chat.recorded:
+            attribution = chat.attribution
+            run = RunName(attribution.task_id, attribution.run_id, attribution.caller.group)
+            await stack.enter_async_context(deps.open_streams.opened(chat.msg_id, run))
         exchange = await stack.enter_async_context(await deps.dispatcher.open(chat.engine_request()))
         if exchange.status != 200:
             reply = await exchange.read()

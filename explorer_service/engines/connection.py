@@ -189,10 +189,11 @@ class EngineResponse:
 
     def end(self, exc: Exception | None) -> None:
         """The connection was closed."""
-        if self.has_head and not self._is_delimited and exc is None:
-            self.is_complete = True  # an answer without a length ends with its connection
-        elif not self.is_complete and self._error is None:
-            self._error = EngineUnavailable(str(exc) if exc else "it closed the connection")
+        if self._error is None and not self.is_complete:
+            if self.has_head and not self._is_delimited and exc is None:
+                self.is_complete = True  # an answer without a length ends with its connection
+            else:
+                self._error = EngineUnavailable(str(exc) if exc else "it closed the connection")
         self._wake()
 
     # ------------------------------------------------------------------ calls of the parser

@@ -174,8 +174,8 @@ def open_streams_of(explorer: RunningExplorer) -> int:
         return int(connection.exec_driver_sql("SELECT count(*) FROM open_streams").scalar_one())
 
 
-def test_a_stream_whose_end_the_ledger_does_not_take_is_whole_and_told_later(both, monkeypatch):
-    first, _ = both
+def test_a_stream_whose_end_the_ledger_does_not_take_is_whole_and_told_with_the_next_heartbeat(both, monkeypatch):
+    first, second = both
     wait_until(lambda: not first.deps.membership.is_alone)
     refused = iter([LedgerError("a fault was put in")])
     close = transitions.close_stream
@@ -186,12 +186,12 @@ def test_a_stream_whose_end_the_ledger_does_not_take_is_whole_and_told_later(bot
         close(connection, msg_id)
 
     monkeypatch.setattr(transitions, "close_stream", failing)
-    for left in (1, 0):
-        with first.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
-            assert [line for line in reply.iter_lines() if line][-1] == "data: [DONE]"
-        with first.ledger.read() as connection:
-            found = connection.exec_driver_sql("SELECT count(*) FROM open_streams").scalar_one()
-        assert found == left
+    with first.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
+        lines = [line for line in reply.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    msg_id = json.loads(lines[0].removeprefix("data: "))["id"]
+    answer = second.http.post("/feedback", json={"msg_ids": [msg_id], "reward": 1}).json()
+    assert (answer["applied"], open_streams_of(first), next(refused, None)) == (1, 0, None)
 
 
 def test_when_the_owner_signs_off_another_takes_the_engine_over(both, scripted_engine):

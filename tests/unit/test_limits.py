@@ -25,6 +25,17 @@ def test_requests_a_minute_fill_up_again():
         pass
 
 
+def test_a_limit_below_one_request_a_minute_lets_one_pass_in_its_time():
+    now = [0.0]
+    limit = Limit(0.5, None, clock=lambda: now[0])
+    for now[0] in (0.0, 120.0):
+        with limit.taken():
+            pass
+        with pytest.raises(ApiError) as refused, limit.taken():
+            pass
+        assert refused.value.retry_after_s == 120
+
+
 def test_requests_at_once_give_their_place_back():
     limit = Limit(None, 1)
     with limit.taken(), pytest.raises(ApiError), limit.taken():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from explorer_service.metrics import ExplorerMetrics
+from explorer_service.metrics import ExplorerMetrics, MetricsText
+from shared.ledger.queries import LedgerProgress
 from trainer_service.watch.prometheus import TrainerMetrics
 
 WORKER = """
@@ -49,3 +51,32 @@ def test_of_a_worker_that_died_what_it_had_counted_stays_and_what_it_was_doing_d
     assert later["flywheel_chat_in_flight_requests"] == 1
     assert later['flywheel_reload_version_number{engine="e0"}'] == 6
     assert later["flywheel_commit_rows_total"] == 7
+
+
+class Counted(ExplorerMetrics):
+    """Counts how often it is rendered."""
+
+    renderings = 0
+
+    def render(self) -> bytes:
+        self.renderings += 1
+        return super().render()
+
+
+class Reader:
+    """A ledger that answers a little later."""
+
+    async def read(self, _query: object) -> LedgerProgress:
+        await asyncio.sleep(0.01)
+        return LedgerProgress(ready=3, step=0, newest=0, lag=0, tripped=[])
+
+
+def test_the_text_is_rendered_once_for_all_callers_that_wait_for_it():
+    async def read_at_once() -> tuple[set[bytes], int]:
+        metrics = Counted()
+        text = MetricsText(Reader(), metrics)
+        return set(await asyncio.gather(*(text.read() for _ in range(20)))), metrics.renderings
+
+    (text,), renderings = asyncio.run(read_at_once())
+    assert b"flywheel_claim_ready_rows 3.0" in text
+    assert renderings == 1

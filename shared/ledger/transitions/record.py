@@ -18,7 +18,8 @@ from shared.ledger.tables import experiences, payloads
 
 _COPY_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
 _MAX_ALIKE = 32  # number of equal exchanges, newest first, among which a parent is chosen
-
+_Alike = tuple[Sequence[AnyRow], Counter[str | None]]  # equal exchanges, and their next turns by name
+_NONE: _Alike = ((), Counter())
 
 _OF_SAMPLE = [field.name for field in fields(Sample) if field.name in experiences.c]
 _OF_SAMPLING = [field.name for field in fields(Sampling)]
@@ -34,11 +35,27 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
 
     Raises sqlalchemy.exc.IntegrityError if a message id with that choice exists already.
     """
-    if not samples:
-        return
-    asked = {sample.extends for sample in samples if sample.extends}  # choices of a message share it
-    found = {extends: _find_parent(connection, extends) for extends in asked}
-    parents = [found.get(sample.extends) for sample in samples]
+    for turns in _split_conversations(samples):
+        _record(connection, turns)
+
+
+def _split_conversations(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
+    """Split samples so that an exchange is stored before the turn that continues it.
+
+    Both may be written together: a caller may continue a stream whose row is not stored yet.
+    """
+    begin, exchanges = 0, set[bytes | None]()
+    for at, sample in enumerate(samples):
+        if not exchanges.isdisjoint(sample.extends):
+            yield samples[begin:at]
+            begin, exchanges = at, set()
+        exchanges.add(sample.exchange)
+    if samples:
+        yield samples[begin:]
+
+
+def _record(connection: Connection, samples: Sequence[Sample]) -> None:
+    parents = _find_parents(connection, samples)
     rows = [_row(*of) for of in zip(samples, parents, strict=True)]
     continued = [None if parent is None else parent.id for parent in parents]
     stored = share_prefix(connection, list(zip((s.tokens for s in samples), continued, strict=True)))
@@ -88,19 +105,32 @@ def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> No
         connection.execute(update(experiences).where(mine).values(conversation_id=name))
 
 
-def _find_parent(connection: Connection, extends: Sequence[bytes]) -> AnyRow | None:
-    """Return the exchange that a request continues: the longest; among equal ones, one without a next turn."""
+def _find_parents(connection: Connection, samples: Sequence[Sample]) -> list[AnyRow | None]:
+    """Return the exchange that each sample continues: the longest; among equal ones, one without a next turn."""
+    asked = {sample.extends for sample in samples if sample.extends}
+    found = {extends: _find_alike(connection, extends) for extends in asked}
+    chosen: dict[str, AnyRow | None] = {}  # by message: its choices continue the same one
+    for sample in samples:
+        if sample.msg_id not in chosen:
+            rows, turns = found.get(sample.extends, _NONE)
+            parent = min(rows, key=lambda row: turns[choice_name(row.msg_id, row.choice)], default=None)
+            chosen[sample.msg_id] = parent
+            if parent is not None:
+                turns[choice_name(parent.msg_id, parent.choice)] += 1
+    return [chosen[sample.msg_id] for sample in samples]
+
+
+def _find_alike(connection: Connection, extends: Sequence[bytes]) -> _Alike:
+    """Return the rows of the longest stored exchange, oldest first, and how many next turns each has."""
     for exchange in _first_stored(connection, extends):
         rows = connection.exec_driver_sql(_ALIKE[placeholder(connection)], (exchange,)).all()
         if len(rows) == 1:
-            return rows[0]
+            return rows, Counter()
         if rows:
             names = [choice_name(row.msg_id, row.choice) for row in rows]
             continued = select(experiences.c.parent_id).where(experiences.c.parent_id.in_(names))
-            counts = Counter(connection.execute(continued).scalars())
-            chosen: AnyRow = min(reversed(rows), key=lambda row: counts[choice_name(row.msg_id, row.choice)])
-            return chosen
-    return None
+            return rows[::-1], Counter(connection.execute(continued).scalars())
+    return _NONE
 
 
 def _first_stored(connection: Connection, extends: Sequence[bytes]) -> Iterator[bytes]:
