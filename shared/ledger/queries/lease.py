@@ -147,6 +147,12 @@ def is_to_blame(rows: Sequence[AnyRow]) -> bool:
     return len({trajectory_key(row) for row in rows}) == 1 and all(row.failures >= 1 for row in rows)
 
 
+def is_leased(connection: Connection, batch_id: int, owner: str) -> bool:
+    """Whether this trainer has leased this batch."""
+    mine = (batches.c.id == batch_id, batches.c.owner == owner, is_in(batches.c.state, BatchState.LEASED))
+    return connection.execute(select(batches.c.id).where(*mine)).first() is not None
+
+
 def deaths_will_be_blamed(connection: Connection, owner: str) -> bool:
     """Whether this trainer died in an update too often, so that a release of the batch counts as a failure."""
     died = (batches.c.owner == owner, batches.c.state == BatchState.LEASED, batches.c.updating)
