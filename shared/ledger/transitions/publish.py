@@ -18,7 +18,7 @@ from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
 from shared.ledger.transitions.retain import keep_base, release_version
 from shared.ledger.transitions.versions import publish_version
-from shared.reward import WORDS, NewWords, lessons_of
+from shared.reward import EVERY_LESSON, WORDS, NewWords, lessons_of
 
 
 def publish(
@@ -133,12 +133,16 @@ def _lock(connection: Connection, held: Sequence[ColumnElement[bool]]) -> None:
 
 
 def _words_since(connection: Connection, held: Sequence[ColumnElement[bool]]) -> dict[int, list[int]]:
-    """Return rows with new words since they were claimed, of a kind that acts in their batch: ids by Lesson."""
+    """Return rows with new words since they were claimed, of a kind that acts in their batch: ids by Lesson.
+
+    Words about an erased row never act.
+    """
     of_choice = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     since = and_(batches.c.id == experiences.c.batch_id, signals.c.id > batches.c.last_signal)
     columns = (*(experiences.c[name] for name in ("id", "msg_id", "choice", "acts")), batches.c.last_signal)
     query = select(*columns).distinct().join_from(experiences, signals, of_choice).join(batches, since)
-    rows = connection.execute(query.where(*held, signals.c.kind.in_(sorted(WORDS)))).all()
+    of_words = (signals.c.kind.in_(sorted(WORDS)), experiences.c.taught != EVERY_LESSON)
+    rows = connection.execute(query.where(*held, *of_words)).all()
     log = load_signals(connection, rows, WORDS)
     by_lessons: dict[int, list[int]] = defaultdict(list)
     for row in rows:
