@@ -89,3 +89,20 @@ def test_a_claim_without_an_answer_whose_rows_another_trainer_holds_since_is_no_
     assert claimer.next() is None
     with ledger.read() as connection:
         assert set(connection.execute(select(experiences.c.batch_id)).scalars()) == set(taken)
+
+
+def test_a_state_that_was_recorded_without_an_answer_can_be_recorded_again(ledger):
+    record_ready(ledger, rows(2))
+    about = {"step": 1, "trainer": "t"}
+    with ledger.write() as connection:
+        batch = transitions.claim(connection, owner="t", at_least=1, at_most=2, lease_s=60)
+        transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
+        version = transitions.reserve_version(connection, writer="t")
+        transitions.publish_ahead(connection, version=version, parent=None, kind="full", **about)
+    for _ in range(2):
+        with ledger.write() as connection:
+            state = {"state_path": "s", "state_sha256": None, "contained": {version: [batch]}}
+            transitions.record_state(connection, version=version, **about, **state)
+    with ledger.read() as connection:
+        assert find_trainer(connection, "t").state_path == "s"
+        assert set(connection.execute(select(experiences.c.consumed_version)).scalars()) == {version}

@@ -95,8 +95,10 @@ def record_state(
     """Store the trainer's saved state, and CONSUMED for the rows in it.
 
     version: the newest one in it. contained: the batches of each version that no state contained before.
-    Raises LeaseLost if this trainer no longer has the lease of a batch.
+    A repeat changes nothing. Raises LeaseLost if this trainer no longer has the lease of a batch.
     """
+    if _is_official(connection, trainer, version, state_path):
+        return
     for number, batch_ids in contained.items():
         _consume(connection, trainer, number, batch_ids)
     state = {"state_path": state_path, "state_sha256": state_sha256}
