@@ -41,6 +41,8 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
     parents = [found.get(sample.extends) for sample in samples]
     rows = [_row(*of) for of in zip(samples, parents, strict=True)]
     continued = [None if parent is None else parent.id for parent in parents]
+    # before tokens are locked: those who delete rows lock them in this order
+    _name_conversations(connection, [parent for parent in parents if parent is not None])
     stored = share_prefix(connection, list(zip((s.tokens for s in samples), continued, strict=True)))
     texts = [
         (tokens.encode(), s.request, s.reply, prefix_of, s.msg_id, s.choice)
@@ -53,7 +55,6 @@ def record(connection: Connection, samples: Sequence[Sample]) -> None:
         one = len(samples) == 1
         connection.exec_driver_sql(insert_row, rows[0] if one else rows)
         connection.exec_driver_sql(insert_payload, texts[0] if one else texts)
-    _name_conversations(connection, [parent for parent in parents if parent is not None])
 
 
 def _row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:
