@@ -56,13 +56,14 @@ class Claimer:
         self._idle: set[str] = set()  # algorithms already logged as receiving no signals
         self._first_ready_at: float | None = None  # time.monotonic()
         self._after_id = 0
+        self._unanswered: int | None = None  # the batch of a claim that may be stored although its answer was lost
         self._rescan_at = self._expired_at = 0.0  # time.monotonic() of the next search
 
     def next(self) -> Lease | None:
         """Return the next batch, or None after a stop request."""
         while not self._stop:
             try:
-                lease = self._try()
+                lease = self._stored_without_answer() or self._try()
             except LedgerError as error:
                 self._log_once("the ledger is unavailable; waiting", reason=str(error))
                 lease = None
@@ -100,10 +101,28 @@ class Claimer:
                 next_messages="hint" in config.parts and config.hint.next_message is not None,
                 **(self._group if whole == "task" else {}),
             )
-            if batch_id is not None:
-                return self._load(connection, batch_id)
-        self._log_missing_rows(at_least)
-        return None
+            self._unanswered = batch_id
+            lease = None if batch_id is None else self._load(connection, batch_id)
+        self._unanswered = None
+        if batch_id is None:
+            self._log_missing_rows(at_least)
+        return lease
+
+    def _stored_without_answer(self) -> Lease | None:
+        """Return the batch of the last claim if it was stored and its answer was lost.
+
+        The heartbeat renews this lease, so it would never expire.
+        """
+        batch_id = self._unanswered
+        if batch_id is None:
+            return None
+        with self._ledger.write() as connection:
+            is_stored = queries.is_leased(connection, batch_id, self._config.name)
+            lease = self._load(connection, batch_id) if is_stored else None
+        self._unanswered = None
+        if not is_stored:
+            self.search_anew()
+        return lease
 
     def _rows_required(self) -> tuple[int, int, transitions.Whole] | None:
         """Return the minimum and maximum number of rows of the next batch, and the unit of its claim.

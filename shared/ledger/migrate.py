@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Table, func, insert, inspect, select, text
+from sqlalchemy import Connection, String, Table, func, insert, inspect, select, text
 
 from shared.errors import LedgerError
 from shared.ledger.migrations import HEAD
@@ -83,8 +83,10 @@ def copy_ledger(source: Connection, target: Connection, progress: Callable[[str,
 
 
 def _chunks(connection: Connection, table: Table) -> Iterator[list[dict[str, Any]]]:
-    """Yield all rows in the order of their key, in chunks."""
-    query = select(table).order_by(*table.primary_key.columns)
+    """Yield all rows in chunks, in the order of their key: of the bytes of names, whatever the database's order is."""
+    by_bytes = "C" if connection.dialect.name == "postgresql" else "BINARY"
+    keys = table.primary_key.columns
+    query = select(table).order_by(*(key.collate(by_bytes) if isinstance(key.type, String) else key for key in keys))
     result = connection.execute(query, execution_options={"yield_per": _CHUNK})
     for part in result.partitions(_CHUNK):
         yield [dict(row._mapping) for row in part]

@@ -56,7 +56,7 @@ def _with_prefixes(connection: Connection, ids: Sequence[int], *, lock: bool = F
 def _fetch(connection: Connection, ids: list[int], lock: bool) -> Iterator[Any]:
     columns = (payloads.c.experience_id, payloads.c.prefix_of, payloads.c.tokens)
     for mine in in_parts(payloads.c.experience_id, ids):
-        query = select(*columns).where(mine).order_by(payloads.c.experience_id)
+        query = select(*columns).where(mine).order_by(payloads.c.experience_id.desc())
         if lock and connection.dialect.name == "postgresql":  # omitted on SQLite, but compiled for each chat
             query = query.with_for_update(read=True)
         yield from connection.execute(query)
@@ -104,11 +104,20 @@ def _without_prefix(tokens: Tokens, parent: int | None, before: dict[int, _Whole
     return tokens, None
 
 
+def lock_tokens(connection: Connection, doomed: Sequence[int]) -> None:
+    """Wait for transactions that record a next turn of these experiences now, and prevent others (PostgreSQL).
+
+    The newest tokens are locked first, as when a next turn is recorded, which follows `prefix_of`.
+    """
+    row_id = payloads.c.experience_id
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(row_id).where(row_id.in_(doomed)).order_by(row_id.desc()).with_for_update()).all()
+
+
 def inline_prefix(connection: Connection, doomed: Sequence[int]) -> None:
     """Store turns whole again that share tokens with these, which are about to be deleted."""
     row_id = payloads.c.experience_id
-    if connection.dialect.name == "postgresql":  # waits for transactions that record a next turn now
-        connection.execute(select(row_id).where(row_id.in_(doomed)).order_by(row_id).with_for_update()).all()
+    lock_tokens(connection, doomed)
     stay = select(row_id).where(payloads.c.prefix_of.in_(doomed), row_id.not_in(doomed))
     for one, tokens in load_tokens(connection, connection.execute(stay).scalars().all()).items():
         if isinstance(tokens, Tokens):

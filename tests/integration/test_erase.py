@@ -10,6 +10,8 @@ from shared.errors import ConfigError
 from shared.ledger import queries, transitions
 from shared.ledger.dataset import conversations
 from shared.ledger.tables import experiences, idempotency, payloads, signals
+from shared.reward import Signal
+from tests.support.lessons import COMMENT, UP, claim, commit, publish, record, say, stands
 from tests.support.processes import run_here
 
 
@@ -88,3 +90,16 @@ def test_another_choice_keeps_the_request_when_the_one_it_is_stored_with_is_remo
         assert [row["messages"][0]["content"] for row in conversations(connection, [])] == ["hi", "hi"]
         stored = connection.execute(select(payloads.c.request).order_by(payloads.c.experience_id)).scalars().all()
     assert [one is not None for one in stored] == [True, False]
+
+
+def test_a_leased_row_that_is_erased_waits_for_no_comment_that_comes_after_it(ledger):
+    record(ledger, "m")
+    say(ledger, "m", UP, COMMENT)
+    commit(ledger)
+    lease = claim(ledger)
+    with ledger.write() as connection:
+        transitions.erase(connection, msg_id="m")
+    assert say(ledger, "m", Signal("comment", text="later")) == "already_trained"
+    publish(ledger, lease, 1)
+    assert commit(ledger) == 0
+    assert stands(ledger, "state", "teaches", "consumed_version") == [("CONSUMED", 0, 1)]

@@ -13,7 +13,7 @@ from shared.config import RewardConfig
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences, payloads, signals
-from shared.reward import Signal
+from shared.reward import Lesson, Signal
 from tests.support.experiences import record_ready, rows
 
 
@@ -66,13 +66,23 @@ def test_all_queries_of_a_reader_see_the_same_rows(ledger):
         assert queries.count_rows(connection) == before - 1
 
 
-def consume(ledger: Ledger) -> None:
+def claim(ledger: Ledger) -> int:
     with ledger.write() as connection:
         batch = transitions.claim(connection, owner="t", at_least=1, at_most=9, lease_s=60)
         assert batch is not None
         transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
-        about = {"version": 1, "parent": 0, "kind": "full", "step": 1, "trainer": "t", "state_path": "x"}
-        transitions.publish(connection, **about, batch_ids=[batch])
+        return batch
+
+
+def publish(connection: Connection, batch: int) -> None:
+    about: dict[str, Any] = {"version": 1, "parent": 0, "kind": "full", "step": 1, "trainer": "t", "state_path": "x"}
+    transitions.publish(connection, **about, batch_ids=[batch])
+
+
+def consume(ledger: Ledger) -> None:
+    batch = claim(ledger)
+    with ledger.write() as connection:
+        publish(connection, batch)
 
 
 def test_what_is_said_while_a_message_is_erased_is_erased_with_it(ledger):
@@ -106,3 +116,14 @@ def test_what_is_said_while_rewards_are_made_anew_is_the_last_word(ledger):
     meet(ledger, lambda c: transitions.recompute_rewards(c, *how), reward)
     with ledger.read() as connection:
         assert connection.execute(select(experiences.c.reward)).scalar() == -7.0
+
+
+def test_a_comment_during_the_publication_of_its_row_still_acts_later(ledger):
+    record_ready(ledger, rows(1))
+    with ledger.write() as connection:
+        say(connection, "too long")
+    batch = claim(ledger)
+    meet(ledger, lambda c: say(c, "too rude"), lambda c: publish(c, batch))
+    with ledger.read() as connection:
+        teaches, taught = connection.execute(select(experiences.c.teaches, experiences.c.taught)).one()
+    assert (teaches, taught) == (Lesson.COMMENT, Lesson.COMMENT | Lesson.REWARD)

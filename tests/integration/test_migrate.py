@@ -156,6 +156,21 @@ def test_a_ledger_moves_to_another_database_whole(tmp_path, postgres, capsys):
     assert "copied and verified" in capsys.readouterr().out
 
 
+def test_a_ledger_moves_to_a_database_that_sorts_names_in_another_order(tmp_path):
+    source, target = (Ledger.open(f"sqlite:///{tmp_path / name}.sqlite3") for name in ("source", "target"))
+    with source.write() as connection:
+        for name in ("engine B", "engine a"):
+            transitions.acquire_lease(connection, name, "owner")
+    with target.write() as connection:
+        connection.execute(text("DROP TABLE leases"))
+        columns = "name VARCHAR(200) COLLATE NOCASE PRIMARY KEY, owner VARCHAR(200), until FLOAT NOT NULL"
+        connection.execute(text(f"CREATE TABLE leases ({columns})"))
+    with source.read() as reading, target.write() as writing:
+        assert copy_ledger(reading, writing, lambda *_: None)["leases"] == 2
+    source.close()
+    target.close()
+
+
 def content(connection) -> list[tuple[object, ...]]:
     query = select(experiences, payloads.c.tokens).join(payloads).order_by(experiences.c.id)
     return [tuple(row) for row in connection.execute(query)]

@@ -9,7 +9,7 @@ from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.migrate import copy_ledger
 from shared.reward import Lesson, Signal
-from tests.support.lessons import COMMENT, record, say, train
+from tests.support.lessons import COMMENT, UP, claim, commit, publish, record, say, train
 
 
 @pytest.fixture
@@ -37,6 +37,21 @@ def test_a_comment_acts_though_the_newest_signals_were_erased_before_it(urls):
     ledger = with_deleted_signals(Ledger.open(urls[0]))
     assert say(ledger, "m", Signal("comment", text="too rude")) == "applied"
     assert train(ledger, 2) == {"m": (Lesson.COMMENT, None, ["comment"])}
+    ledger.close()
+
+
+def test_and_though_a_batch_was_claimed_since(urls):
+    ledger = Ledger.open(urls[0])
+    record(ledger, "m", "other", "gone")
+    for name, signal in (("m", COMMENT), ("other", UP), ("gone", COMMENT)):
+        say(ledger, name, signal)
+    commit(ledger)
+    publish(ledger, claim(ledger, at_most=1), 1)
+    with ledger.write() as connection:
+        transitions.erase(connection, msg_id="gone")
+    publish(ledger, claim(ledger, at_most=1), 2)
+    assert say(ledger, "m", Signal("comment", text="too rude")) == "applied"
+    assert train(ledger, 3) == {"m": (Lesson.COMMENT, None, ["comment"])}
     ledger.close()
 
 

@@ -37,9 +37,9 @@ def commit(ledger: Ledger) -> int:
         return transitions.commit(connection)[0]
 
 
-def claim(ledger: Ledger) -> Lease | None:
+def claim(ledger: Ledger, at_most: int = 9) -> Lease | None:
     with ledger.write() as connection:
-        batch = transitions.claim(connection, owner="t", at_least=1, at_most=9, lease_s=60)
+        batch = transitions.claim(connection, owner="t", at_least=1, at_most=at_most, lease_s=60)
         return None if batch is None else queries.load_lease(connection, batch, kinds=LEARNED)
 
 

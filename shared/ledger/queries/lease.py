@@ -31,7 +31,7 @@ from shared.reward import WORDS, Kind, Lesson, NewWords, Signal, lessons_of
 
 DEATHS_TOLERATED = 4  # in updates with the same rows before they are blamed: machines fail, operators kill processes
 _REASONS = 20  # maximum number in the status
-_LARGEST_REWARD = 1e6  # the square of a larger one, a critic's loss, may overflow in float32
+LARGEST_REWARD = 1e6  # the square of a larger one, a critic's loss, may overflow in float32
 _COLUMNS = [field.name for field in fields(Experience) if field.name in experiences.c]
 _sampling_of = attrgetter(*(field.name for field in fields(Sampling)))
 
@@ -106,8 +106,8 @@ def _acting(log: Sequence[Signal], row: AnyRow, acts: int, until: int | None) ->
 def check_rewards(*rewards: float | None) -> None:
     """Raise CorruptTokens for a reward that cannot be trained on."""
     for reward in rewards:
-        if reward is not None and not abs(reward) <= _LARGEST_REWARD:
-            raise CorruptTokens(f"reward {reward} is beyond ±{_LARGEST_REWARD:g}: its square would be no number")
+        if reward is not None and not abs(reward) <= LARGEST_REWARD:
+            raise CorruptTokens(f"reward {reward} is beyond ±{LARGEST_REWARD:g}: its square would be no number")
 
 
 def _check(tokens: Tokens | CorruptTokens | None, vocabulary: int | None, max_tokens: int | None) -> Tokens:
@@ -145,6 +145,12 @@ def rewarded_up_to(taught: Iterable[tuple[AnyRow | Experience, int]]) -> dict[Tr
 def is_to_blame(rows: Sequence[AnyRow]) -> bool:
     """Whether these rows are blamed for a failed update: they are one trajectory, and failed before."""
     return len({trajectory_key(row) for row in rows}) == 1 and all(row.failures >= 1 for row in rows)
+
+
+def is_leased(connection: Connection, batch_id: int, owner: str) -> bool:
+    """Whether this trainer has leased this batch."""
+    mine = (batches.c.id == batch_id, batches.c.owner == owner, is_in(batches.c.state, BatchState.LEASED))
+    return connection.execute(select(batches.c.id).where(*mine)).first() is not None
 
 
 def deaths_will_be_blamed(connection: Connection, owner: str) -> bool:

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, func, select
 
 from shared.experience import MAY_SERVE, VersionState
 from shared.ledger.connect import DedicatedConnection
+from shared.ledger.queries.lease import LARGEST_REWARD
 from shared.ledger.tables import experiences, versions
 
 _REWARDED_ROWS = 10_000  # number of newest rows from which rewards by version are read
@@ -110,10 +111,14 @@ class Rewards:
 
 
 def rewards_by_version(connection: Connection) -> list[Rewards]:
-    """Return the rewards of the newest rows, trained on or not, by sampling version; oldest version first."""
+    """Return the rewards of the newest rows, trained on or not, by sampling version; oldest version first.
+
+    Rewards that no row is trained on with are left out: their sums and squares may overflow.
+    """
     newest = select(func.max(experiences.c.id)).scalar_subquery()
     reward = experiences.c.reward
     query = select(experiences.c.version, func.count(), func.avg(reward), func.avg(reward * reward))
-    rewarded = query.where(experiences.c.id > newest - _REWARDED_ROWS, reward.is_not(None))
+    usable = reward.between(-LARGEST_REWARD, LARGEST_REWARD)
+    rewarded = query.where(experiences.c.id > newest - _REWARDED_ROWS, usable)
     grouped = rewarded.group_by(experiences.c.version).order_by(experiences.c.version)
     return [Rewards(*row) for row in connection.execute(grouped)]

@@ -99,8 +99,11 @@ def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) 
 
     Later signals about a row have larger ids in the log, because its rows are locked.
     """
-    newest = select(func.coalesce(func.max(signals.c.id), 0)).scalar_subquery()
-    connection.execute(update(batches).where(batches.c.id == batch_id).values(last_signal=newest))
+    newest = select(func.max(signals.c.id))
+    before = select(batches.c.last_signal).where(batches.c.id < batch_id).order_by(batches.c.id.desc()).limit(1)
+    # the newest signals may be deleted: numbers continue after the last batch's, which must not be smaller
+    last_signal = max(connection.execute(query).scalar() or 0 for query in (newest, before))
+    connection.execute(update(batches).where(batches.c.id == batch_id).values(last_signal=last_signal))
     rows = held_rows(connection, batch_id)
     continued = {row.parent_id for row in rows if row.parent_id is not None} if next_messages else set()
     rewarded = rewarded_up_to((row, row.teaches) for row in rows)

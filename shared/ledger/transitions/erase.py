@@ -10,7 +10,7 @@ from sqlalchemy import Connection, and_, delete, func, select, update
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import MAX_PARAMETERS, in_parts, is_done, split_name
-from shared.ledger.prefix import inline_prefix
+from shared.ledger.prefix import inline_prefix, lock_tokens
 from shared.ledger.queries.signals import count_signals
 from shared.ledger.tables import experiences, idempotency, payloads, signals
 from shared.reward import EVERY_LESSON
@@ -37,6 +37,7 @@ def erase(
     query = select(*columns).where(experiences.c.id > after_id, *named).order_by(experiences.c.id)
     rows = list(connection.execute(query.limit(MAX_PARAMETERS).with_for_update()))  # nothing more is said of them
     ids, names = [row.id for row in rows], sorted({row.msg_id for row in rows})
+    lock_tokens(connection, ids)
     connection.execute(delete(payloads).where(payloads.c.experience_id.in_(ids)))
     connection.execute(delete(signals).where(signals.c.msg_id.in_(names)))
     of_them = experiences.c.id.in_(ids)

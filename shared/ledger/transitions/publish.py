@@ -18,7 +18,7 @@ from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
 from shared.ledger.transitions.retain import keep_base, release_version
 from shared.ledger.transitions.versions import publish_version
-from shared.reward import WORDS, NewWords, lessons_of
+from shared.reward import EVERY_LESSON, WORDS, NewWords, lessons_of
 
 
 def publish(
@@ -95,8 +95,10 @@ def record_state(
     """Store the trainer's saved state, and CONSUMED for the rows in it.
 
     version: the newest one in it. contained: the batches of each version that no state contained before.
-    Raises LeaseLost if this trainer no longer has the lease of a batch.
+    A repeat changes nothing. Raises LeaseLost if this trainer no longer has the lease of a batch.
     """
+    if _is_official(connection, trainer, version, state_path):
+        return
     for number, batch_ids in contained.items():
         _consume(connection, trainer, number, batch_ids)
     state = {"state_path": state_path, "state_sha256": state_sha256}
@@ -115,6 +117,7 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
     acts, taught, teaches = experiences.c.acts, experiences.c.taught, experiences.c.teaches
     acted = {"taught": taught.bitwise_or(acts), "teaches": teaches.bitwise_and(acts.bitwise_not())}
     rows = (experiences.c.batch_id.in_(batch_ids), is_in(experiences.c.state, State.LEASED))
+    _lock(connection, rows)  # feedback that is being stored now is in the log before the log is read
     later = _words_since(connection, rows)
     last_signal = select(batches.c.last_signal).where(batches.c.id == experiences.c.batch_id).scalar_subquery()
     first = func.coalesce(experiences.c.consumed_version, version)
@@ -125,13 +128,23 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
             connection.execute(update(experiences).where(part).values(teaches=teaches.bitwise_or(lessons)))
 
 
+def _lock(connection: Connection, held: Sequence[ColumnElement[bool]]) -> None:
+    """Lock rows in the order in which feedback locks them (PostgreSQL)."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(experiences.c.id).where(*held).order_by(experiences.c.id).with_for_update()).all()
+
+
 def _words_since(connection: Connection, held: Sequence[ColumnElement[bool]]) -> dict[int, list[int]]:
-    """Return rows with new words since they were claimed, of a kind that acts in their batch: ids by Lesson."""
+    """Return rows with new words since they were claimed, of a kind that acts in their batch: ids by Lesson.
+
+    Words about an erased row never act.
+    """
     of_choice = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     since = and_(batches.c.id == experiences.c.batch_id, signals.c.id > batches.c.last_signal)
     columns = (*(experiences.c[name] for name in ("id", "msg_id", "choice", "acts")), batches.c.last_signal)
     query = select(*columns).distinct().join_from(experiences, signals, of_choice).join(batches, since)
-    rows = connection.execute(query.where(*held, signals.c.kind.in_(sorted(WORDS)))).all()
+    of_words = (signals.c.kind.in_(sorted(WORDS)), experiences.c.taught != EVERY_LESSON)
+    rows = connection.execute(query.where(*held, *of_words)).all()
     log = load_signals(connection, rows, WORDS)
     by_lessons: dict[int, list[int]] = defaultdict(list)
     for row in rows:

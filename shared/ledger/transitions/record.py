@@ -58,6 +58,8 @@ def _record(connection: Connection, samples: Sequence[Sample]) -> None:
     parents = _find_parents(connection, samples)
     rows = [_row(*of) for of in zip(samples, parents, strict=True)]
     continued = [None if parent is None else parent.id for parent in parents]
+    # before tokens are locked: those who delete rows lock them in this order
+    _name_conversations(connection, [parent for parent in parents if parent is not None])
     stored = share_prefix(connection, list(zip((s.tokens for s in samples), continued, strict=True)))
     texts = [
         (tokens.encode(), s.request, s.reply, prefix_of, s.msg_id, s.choice)
@@ -70,7 +72,6 @@ def _record(connection: Connection, samples: Sequence[Sample]) -> None:
         one = len(samples) == 1
         connection.exec_driver_sql(insert_row, rows[0] if one else rows)
         connection.exec_driver_sql(insert_payload, texts[0] if one else texts)
-    _name_conversations(connection, [parent for parent in parents if parent is not None])
 
 
 def _row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:
