@@ -49,7 +49,8 @@ class EngineAddress(Section):
 
     @property
     def port(self) -> int:
-        return urlsplit(self.url).port or 80
+        parts = urlsplit(self.url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 class Tolerance(Section):
