@@ -76,7 +76,6 @@ class EngineController:
         self._newest: VersionRow | None = None  # according to the last read of the ledger
         self._served: TargetVersion | None = None  # the last version that this explorer has proven there
         self._paused_at = -self._settings.min_interval_s  # time.monotonic(): the end of the last take-up
-        self._ledger_unavailable = False
 
     async def run(self) -> None:
         """Control the engine without end."""
@@ -84,11 +83,8 @@ class EngineController:
             revision = self._reloading.poller.revision
             try:
                 await self._reconcile()
-                self._ledger_unavailable = False
             except LedgerError as error:
-                if not self._ledger_unavailable:  # logged once per outage
-                    log.warning("the ledger is unavailable: new versions are not seen", reason=str(error))
-                self._ledger_unavailable = True
+                log.debug("tried again: the ledger is unavailable", engine=self._engine.name, reason=str(error))
             except NotOwner:
                 self._is_owner = False
             except EngineUnavailable as error:
