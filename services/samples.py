@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,14 +23,31 @@ from shared.config import Config, RewardConfig
 from shared.errors import EngineError, StartupError
 from shared.experience import Sample, Sampling, Tokens, choice_name
 from shared.ledger import transitions
-from shared.ledger.given import UNUSABLE, conversation_of, names_of, number_of, signals_of, time_of, tokens_of
+from shared.ledger.given import (
+    UNUSABLE,
+    Trained,
+    conversation_of,
+    names_of,
+    number_of,
+    signals_of,
+    time_of,
+    tokens_of,
+    trained_of,
+)
 from shared.ledger.queries import known_choices
 from shared.reward import Kind, Scope, Signal
 
 TIMEOUT_S = 120.0
 SignalsByKey = list[tuple[tuple[str | None, Scope], list[Signal]]]  # oldest first; by key, None: no key
-SampleWithSignals = tuple[Sample, SignalsByKey]
 _DEMONSTRATION = Signal("demonstration")
+
+
+class ImportedRow(NamedTuple):
+    """A row of a file."""
+
+    sample: Sample
+    signals: SignalsByKey
+    trained: Trained | None
 
 
 class SampleReader:
@@ -44,14 +61,14 @@ class SampleReader:
         self.reasons: set[str] = set()  # reasons why rows were left out
         self._alike: Counter[bytes] = Counter()  # rows without a message id, by content
 
-    async def read(self, rows: list[dict[str, Any]]) -> list[SampleWithSignals]:
-        """Return a sample and its signals for each usable row. Raises StartupError if a required engine fails."""
-        samples = []
+    async def read(self, rows: list[dict[str, Any]]) -> list[ImportedRow]:
+        """Return each usable row. Raises StartupError if a required engine fails."""
+        samples: list[ImportedRow] = []
         async with open_client() as client:
             engine = EngineAdmin(client, self._config.explorer.engines[0].url, self._config.model.name, TIMEOUT_S)
             for row in rows:
                 try:
-                    samples.append((await self._sample(row, engine), self._signals(row)))
+                    samples.append(ImportedRow(await self._sample(row, engine), self._signals(row), trained_of(row)))
                 except UNUSABLE as exc:
                     self.reasons.add(str(exc) or type(exc).__name__)
                 except EngineError as exc:
@@ -155,22 +172,23 @@ def _as_tokens(prompt_ids: list[int], reply_ids: list[int], logprobs: list[float
 
 def store(
     connection: Connection,
-    samples: list[SampleWithSignals],
+    rows: list[ImportedRow],
     *,
     rule: RewardConfig,
     learned: frozenset[Kind],
     default_reward: float | None,
 ) -> int:
-    """Record the samples that are not in the ledger, with their signals. Returns their number.
+    """Record the rows that are not in the ledger, with their signals. Returns their number.
 
+    A row that a version of this ledger was trained on is CONSUMED: only other lessons make it READY.
     learned: the kinds of signals that are learned from. default_reward: for samples without signals.
     """
-    known = known_choices(connection, [sample.msg_id for sample, _ in samples])
+    known = known_choices(connection, [row.sample.msg_id for row in rows])
     default: SignalsByKey = (
         [] if default_reward is None else [((None, "message"), [Signal("reward", value=default_reward)])]
     )
     stored = 0
-    for sample, signals_by_key in samples:
+    for sample, signals_by_key, trained in rows:
         if (sample.msg_id, sample.choice) in known:
             continue
         known.add((sample.msg_id, sample.choice))  # a file may contain a row twice
@@ -189,4 +207,6 @@ def store(
                 key_name=key_name,
                 scope=scope,
             )
+        if trained is not None:
+            transitions.restore_trained(connection, sample.msg_id, sample.choice, **msgspec.structs.asdict(trained))
     return stored

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = StageLogger("trainer")
 T = TypeVar("T", bound="Trainer")
 
+LONGEST_START_S = 86_400.0
 DEFAULT_RATES = {"full": 1e-6, "lora": 1e-4}
 
 
@@ -242,13 +243,15 @@ def build_update(config: Config, start: Path, ranks: Ranks):  # type: ignore[no-
 def begin_with(ledger: Ledger, trainer: str) -> int:
     """Return the version that a trainer without a saved state starts from: the newest proven one, or else the newest.
 
-    Its files are leased for the trainer until it is announced.
+    Its files are leased for the trainer until it is announced, but not for longer than a start takes: it may die.
     """
+    lease: dict[str, Any] = {"reader": trainer, "purpose": Purpose.PARENT}
     with ledger.write() as connection:
         rows = [row for row in list_versions(connection) if row.may_serve]
         for row in sorted(rows, key=lambda row: (row.served_at is not None, row.version), reverse=True):
             if transitions.lease_version(
-                connection, row.version, reader=trainer, purpose=Purpose.PARENT, owner=process_name(), lasts=True
+                connection, row.version, **lease, owner=process_name(), lasts_s=LONGEST_START_S
             ):
+                transitions.release_version(connection, **lease, but=row.version)
                 return row.version
     return 0

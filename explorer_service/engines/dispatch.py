@@ -174,8 +174,10 @@ class Dispatcher:
                 self._note_lost(error, lost)
 
     def _note_lost(self, error: EngineLost, lost: list[str]) -> None:
+        """Note the engine that lost the request. Raises the error if no other engine may try it."""
         lost.append(error.engine)
-        if not self.pool.has_other(lost):
+        is_timeout = isinstance(error.__cause__, TimeoutError)  # another engine would have as long again
+        if is_timeout or not self.pool.has_other(lost):
             raise error
 
     async def _send(self, request: EngineRequest, avoid: list[str]) -> Exchange:

@@ -32,16 +32,16 @@ class AdapterController:
     """The adapters of one engine that this explorer owns."""
 
     def __init__(
-        self, engine: Engine, take_up: AdapterTakeUp, judge: VersionJudge, blame: Blame, shared: Reloading
+        self, engine: Engine, take_up: AdapterTakeUp, judge: VersionJudge, blame: Blame, reloading: Reloading
     ) -> None:
         self._engine = engine
         self._take_up = take_up
         self._judge = judge
         self._blame = blame
-        self._shared = shared
-        self._pool: EnginePool = shared.pool
-        self._most_pins = shared.config.engine.versions_held - 2  # without the newest version, and one take-up
-        retry_s = shared.config.explorer.reload.retry_s
+        self._reloading = reloading
+        self._pool: EnginePool = reloading.pool
+        self._most_pins = reloading.config.engine.versions_held - 2  # without the newest version, and one take-up
+        retry_s = reloading.config.explorer.reload.retry_s
         self._backoff = Backoff(retry_s)
         self._deadly = Backoff(_DEADLY * retry_s)
         self._left_at: dict[int, int] = {}  # by leaving version: the generation that announced it
@@ -64,7 +64,7 @@ class AdapterController:
             await self._announce()
         await self._unload()
         if time.monotonic() > self._held_at + _RENEW_S:
-            await self._shared.writer.write(self._take_up.note)
+            await self._reloading.writer.write(self._take_up.note)
             self._held_at = time.monotonic()
 
     async def _adopt(self) -> str | None:
@@ -88,7 +88,7 @@ class AdapterController:
                 log.warning("pinned version not loaded", version=version, engine=self._engine.name, reason=reason)
                 self._refuse(version, reason)
             else:
-                self._shared.metrics.pins.labels("served").inc()
+                self._reloading.metrics.pins.labels("served").inc()
                 self._engine.refused.pop(version, None)
                 if self._engine.is_open:
                     await self._announce()
@@ -102,14 +102,14 @@ class AdapterController:
 
     def _refuse(self, version: int, reason: str, *, died: bool = False) -> None:
         """Note why the version is not served, for the callers that wait for it."""
-        self._shared.metrics.pins.labels("failed").inc()
+        self._reloading.metrics.pins.labels("failed").inc()
         backoff = self._deadly if died and version in self._engine.refused else self._backoff
         backoff.note(version, reason)
         self._pool.refuse(self._engine, version, reason)
 
     async def _bring_in(self, version: int) -> str | None:
         """Load and prove a version. Returns None, or why the engine does not serve it."""
-        row = (await self._shared.fetch(lambda c: queries.find_versions(c, [version]))).get(version)
+        row = (await self._reloading.fetch(lambda c: queries.find_versions(c, [version]))).get(version)
         if row is None or not row.may_be_pinned:
             return "it is not on disk any more"
         try:
@@ -156,11 +156,13 @@ class AdapterController:
         """Return adapters of this ledger that a previous owner loaded and that are not wanted."""
         known = {*self._take_up.served.values(), *self._take_up.leaving.values()}
         unknown = [name for name in self._take_up.present if name not in known]
-        strays = {version: name for name in unknown if (version := self._shared.version_named(name)) is not None}
+        strays = {version: name for name in unknown if (version := self._reloading.version_named(name)) is not None}
         if not strays:
             return {}
-        rows: dict[int, VersionRow] = await self._shared.fetch(lambda c: queries.find_versions(c, list(strays)))
-        named = {v: strays[v] for v, r in rows.items() if self._shared.adapter_name(v, r.manifest_sha256) == strays[v]}
+        rows: dict[int, VersionRow] = await self._reloading.fetch(lambda c: queries.find_versions(c, list(strays)))
+        named = {
+            v: strays[v] for v, r in rows.items() if self._reloading.adapter_name(v, r.manifest_sha256) == strays[v]
+        }
         return {version: name for version, name in named.items() if self._take_up.is_own(version, name)}
 
     async def _announce(self) -> None:
@@ -168,7 +170,7 @@ class AdapterController:
         engine = self._engine
         self._pool.set_versions(engine, self._take_up.names(0))
         leaving = set(self._take_up.leaving)
-        generation = await self._shared.leases.announce(
+        generation = await self._reloading.leases.announce(
             engine.url, engine.state, engine.version, also=self._take_up.note
         )
         self._left_at = dict.fromkeys(leaving, generation) | self._left_at
@@ -179,16 +181,18 @@ class AdapterController:
         quiet = {v: since for v, since in self._left_at.items() if not self._engine.in_flight_of.get(v)}
         if not quiet:
             return
-        followed = await self._shared.leases.read_followed(self._engine.url)
+        followed = await self._reloading.leases.read_followed(self._engine.url)
         for version, since in quiet.items():
             if all(other.generation >= since and version not in other.ending for other in followed):
-                await self._shared.leases.require(self._engine.url)
+                await self._reloading.leases.require(self._engine.url)
                 await self._take_up.unload(version)
                 del self._left_at[version]
-                self._shared.poller.wake()  # pins may be waiting for its place
+                self._reloading.poller.wake()  # pins may be waiting for its place
 
     async def _read_pins(self, current: int | None) -> list[int]:
         """Return the last used pinned versions, as many as the engine has room for."""
-        pins = [version for version in await self._shared.fetch(queries.pinned_versions) if version not in (0, current)]
+        pins = [
+            version for version in await self._reloading.fetch(queries.pinned_versions) if version not in (0, current)
+        ]
         ending = sum(version in self._engine.in_flight_of for version in self._take_up.leaving)
         return pins[: max(0, self._most_pins - ending)]

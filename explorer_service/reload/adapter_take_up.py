@@ -40,12 +40,12 @@ log = StageLogger("reload")
 class AdapterTakeUp:
     """Loads adapters into one engine, and keeps track of them."""
 
-    def __init__(self, engine: Engine, admin: EngineAdmin, tolerance: EngineTolerance, shared: Reloading) -> None:
+    def __init__(self, engine: Engine, admin: EngineAdmin, tolerance: EngineTolerance, reloading: Reloading) -> None:
         self._engine = engine
         self._admin = admin
         self._tolerance = tolerance
-        self._shared = shared
-        self._key = shared.leases.key(engine.url)
+        self._reloading = reloading
+        self._key = reloading.leases.key(engine.url)
         self.present: dict[str, str] = {}  # the engine's models when it was last asked: name → folder
         self.served: dict[int, str] = {}  # adapters that this explorer has proven there: version → name
         self.leaving: dict[int, str] = {}  # adapters that get no more requests and will be unloaded
@@ -56,7 +56,7 @@ class AdapterTakeUp:
 
     def names(self, version: int) -> dict[int, str]:
         """Return what the engine serves, with the names: the base, and every proven adapter."""
-        return {**self._shared.named(0), **self.served}
+        return {**self._reloading.named(0), **self.served}
 
     def note(self, connection: Connection) -> None:
         """Store the served and leaving adapters, in the transaction that announces them."""
@@ -67,12 +67,12 @@ class AdapterTakeUp:
         if target.version == 0 or target.version in self.served:
             return target
         in_use = {*await self._read_in_use(), target.version}
-        return await stage_target(self._admin, target, self._shared, in_use)
+        return await stage_target(self._admin, target, self._reloading, in_use)
 
     async def holds(self, target: TargetVersion) -> bool:
         await self.read_present()
         if target.version != 0:
-            name = self._shared.adapter_name(target.version, target.sha256)
+            name = self._reloading.adapter_name(target.version, target.sha256)
             if not self.is_own(target.version, name):
                 return False
         try:
@@ -92,7 +92,7 @@ class AdapterTakeUp:
         """
         try:
             await self._load(target)
-            with self._shared.metrics.reload_proof.time():
+            with self._reloading.metrics.reload_proof.time():
                 await self._prove(target)
         except EngineTimeout as error:
             raise LoadUndone(str(error), is_technical=True) from error
@@ -102,7 +102,7 @@ class AdapterTakeUp:
             raise await self._explain(error) from error
         except ProbeMismatch:
             if target.version != 0:  # it has answered no request, unless it was proven before
-                self.leave(target.version, self._shared.adapter_name(target.version, target.sha256))
+                self.leave(target.version, self._reloading.adapter_name(target.version, target.sha256))
             raise
 
     async def _explain(self, error: EngineRefused) -> EngineError:
@@ -130,12 +130,14 @@ class AdapterTakeUp:
     @property
     def room(self) -> int:
         """How many more adapters fit in the engine's memory, so that it never has to read one again."""
-        held = [name for name in self.present if name.startswith(f"{self._shared.config.model.name}@")]
-        return self._shared.config.engine.versions_held - len(held)
+        held = [name for name in self.present if name.startswith(f"{self._reloading.config.model.name}@")]
+        return self._reloading.config.engine.versions_held - len(held)
 
     def inherited(self, version: int) -> bool:
         """Whether a previous owner loaded the version, and it is not leaving."""
-        return version not in self.leaving and any(self._shared.version_named(name) == version for name in self.present)
+        return version not in self.leaving and any(
+            self._reloading.version_named(name) == version for name in self.present
+        )
 
     def is_own(self, version: int, name: str) -> bool:
         """Whether the engine has this version under the name, not a foreign adapter."""
@@ -150,8 +152,8 @@ class AdapterTakeUp:
     async def _read_in_use(self) -> set[int]:
         """Return the versions that the engine may read, also those that a previous owner loaded."""
         await self.read_present()
-        found = (self._shared.version_named(name) for name in self.present)
-        leased = await self._shared.fetch(lambda connection: queries.leased_versions(connection, self._key))
+        found = (self._reloading.version_named(name) for name in self.present)
+        leased = await self._reloading.fetch(lambda connection: queries.leased_versions(connection, self._key))
         return {*leased, *(version for version in found if version is not None)}
 
     def leave(self, version: int, name: str) -> None:
@@ -169,16 +171,18 @@ class AdapterTakeUp:
         await self.read_present()
         if target.version == 0:
             return
-        name = self._shared.adapter_name(target.version, target.sha256)
+        name = self._reloading.adapter_name(target.version, target.sha256)
         if name not in self.present:
             if self.room < 1:
                 raise StageFailed(
-                    f"engine {self._admin.url} holds {self._shared.config.engine.versions_held} versions, all of which "
-                    "have requests; it is tried again, or raise engine.max_cpu_loras"
+                    f"engine {self._admin.url} holds {self._reloading.config.engine.versions_held} versions, all of "
+                    "which have requests; it is tried again, or raise engine.max_cpu_loras"
                 )
-            if not await self._shared.writer.write(lambda c: transitions.expect_adapter(c, self._key, target.version)):
+            if not await self._reloading.writer.write(
+                lambda c: transitions.expect_adapter(c, self._key, target.version)
+            ):
                 raise StageFailed(f"version {target.version} is not on disk any more")
-            await self._shared.leases.require_held(self._engine.url)
+            await self._reloading.leases.require_held(self._engine.url)
             await self._admin.load_adapter(name, target.folder)
             self.present[name] = str(target.folder)
         elif not self.is_own(target.version, name):
@@ -191,7 +195,7 @@ class AdapterTakeUp:
         if target.version == 0:
             await self._tolerance.prove_started(self._admin, target)
             return
-        name = self._shared.adapter_name(target.version, target.sha256)
+        name = self._reloading.adapter_name(target.version, target.sha256)
         await prove(self._admin, target.manifest.probe, await self._tolerance.bounds(target), name)
         self.leaving.pop(target.version, None)
         self.served[target.version] = name

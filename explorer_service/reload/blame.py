@@ -69,11 +69,11 @@ class Backoff:
 class Blame:
     """Decides after failures of one engine."""
 
-    def __init__(self, engine: Engine, judge: VersionJudge, shared: Reloading) -> None:
-        self._key = shared.leases.key(engine.url)
+    def __init__(self, engine: Engine, judge: VersionJudge, reloading: Reloading) -> None:
+        self._key = reloading.leases.key(engine.url)
         self._by = f"engine {engine.name}"
         self._judge = judge
-        self._shared = shared
+        self._reloading = reloading
 
     async def condemn(self, target: TargetVersion, reason: str) -> None:
         """Reject a version that a healthy engine cannot serve, unless another engine has proven it."""
@@ -106,16 +106,16 @@ class Blame:
             lambda c: transitions.reject_version(c, row.version, reason, by=self._by, only_unproven=only_unproven),
         )
         if is_rejected:
-            self._shared.metrics.reload_failures.labels("unsound").inc()
+            self._reloading.metrics.reload_failures.labels("unsound").inc()
 
     async def _decide(self, row: VersionRow, reason: str, decide: Callable[[Connection], bool]) -> bool:
         """Run `decide`. Returns whether it gave the version up."""
         await asyncio.to_thread(self._judge.require_mounted)
-        if not await self._shared.writer.write(decide):
+        if not await self._reloading.writer.write(decide):
             return False
         log.error("version given up", version=row.version, reason=reason)
-        self._shared.metrics.reloads.labels("rejected").inc()
-        await self._shared.poller.refresh()  # so that it is no longer the newest
+        self._reloading.metrics.reloads.labels("rejected").inc()
+        await self._reloading.poller.refresh()  # so that it is no longer the newest
         return True
 
 

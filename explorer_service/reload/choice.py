@@ -16,12 +16,14 @@ from shared.ledger.queries import VersionRow, list_versions
 class VersionChoice:
     """The choice for one engine. It rejects unsound versions."""
 
-    def __init__(self, judge: VersionJudge, blame: Blame, take_up: TakeUp, backoff: Backoff, shared: Reloading) -> None:
+    def __init__(
+        self, judge: VersionJudge, blame: Blame, take_up: TakeUp, backoff: Backoff, reloading: Reloading
+    ) -> None:
         self._judge = judge
         self._blame = blame
         self._take_up = take_up
         self._backoff = backoff
-        self._shared = shared
+        self._reloading = reloading
 
     async def examine(self, row: VersionRow) -> TargetVersion | None:
         """Return a version that may be loaded; None: it is not there yet, or was rejected now.
@@ -46,8 +48,10 @@ class VersionChoice:
         failed, damaged: versions to exclude.
         """
         excluded = {failed, *damaged}
-        rows = [row for row in await self._shared.fetch(list_versions) if row.version not in excluded and row.may_serve]
-        rows = [row for row in rows if row.version == 0 or row.kind == self._shared.config.model.kind]
+        rows = [
+            row for row in await self._reloading.fetch(list_versions) if row.version not in excluded and row.may_serve
+        ]
+        rows = [row for row in rows if row.version == 0 or row.kind == self._reloading.config.model.kind]
         if served is not None and any(row.version == served.version for row in rows):
             return served
         for row in reversed(rows):

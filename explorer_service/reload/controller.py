@@ -53,49 +53,45 @@ NONE_MAY_SERVE = (
 class EngineController:
     """Moves one engine to the version that should serve. `run()` ends only by cancellation."""
 
-    def __init__(self, engine: Engine, admin: EngineAdmin, shared: Reloading) -> None:
+    def __init__(self, engine: Engine, admin: EngineAdmin, reloading: Reloading) -> None:
         self._engine = engine
         self._admin = admin
-        self._shared = shared
-        self._pool = shared.pool
-        self._leases = shared.leases
-        self._settings = shared.config.explorer.reload
-        judge = VersionJudge(shared.config, shared.ledger)
-        tolerance = EngineTolerance(engine, shared)
-        self._follower = EngineFollower(engine, admin, shared)
-        self._blame = Blame(engine, judge, shared)
-        self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, shared)
+        self._reloading = reloading
+        self._pool = reloading.pool
+        self._leases = reloading.leases
+        self._settings = reloading.config.explorer.reload
+        judge = VersionJudge(reloading.config, reloading.ledger)
+        tolerance = EngineTolerance(engine, reloading)
+        self._follower = EngineFollower(engine, admin, reloading)
+        self._blame = Blame(engine, judge, reloading)
+        self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, reloading)
         self._adapters: AdapterController | None = None
-        if shared.loads_adapters:
-            self._take_up = adapters = AdapterTakeUp(engine, admin, tolerance, shared)
-            self._adapters = AdapterController(engine, adapters, judge, self._blame, shared)
+        if reloading.loads_adapters:
+            self._take_up = adapters = AdapterTakeUp(engine, admin, tolerance, reloading)
+            self._adapters = AdapterController(engine, adapters, judge, self._blame, reloading)
         self._backoff = Backoff(self._settings.retry_s)
-        self._choice = VersionChoice(judge, self._blame, self._take_up, self._backoff, shared)
-        self._health = EngineHealth(engine, admin, shared.leases)
+        self._choice = VersionChoice(judge, self._blame, self._take_up, self._backoff, reloading)
+        self._health = EngineHealth(engine, admin, reloading.leases)
         self._is_owner = False
         self._newest: VersionRow | None = None  # according to the last read of the ledger
         self._served: TargetVersion | None = None  # the last version that this explorer has proven there
         self._paused_at = -self._settings.min_interval_s  # time.monotonic(): the end of the last take-up
-        self._ledger_unavailable = False
 
     async def run(self) -> None:
         """Control the engine without end."""
         while True:
-            revision = self._shared.poller.revision
+            revision = self._reloading.poller.revision
             try:
                 await self._reconcile()
-                self._ledger_unavailable = False
             except LedgerError as error:
-                if not self._ledger_unavailable:  # logged once per outage
-                    log.warning("the ledger is unavailable: new versions are not seen", reason=str(error))
-                self._ledger_unavailable = True
+                log.debug("tried again: the ledger is unavailable", engine=self._engine.name, reason=str(error))
             except NotOwner:
                 self._is_owner = False
             except EngineUnavailable as error:
                 await self._withdraw(str(error))
             except (EngineError, VersionError) as error:
                 log.error("engine refused a request", engine=self._engine.name, reason=str(error))
-                self._shared.metrics.reload_failures.labels("refused").inc()
+                self._reloading.metrics.reload_failures.labels("refused").inc()
                 self._pool.check(self._engine, str(error))
             await self._wait(revision)
 
@@ -104,7 +100,7 @@ class EngineController:
         if self._is_owner and self._engine.is_open:
             backoff_s = 0.0 if self._newest is None else self._backoff.wait_s(self._newest.version)
             interval_s = until_next_tick(HEALTH_INTERVAL_S)
-            await self._shared.poller.wait_change(revision, min(interval_s, backoff_s or interval_s))
+            await self._reloading.poller.wait_change(revision, min(interval_s, backoff_s or interval_s))
         elif not self._is_owner and self._engine.state is EngineState.RELOADING:
             await asyncio.sleep(POLL_S)
         else:
@@ -112,14 +108,14 @@ class EngineController:
 
     async def _reconcile(self) -> None:
         engine = self._engine
-        await self._shared.reload_lease.settle()
+        await self._reloading.reload_lease.settle()
         if self._is_owner or not self._follower.owner_reloads:  # a loading engine may not answer; its owner waits
             await self._health.check()
         if not await self._leases.acquire(engine.url):
             self._is_owner = False
             await self._follower.follow()
             return
-        before, newest = self._newest, self._shared.poller.newest()
+        before, newest = self._newest, self._reloading.poller.newest()
         self._newest = newest
         if newest is not None and newest != before and newest.state == VersionState.PUBLISHED:
             self._backoff.retry(newest.version)  # just published, or an operator requested a retry
@@ -148,7 +144,7 @@ class EngineController:
     async def _serve_unproven(self) -> None:
         """Close the engine: no version may serve. Before any was published, serve its first weights as version 0."""
         engine = self._engine
-        if await self._shared.fetch(any_published):
+        if await self._reloading.fetch(any_published):
             if engine.reason != NONE_MAY_SERVE:
                 log.error("no version may serve", engine=engine.name, reason=NONE_MAY_SERVE)
                 await self._leases.announce(engine.url, EngineState.CHECKING, None)
@@ -219,7 +215,7 @@ class EngineController:
                 if isinstance(error, VersionError):
                     await self._blame.condemn(target, str(error))
                 return
-            now = self._shared.poller.newest()
+            now = self._reloading.poller.newest()
             if now is not None and now.version == newest.version:  # else it was overtaken or rejected meanwhile
                 await self._move(target, good)
 
@@ -264,12 +260,12 @@ class EngineController:
 
     def _note_failure(self, version: int, error: EngineError | VersionError) -> None:
         log.error("version not taken up", version=version, engine=self._engine.name, reason=str(error))
-        self._shared.metrics.reload_failures.labels(failure_name(error)).inc()
+        self._reloading.metrics.reload_failures.labels(failure_name(error)).inc()
         self._backoff.note(version, str(error))
 
     async def _serve(self, target: TargetVersion, **fields: float) -> None:
         """Open the engine, which has proven the target, unless the target was rejected meanwhile."""
-        engine, version, newest = self._engine, target.version, self._shared.poller.newest()
+        engine, version, newest = self._engine, target.version, self._reloading.poller.newest()
         if newest is not None and version == newest.version:
             self._backoff.forget(version)
         degraded = "" if newest is None else self._backoff.reason(newest.version)
@@ -288,9 +284,9 @@ class EngineController:
         except VersionError as error:  # nothing was announced; the next round loads a version that may serve
             log.warning("version not in service", version=version, engine=engine.name, reason=str(error))
             self._served = None
-            await self._shared.poller.refresh()
+            await self._reloading.poller.refresh()
             return
         self._served = target
         self._pool.serve(engine, self._take_up.names(version), target.defaults, degraded, version)
-        self._shared.metrics.reloads.labels("served").inc()
+        self._reloading.metrics.reloads.labels("served").inc()
         log.info("version in service", version=version, engine=engine.name, **fields)

@@ -23,23 +23,23 @@ log = StageLogger("reload")
 class EngineFollower:
     """Follows one engine through the moves that its owner announces."""
 
-    def __init__(self, engine: Engine, admin: EngineAdmin, shared: Reloading) -> None:
+    def __init__(self, engine: Engine, admin: EngineAdmin, reloading: Reloading) -> None:
         self._engine = engine
         self._admin = admin
-        self._shared = shared
-        self._pool = shared.pool
-        self._settings = shared.config.explorer.reload
+        self._reloading = reloading
+        self._pool = reloading.pool
+        self._settings = reloading.config.explorer.reload
         self.owner_reloads = False  # according to the last read
         self._missing: int | None = None  # the last version whose folder was missing
 
     async def follow(self) -> None:
         """Apply the engine's row, and acknowledge it. Raises LedgerError, VersionError."""
         engine = self._engine
-        row = await self._shared.leases.read(engine.url)
+        row = await self._reloading.leases.read(engine.url)
         self.owner_reloads = row is not None and row.state == EngineState.RELOADING
         if row is None:
             return
-        if row.spoiled > self._shared.leases.known_generation(engine.url):
+        if row.spoiled > self._reloading.leases.known_generation(engine.url):
             self._pool.spoil(engine, "its owner found wrong weights in it")
         if row.state in (EngineState.SERVING, EngineState.DEGRADED) and row.version is not None:
             names = await self._read_names(row.version)
@@ -51,23 +51,26 @@ class EngineFollower:
         elif engine.is_open or engine.state is EngineState.UNAVAILABLE:
             self._pool.check(engine, "its owner checks it")
         ending = [version for version in engine.in_flight_of if version not in engine.versions]
-        await self._shared.leases.acknowledge(engine.url, row.generation, engine.seeded_in_flight, ending)
+        await self._reloading.leases.acknowledge(engine.url, row.generation, engine.seeded_in_flight, ending)
 
     async def _read_names(self, version: int) -> dict[int, str]:
         """Return what the engine serves, with the names. version: for requests that name none."""
-        shared = self._shared
-        if not shared.loads_adapters:
-            return shared.named(version)
-        key = shared.leases.key(self._engine.url)
-        adapters = await shared.fetch(lambda connection: queries.served_adapters(connection, key))
-        return {**shared.named(0), **{number: shared.adapter_name(number, sha) for number, sha in adapters.items()}}
+        reloading = self._reloading
+        if not reloading.loads_adapters:
+            return reloading.named(version)
+        key = reloading.leases.key(self._engine.url)
+        adapters = await reloading.fetch(lambda connection: queries.served_adapters(connection, key))
+        return {
+            **reloading.named(0),
+            **{number: reloading.adapter_name(number, sha) for number, sha in adapters.items()},
+        }
 
     async def _read_defaults(self, version: int) -> Sampling | None:
         """Return the engine's sampling defaults; None: the version's folder is not there yet."""
         try:
-            return await asyncio.to_thread(read_sampling_defaults, self._shared.config.root / version_path(version))
+            return await asyncio.to_thread(read_sampling_defaults, self._reloading.config.root / version_path(version))
         except VersionMissing as error:
-            if not await self._shared.fetch(queries.any_published):
+            if not await self._reloading.fetch(queries.any_published):
                 return Sampling()  # the engine serves what it was started with
             if self._missing != version:
                 log.warning("an engine gets no chats until its version's folder appears", reason=str(error))
@@ -78,7 +81,7 @@ class EngineFollower:
         engine = self._engine
         if engine.state is state and engine.version == version and engine.versions == names:
             return
-        adapters = self._shared.loads_adapters  # then a request is computed by one version
+        adapters = self._reloading.loads_adapters  # then a request is computed by one version
         if engine.version != version and not adapters:  # requests may cross the change of versions
             self._pool.switch(engine, names, switched_at)
         defaults = await self._read_defaults(0 if adapters else version)
@@ -106,11 +109,11 @@ class EngineFollower:
         """
         if self._engine.is_open:
             await self.follow()  # the previous owner's last move
-        row = await self._shared.leases.read(self._engine.url)
+        row = await self._reloading.leases.read(self._engine.url)
         if row is None or row.state != EngineState.RELOADING:
             return
         label = await self._admin.read_label(may_load=True) or ""
         known = [row.version] if newest is None else [row.version, newest.version]
         if not label.startswith((LOADING, *(f"{version}:" for version in known))):
             self._pool.spoil(self._engine, "an explorer died while it reloaded the engine")
-            self._shared.leases.note_spoiled(self._engine.url)
+            self._reloading.leases.note_spoiled(self._engine.url)

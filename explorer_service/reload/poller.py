@@ -14,6 +14,9 @@ from shared.clock import until_next_tick
 from shared.errors import LedgerError
 from shared.ledger.connect import DedicatedConnection, Ledger
 from shared.ledger.queries import VersionRow, newest_version
+from shared.log import StageLogger
+
+log = StageLogger("reload")
 
 _Found = VersionRow | LedgerError | None
 
@@ -82,6 +85,8 @@ class VersionPoller:
 
     def _announce(self, found: _Found, waiters: list[asyncio.Future[None]]) -> None:
         if not _is_same(found, self._found):
+            if isinstance(found, LedgerError):  # once per outage; the writer logs that nothing can be written
+                log.warning("the ledger is unavailable: new versions are not seen", reason=str(found))
             self.wake()
         self._found = found
         for waiter in waiters:

@@ -75,22 +75,22 @@ class TakeUp(Protocol):
 
 
 async def stage_target(
-    admin: EngineAdmin, target: TargetVersion, shared: Reloading, in_use: Collection[int] = ()
+    admin: EngineAdmin, target: TargetVersion, reloading: Reloading, in_use: Collection[int] = ()
 ) -> TargetVersion:
     """Stage the target, and return it with its folder on the engine's machine. Raises VersionError, StageFailed.
 
     The sha256 of every file is checked: by staging, which reads the files, or else here. in_use: versions that the
     engine may read again.
     """
-    row, kind, root = target.row, shared.config.model.kind, shared.config.root
+    row, kind, root = target.row, reloading.config.model.kind, reloading.config.root
     if row.kind != kind:
         raise StageFailed(
             f"version {row.version} is of the kind {row.kind!a}, and model.kind is {kind} here; start all processes of "
             "this ledger with the same model.kind"
         )
-    await shared.lease_files(shared.leases.key(admin.url), row.version)
+    await reloading.lease_files(reloading.leases.key(admin.url), row.version)
     try:
-        with shared.metrics.reload_stage.time():
+        with reloading.metrics.reload_stage.time():
             folder = await admin.stage(row.version, row.manifest_sha256, in_use)
             if folder is None and not target.is_verified:
                 await asyncio.to_thread(verify_version, root / row.path, row.manifest_sha256)
@@ -107,29 +107,29 @@ async def stage_target(
 class FullTakeUp:
     """Replaces all weights of one engine in place."""
 
-    def __init__(self, engine: Engine, admin: EngineAdmin, tolerance: EngineTolerance, shared: Reloading) -> None:
+    def __init__(self, engine: Engine, admin: EngineAdmin, tolerance: EngineTolerance, reloading: Reloading) -> None:
         self._engine = engine
         self._admin = admin
         self._tolerance = tolerance
-        self._shared = shared
-        self._pool = shared.pool
-        self._leases = shared.leases
-        self._settings = shared.config.explorer.reload
+        self._reloading = reloading
+        self._pool = reloading.pool
+        self._leases = reloading.leases
+        self._settings = reloading.config.explorer.reload
         self._generation: int | None = None  # of the current move
 
     def alone(self) -> AbstractAsyncContextManager[None]:
         """Only one engine is paused at a time."""
-        return self._shared.reload_lease.taken()
+        return self._reloading.reload_lease.taken()
 
     def names(self, version: int) -> dict[int, str]:
         """Return this version, under the configured name."""
-        return self._shared.named(version)
+        return self._reloading.named(version)
 
     def note(self, connection: Connection) -> None:
         """Nothing: the engine's row has all of it."""
 
     async def stage(self, target: TargetVersion) -> TargetVersion:
-        return await stage_target(self._admin, target, self._shared)
+        return await stage_target(self._admin, target, self._reloading)
 
     async def holds(self, target: TargetVersion) -> bool:
         if await self._admin.read_label() != target.label:
@@ -173,18 +173,18 @@ class FullTakeUp:
             await self._resume(held, bounds[held.version], paused_at)
         except EngineUnavailable as error:
             raise EngineDied(str(error)) from error
-        self._shared.metrics.reload_gap.observe(time.monotonic() - paused_at)
+        self._reloading.metrics.reload_gap.observe(time.monotonic() - paused_at)
         if undone is not None:
             raise undone
 
     def _note_switch(self, version: int, switched_at: float) -> None:
         """Note, for all explorers, that the weights of requests in flight changed. switched_at: time.monotonic()."""
-        if self._pool.switch(self._engine, self._shared.named(version), switched_at):
+        if self._pool.switch(self._engine, self._reloading.named(version), switched_at):
             self._leases.note_switch(self._engine.url, switched_at)
 
     async def _resume(self, held: TargetVersion, bounds: Bounds, paused_at: float) -> None:
         """Resume the engine, and hold back its replies until it has proven its version."""
-        metrics = self._shared.metrics
+        metrics = self._reloading.metrics
         await self._require_owned()
         self._pool.hold_back(self._engine)
         try:
@@ -217,7 +217,7 @@ class FullTakeUp:
                 self._pool.close(engine, f"taking up version {target.version}")
                 await self._pool.wait_drained(engine, drain_s)
             seeded = await self._leases.wait_followed(engine.url, generation, drain_s + FOLLOW_S)
-            if not await self._leases.confirm(engine.url, generation, also=self._shared.reload_lease.renew):
+            if not await self._leases.confirm(engine.url, generation, also=self._reloading.reload_lease.renew):
                 raise TurnLost(f"another engine takes up a version now; {engine.name} waits for its turn again")
         finally:  # the move was announced: only another announcement opens the engine
             self._pool.close(engine, f"taking up version {target.version}")

@@ -25,11 +25,11 @@ _IMPLAUSIBLE = 10.0  # multiple of the table's values that rounding does not exp
 class EngineTolerance:
     """The tolerance for one engine."""
 
-    def __init__(self, engine: Engine, shared: Reloading) -> None:
-        self._configured = shared.config.explorer.reload.tolerance
-        self._dtype = shared.config.engine.dtype
-        self._shared = shared
-        self._key = shared.leases.key(engine.url)
+    def __init__(self, engine: Engine, reloading: Reloading) -> None:
+        self._configured = reloading.config.explorer.reload.tolerance
+        self._dtype = reloading.config.engine.dtype
+        self._reloading = reloading
+        self._key = reloading.leases.key(engine.url)
         self._noise: dict[str, Gap] = {}  # by dtype
 
     async def bounds(self, target: TargetVersion) -> Bounds:
@@ -61,14 +61,14 @@ class EngineTolerance:
 
     async def _find_noise(self, dtype: str) -> Gap | None:
         if dtype not in self._noise:
-            found = await self._shared.fetch(lambda c: queries.read_calibration(c, self._key, dtype))
+            found = await self._reloading.fetch(lambda c: queries.read_calibration(c, self._key, dtype))
             if found is not None:
                 self._noise[dtype] = Gap(*found)
         return self._noise.get(dtype)
 
     async def _store(self, dtype: str, gap: Gap) -> None:
         figures = (self._key, dtype, gap.largest, gap.mean)
-        await self._shared.writer.write(lambda c: transitions.calibrate_engine(c, *figures))
+        await self._reloading.writer.write(lambda c: transitions.calibrate_engine(c, *figures))
         self._noise[dtype] = gap
         log.info("engine calibrated", engine=self._key, dtype=dtype, largest=gap.largest, mean=gap.mean)
 

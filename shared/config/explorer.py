@@ -49,7 +49,8 @@ class EngineAddress(Section):
 
     @property
     def port(self) -> int:
-        return urlsplit(self.url).port or 80
+        parts = urlsplit(self.url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 class Tolerance(Section):
@@ -135,7 +136,8 @@ class ExplorerConfig(Section):
     max_waiting: Count = 1000
     """Maximum number of chats that wait for an engine; others are answered with 503."""
     request_timeout_s: Positive = 600.0
-    """Time limit of one engine request."""
+    """Time limit of an engine's whole answer. A chat that exceeds it is answered with 503, and not sent to another
+    engine."""
     max_reply_bytes: Count = 128 * 1024 * 1024
     """A larger reply of an engine is answered with 503; a larger stream ends with an error."""
     max_messages: Count = 10_000

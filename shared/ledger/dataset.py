@@ -21,7 +21,7 @@ from shared.errors import StartupError
 from shared.experience import Sampling, Tokens, choice_name
 from shared.ledger.conditions import in_parts
 from shared.ledger.prefix import load_tokens
-from shared.ledger.tables import experiences, payloads, signals
+from shared.ledger.tables import experiences, payloads, signals, versions
 from shared.process import is_gone, process_name
 from shared.versions import fsync
 
@@ -30,7 +30,7 @@ _EXPORTED = [column for column in experiences.c if column.info.get("exported")]
 _SAMPLING = [experiences.c[field.name] for field in fields(Sampling)]
 _ARRAYS = [field.name for field in fields(Tokens)]
 _SIGNAL = [column.name for column in signals.c if column.name not in ("id", "msg_id", "choice")]
-PACKED = ("tools", "signals")  # stored as JSON in Parquet
+PACKED = ("tools", "signals", "trained")  # stored as JSON in Parquet
 _MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")
 _ENCODE = msgspec.json.encode
 
@@ -43,10 +43,12 @@ def conversations(
 ) -> Iterator[dict[str, Any] | None]:
     """Yield each row as {messages, tools, and the exported columns}, oldest first; None for a row without text.
 
-    with_tokens: add {prompt_ids, reply_ids, logprobs, sampling, signals, tokenizer}; a row without text then has null
-    messages. tokenizer: digest of the tokenizer.
+    with_tokens: add {prompt_ids, reply_ids, logprobs, sampling, signals, trained, tokenizer}; a row without text then
+    has null messages. tokenizer: digest of the tokenizer.
     """
-    query = select(*_EXPORTED, *_SAMPLING, experiences.c.id, payloads.c.request, payloads.c.reply)
+    more = (experiences.c.id, experiences.c.taught, versions.c.manifest_sha256, payloads.c.request, payloads.c.reply)
+    query = select(*_EXPORTED, *_SAMPLING, *more)
+    query = query.outerjoin(versions, versions.c.version == experiences.c.consumed_version)
     query = query.outerjoin(payloads, payloads.c.experience_id == experiences.c.id).where(*where)
     result = connection.execute(query.order_by(experiences.c.id), execution_options={"yield_per": CHUNK})
     for rows in result.partitions():
@@ -57,7 +59,7 @@ def conversations(
             conversation, tokens = _conversation(row, requests.get(row.msg_id)), loaded.get(row.id)
             if isinstance(tokens, Tokens):
                 about = {**_tokens(row, tokens), "signals": logs.get((row.msg_id, row.choice), [])}
-                about["tokenizer"] = tokenizer
+                about |= {"trained": _trained(row), "tokenizer": tokenizer}
                 yield {**(conversation or {"messages": None, "tools": None, **_row_fields(row)}), **about}
             else:
                 yield conversation
@@ -86,6 +88,12 @@ def _signals(connection: Connection, rows: Sequence[Any]) -> dict[tuple[str, int
 def _tokens(row: Any, tokens: Tokens) -> dict[str, Any]:
     arrays = {name: getattr(tokens, name).tolist() for name in _ARRAYS}
     return {**arrays, "sampling": {column.name: row._mapping[column] for column in _SAMPLING}}
+
+
+def _trained(row: Any) -> dict[str, Any] | None:
+    """Return the lessons that the row was trained on, and the first version that contains it."""
+    known = row.manifest_sha256 is not None
+    return {"lessons": row.taught, "manifest_sha256": row.manifest_sha256} if known else None
 
 
 def _conversation(row: Any, of_message: bytes | None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from shared.errors import StartupError
 from shared.experience import CorruptTokens, Sampling, TokenArray, Tokens
 from shared.ledger.dataset import CHUNK, PACKED
 from shared.ledger.tables import experiences, signals
-from shared.reward import Kind, Scope, Signal
+from shared.reward import Kind, Lesson, Scope, Signal
 
 _NAMES = ("msg_id", "task_id", "run_id", "parent_id", "conversation_id", "key_name", "key_group", "finish_reason")
 _LARGEST = {"choice": 10**9 - 1, "version": 2**31 - 1}
@@ -200,6 +200,18 @@ def _rewards(row: dict[str, Any], reward: Any, rule: RewardConfig) -> list[Signa
             require_accepted(number, rule)
             said.append(Signal("reward", number, scope=scope))
     return said if own is None or own == reward else said[::-1]  # `reward` is the last one that was sent
+
+
+class Trained(msgspec.Struct):
+    """What a row was trained on, as `export --tokens` writes it."""
+
+    lessons: Annotated[int, msgspec.Meta(ge=0, lt=2 * max(Lesson))]
+    manifest_sha256: str  # of the first version that was trained on it
+
+
+def trained_of(row: dict[str, Any]) -> Trained | None:
+    """Return what the row was trained on; None: nothing, or unknown. Raises ValidationError."""
+    return msgspec.convert(row.get("trained"), Trained | None)
 
 
 def require_accepted(reward: float | None, rule: RewardConfig) -> None:

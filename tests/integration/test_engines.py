@@ -60,6 +60,16 @@ def test_a_chat_whose_engine_dies_is_answered_by_another(engines, start_explorer
     assert len(engines[1].script.bodies) == 12
 
 
+def test_a_chat_that_an_engine_does_not_answer_in_time_is_not_sent_to_another(engines, start_explorer):
+    explorer = all_serve(start_explorer([engine.url for engine in engines], request_timeout_s=0.5))
+    for engine in engines:
+        engine.script.delay_s = 5.0
+    for body in ({}, {"stream": True}):
+        reply = say(explorer, "hello", **body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_lost")
+    assert sum(len(engine.script.bodies) for engine in engines) == 2
+
+
 def test_a_chat_whose_only_engine_dies_gets_503_with_retry_after(scripted_engine, explorer):
     scripted_engine.script.die_on_chat = True
     reply = say(explorer, "hello")

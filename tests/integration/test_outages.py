@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import pytest
+from sqlalchemy import Engine, event
 
+from shared.errors import LedgerError
 from shared.ledger.queries import read_engine
 from tests.support.servers import publish, served, wait_until
 
@@ -88,3 +91,28 @@ def test_the_metrics_say_which_engine_gets_chats_and_name_no_version_for_one_tha
 def test_an_engine_that_was_never_there_is_down_in_the_metrics(start_explorer):
     explorer = start_explorer(["http://127.0.0.1:1"])
     assert (value(explorer, "engine_up"), value(explorer, "reload_version_number")) == (0, -1)
+
+
+def test_an_outage_of_the_ledger_is_one_warning_however_many_engines_there_are(
+    scripted_engine, second_engine, start_explorer, caplog, monkeypatch
+):
+    for module in ("controller", "health"):
+        monkeypatch.setattr(f"explorer_service.reload.{module}.HEALTH_INTERVAL_S", 0.1)
+    scripts, asked = [scripted_engine.script, second_engine.script], []
+    explorer = start_explorer([scripted_engine.url, second_engine.url])
+    wait_until(lambda: all(engine.state == "serving" for engine in explorer.deps.pool.engines))
+    for number, script in enumerate(scripts):
+        script.on_call["/health"] = lambda number=number: asked.append(number)
+
+    def refuse(*_):
+        if threading.current_thread() is not threading.main_thread():
+            raise LedgerError("the disk is away")
+
+    event.listen(Engine, "before_cursor_execute", refuse)
+    try:
+        wait_until(lambda: "new versions are not seen" in caplog.text)
+        asked.clear()
+        wait_until(lambda: min(asked.count(number) for number in range(2)) > 2)  # both have met the outage
+        assert caplog.text.count("new versions are not seen") == 1
+    finally:
+        event.remove(Engine, "before_cursor_execute", refuse)

@@ -125,15 +125,20 @@ def both_serve(pair: list[Explorer], version: int) -> None:
     wait_for(lambda: all(explorer.chat()[1] == weights for explorer in pair), f"version {version}", 30)
 
 
+@pytest.fixture
+def version_0_serves(pair: list[Explorer], tmp_path: Path, ledger: Ledger) -> None:
+    publish_row(tmp_path, ledger, 0)
+    both_serve(pair, 0)
+
+
 ON_SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 
 
 @ON_SQLITE
+@pytest.mark.usefixtures("version_0_serves")
 def test_an_owner_that_stood_still_in_a_take_up_does_nothing_more_to_an_engine_that_another_one_has_moved(
     pair, scripted_engine, tmp_path, ledger
 ):
-    publish_row(tmp_path, ledger, 0)
-    both_serve(pair, 0)
     script, before, stopped = scripted_engine.script, owner_of_engine(ledger), threading.Event()
 
     def stop() -> None:
@@ -158,12 +163,11 @@ def test_an_owner_that_stood_still_in_a_take_up_does_nothing_more_to_an_engine_t
 
 
 @ON_SQLITE
+@pytest.mark.usefixtures("version_0_serves")
 def test_an_owner_that_stood_still_does_not_resume_an_engine_in_another_ones_load(
     pair, scripted_engine, tmp_path, ledger
 ):
     script = scripted_engine.script
-    publish_row(tmp_path, ledger, 0)
-    both_serve(pair, 0)
     before, script.delay_s = owner_of_engine(ledger), 60.0
     caller = threading.Thread(target=ask_in_vain, args=(pair[0],))
     caller.start()
@@ -190,11 +194,10 @@ def ask_in_vain(explorer: Explorer) -> None:
 
 
 @ON_SQLITE
+@pytest.mark.usefixtures("version_0_serves")
 def test_a_follower_that_stood_still_in_a_reload_labels_the_chats_that_waited_for_it(
     pair, scripted_engine, tmp_path, ledger
 ):
-    publish_row(tmp_path, ledger, 0)
-    both_serve(pair, 0)
     pair[1].process.send(signal.SIGSTOP)
     publish_row(tmp_path, ledger, 1)
     both_serve(pair[:1], 1)
@@ -219,11 +222,10 @@ def test_a_follower_that_stood_still_in_a_reload_labels_the_chats_that_waited_fo
 
 
 @ON_SQLITE
+@pytest.mark.usefixtures("version_0_serves")
 def test_streams_of_an_owner_that_stood_still_while_a_version_was_staged_go_on_under_what_another_one_has_loaded(
     pair, scripted_engine, tmp_path, ledger
 ):
-    publish_row(tmp_path, ledger, 0)
-    both_serve(pair, 0)
     script, before, ends = scripted_engine.script, owner_of_engine(ledger), threading.Event()
     asked: list[float] = []
 

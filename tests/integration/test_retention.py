@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, update
 
+from services.trainer import begin_with
 from shared.config import Config
 from shared.errors import ConfigError, StartupError
 from shared.experience import Purpose
@@ -143,6 +144,20 @@ def test_a_lease_that_is_not_renewed_or_whose_owner_is_gone_keeps_nothing(tmp_pa
     write(ledger, lambda c: transitions.heartbeat(c, "another", {}))
     janitor(ledger, tmp_path).run(None)
     assert left(tmp_path) == [0, 3, 4, 5]
+
+
+def test_a_trainer_that_dies_in_its_start_on_another_machine_keeps_one_version_for_a_day(tmp_path, ledger, monkeypatch):
+    monkeypatch.setattr("services.trainer.process_name", lambda: "far-away")
+    make_line(ledger, tmp_path, served=1, newest=1)
+    assert begin_with(ledger, "dead") == 1
+    for version in range(2, 7):
+        make_line_longer(ledger, tmp_path, version)
+        assert version > 2 or begin_with(ledger, "dead") == 2
+    janitor(ledger, tmp_path).run(None)
+    assert left(tmp_path) == [0, 2, 5, 6]
+    write(ledger, lambda c: c.execute(update(version_leases).values(until=version_leases.c.until - 86_400)))
+    janitor(ledger, tmp_path).run(None)
+    assert left(tmp_path) == [0, 5, 6]
 
 
 def test_nobody_reads_what_is_given_up(tmp_path, ledger):

@@ -33,6 +33,14 @@ def test_an_engine_listens_on_the_address_that_its_url_names(url, engine, host):
     assert listen_host(config, config.explorer.engines[0]) == host
 
 
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [("http://gpu-1.example", 80), ("https://gpu-1.example", 443), ("https://gpu-1.example:8101", 8101)],
+)
+def test_an_engines_port_is_that_of_its_url_or_of_the_urls_scheme(url, port):
+    assert engine_config(url).explorer.engines[0].port == port
+
+
 @pytest.mark.parametrize(("answer", "said"), [(None, "no address here"), ("127.0.1.1", "no other machine reaches it")])
 def test_an_engine_with_an_unresolvable_name_gets_an_error_with_the_setting_to_change(answer, said, monkeypatch):
     def resolve(host: str, port: int, **_: object) -> list[tuple]:

@@ -3,6 +3,7 @@
 A row:       record → RECORDED → commit → READY → claim → LEASED → publish → CONSUMED
              any of the first three → DISCARDED with a reason; LEASED → READY when a lease is released or expires
              CONSUMED → commit → READY, for later signals that are another lesson
+             RECORDED → restore_trained → CONSUMED, for an imported row that was trained on here
              (publish_ahead leaves rows LEASED until record_state)
 A version:   reserve → RESERVED → publish → PUBLISHED → SERVING → RETIRED; SKIPPED, REJECTED or FAILED with a reason
 A batch:     claim → LEASED → CONSUMED, or RETURNED
@@ -44,7 +45,7 @@ from shared.ledger.transitions.publish import (
     reset_breaker,
     trip_breaker,
 )
-from shared.ledger.transitions.record import record
+from shared.ledger.transitions.record import record, restore_trained
 from shared.ledger.transitions.retain import (
     VERSION_LEASE_S,
     give_up_files,
@@ -72,6 +73,6 @@ __all__ = [
     "give_up_files", "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts", "open_stream",
     "pin_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record", "record_state",
     "reject_version", "release_lease", "release_version", "remember_answer", "remove", "renew_lease", "renew_pin",
-    "report_trouble", "reserve_version", "reset_breaker", "retry_version", "serve_version", "set_engine_state",
-    "sign_off", "skip_version", "tag_version", "trip_breaker", "untag_version", "withdraw_versions",
+    "report_trouble", "reserve_version", "reset_breaker", "restore_trained", "retry_version", "serve_version",
+    "set_engine_state", "sign_off", "skip_version", "tag_version", "trip_breaker", "untag_version", "withdraw_versions",
 ]  # fmt: skip

@@ -8,13 +8,13 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, and_, select, update
+from sqlalchemy import Connection, and_, func, select, update
 
 from shared.experience import Sample, Sampling, State, choice_name
-from shared.ledger.conditions import AnyRow
+from shared.ledger.conditions import AnyRow, is_in
 from shared.ledger.connect import copy_rows, placeholder
 from shared.ledger.prefix import share_prefix
-from shared.ledger.tables import experiences, payloads
+from shared.ledger.tables import experiences, payloads, signals, versions
 
 _COPY_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
 _MAX_ALIKE = 32  # number of equal exchanges, newest first, among which a parent is chosen
@@ -72,6 +72,21 @@ def _record(connection: Connection, samples: Sequence[Sample]) -> None:
         one = len(samples) == 1
         connection.exec_driver_sql(insert_row, rows[0] if one else rows)
         connection.exec_driver_sql(insert_payload, texts[0] if one else texts)
+
+
+def restore_trained(connection: Connection, msg_id: str, choice: int, *, lessons: int, manifest_sha256: str) -> None:
+    """RECORDED → CONSUMED for an imported row, with its signals, that a version of this ledger was trained on.
+
+    lessons: those that it was trained on. manifest_sha256: of the first version that contains it.
+    """
+    version = select(versions.c.version).where(versions.c.manifest_sha256 == manifest_sha256).scalar_subquery()
+    of_row = (signals.c.msg_id == msg_id, signals.c.choice == choice)
+    last_signal = select(func.coalesce(func.max(signals.c.id), 0)).where(*of_row).scalar_subquery()
+    trained = {"state": State.CONSUMED, "consumed_version": version, "taught": lessons, "last_signal": last_signal}
+    teaches = experiences.c.teaches.bitwise_and(~lessons)
+    mine = (experiences.c.msg_id == msg_id, experiences.c.choice == choice, version.is_not(None))
+    recorded = is_in(experiences.c.state, State.RECORDED)
+    connection.execute(update(experiences).where(*mine, recorded).values(**trained, teaches=teaches))
 
 
 def _row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:
