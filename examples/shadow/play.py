@@ -78,8 +78,7 @@ async def go_live(
 ) -> tuple[Books, dict[str, Any]]:
     """Serve customers for some time, with shadow traffic. Returns the books and all figures.
 
-    agent_options: added to each request. model: its name at the explorer. shuffled: give each run the rating of an
-    earlier run.
+    agent_options: added to each request. model: its name. shuffled: give each run the rating of an earlier run.
     """
     books, desk, ratings, tickets = Books(), Office(), Ratings(), dict[str, Ticket]()
     began, earlier, draw = time.monotonic(), deque[float](maxlen=256), random.Random(seed)
