@@ -30,13 +30,13 @@ def run(args: Namespace) -> int:
     from shared.ledger import transitions
     from shared.ledger.connect import Ledger
 
-    rows, versions, names = 0, set[int](), set[str]()
+    rows, leased, versions, names = 0, 0, set[int](), set[str]()
     last_id: int | None = 0
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
         while last_id is not None:
             with ledger.write() as connection:
                 erased = transitions.erase(connection, after_id=last_id, **scope)
-            rows, last_id = rows + erased.rows, erased.last_id
+            rows, leased, last_id = rows + erased.rows, leased + erased.leased, erased.last_id
             versions |= erased.versions
             names |= erased.names
         with ledger.write() as connection:
@@ -51,9 +51,16 @@ def run(args: Namespace) -> int:
             f"no row is of {named}; nothing was erased: see that it is spelled as it was "
             "recorded. A key's rows are its chats; what it said of others is erased with these"
         )
-    trained = f"they went into {_ranges(versions)}" if versions else "no version was trained on them"
-    open_console().print(f"{rows} rows erased; {trained}")
+    open_console().print(f"{rows} rows erased; {_trained(versions, leased)}")
     return 0
+
+
+def _trained(versions: set[int], leased: int) -> str:
+    """Say which versions were trained on the rows."""
+    known = f"they went into {_ranges(versions)}" if versions else "no version is known to contain them"
+    if leased:
+        return f"{known}; a trainer has leased {leased} of them: repeat this command after it has saved its next state"
+    return known if versions else "no version was trained on them"
 
 
 def _ranges(numbers: set[int]) -> str:

@@ -43,6 +43,18 @@ def test_an_erased_task_leaves_nothing_to_read_and_names_its_versions(explorer, 
         assert list(queries.load_lease(connection, leased).corrupt.values()) == ["its tokens were erased"]
 
 
+def test_rows_that_are_leased_during_an_erasure_are_counted_and_named_by_a_repeat(config, ledger, capsys):
+    record(ledger, "m", task_id="t")
+    say(ledger, "m", UP)
+    commit(ledger)
+    lease = claim(ledger)
+    assert run_here(config, "erase", "--task", "t") == 0
+    assert "no version was trained on them" not in capsys.readouterr().out
+    publish(ledger, lease, 1)
+    assert run_here(config, "erase", "--task", "t") == 0
+    assert "1 rows erased; they went into versions 1" in capsys.readouterr().out
+
+
 def test_an_erasure_names_whose_rows(explorer):
     chats(explorer, "t", 1)
     with pytest.raises(ConfigError, match="name whose rows"):

@@ -33,7 +33,7 @@ def erase(
     scope = {"key_name": key_name, "task_id": task_id, "run_id": run_id, "msg_id": msg_id}
     named = [experiences.c[name] == value for name, value in scope.items() if value is not None]
     assert named, "an erasure names whose rows"
-    columns = (experiences.c.id, experiences.c.msg_id, experiences.c.choice, experiences.c.consumed_version)
+    columns = (experiences.c[name] for name in ("id", "msg_id", "choice", "state", "consumed_version"))
     query = select(*columns).where(experiences.c.id > after_id, *named).order_by(experiences.c.id)
     rows = list(connection.execute(query.limit(MAX_PARAMETERS).with_for_update()))  # nothing more is said of them
     ids, names = [row.id for row in rows], sorted({row.msg_id for row in rows})
@@ -46,7 +46,8 @@ def erase(
     connection.execute(update(experiences).where(of_them, untrained).values(state=State.DISCARDED, reason="erased"))
     _blank_later_requests(connection, [choice_name(row.msg_id, row.choice) for row in rows])
     versions = frozenset(row.consumed_version for row in rows if row.consumed_version is not None)
-    return Erased(len(rows), versions, rows[-1].id if rows else None, frozenset(names))
+    leased = sum(row.state == State.LEASED for row in rows)
+    return Erased(len(rows), versions, rows[-1].id if rows else None, frozenset(names), leased)
 
 
 def _blank_later_requests(connection: Connection, names: list[str]) -> None:
@@ -125,3 +126,4 @@ class Erased:
     versions: frozenset[int]  # versions trained on these rows
     last_id: int | None
     names: frozenset[str] = frozenset()  # ids of the messages
+    leased: int = 0  # rows that a trainer has leased: a version may contain them that the ledger does not name yet
