@@ -9,6 +9,7 @@ import os
 import select
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from services.commands import (
@@ -67,6 +68,8 @@ REMEDIES = {  # for errors of the file system in any command
     errno.EPERM: "correct its permissions, or choose another folder",
     errno.EROFS: "make it writable, or choose another folder",
     errno.ENOTDIR: "choose a folder",
+    errno.EEXIST: "choose another name",
+    errno.ENAMETOOLONG: "choose a shorter name",
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there",
 }
@@ -74,6 +77,7 @@ REMEDIES = {  # for errors of the file system in any command
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status: 0 done, 1 cannot run, 2 wrong call or configuration."""
+    _replace_closed_outputs()
     args = build_parser().parse_args(argv)
     os.umask(0o077)  # prompts, weights and states are private to this user
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -98,6 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _replace_closed_outputs() -> None:
+    """Open /dev/null for an output that the caller has closed, for which Python has None."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 — open until the process ends
 
 
 def _reader_is_gone() -> bool:

@@ -71,7 +71,7 @@ def run_explorer(config: Config, file: Path, is_worker: bool = False) -> int:
         if sum(key.role == "feedback" for key in explorer.keys) > 1 and config.trainer.max_share_per_key == 1:
             log.warning("one feedback key may set all rewards of a batch; trainer.max_share_per_key bounds its share")
     if not is_worker:
-        require_free_port(explorer.host, explorer.port, "explorer.port")
+        require_free_port(explorer.host, explorer.port, "explorer.host or explorer.port")
     ledger = Ledger.open(config.ledger_url, answering_within(explorer.ledger_timeout_s))
     try:
         if not is_worker:
@@ -103,7 +103,8 @@ def _serve(config: Config, ledger: Ledger) -> int:
     server = build_server(build_app(partial(open_deps, config, ledger, background), explorer), explorer)
     _reduce_garbage_collection()
     with listen(explorer) as listener:
-        log.info("listening", url=f"http://{explorer.host}:{explorer.port}", ledger=ledger.shown_url)
+        host = f"[{explorer.host}]" if ":" in explorer.host else explorer.host
+        log.info("listening", url=f"http://{host}:{explorer.port}", ledger=ledger.shown_url)
         server.run(sockets=[listener])
     if not server.started:
         raise StartupError("the explorer could not start; its log says why")
@@ -152,7 +153,7 @@ def listen(explorer: ExplorerConfig) -> socket.socket:
     except OSError as exc:
         listener.close()
         raise StartupError(
-            f"cannot listen on {explorer.host}:{explorer.port} ({exc.strerror}); change explorer.port"
+            f"cannot listen on {explorer.host}:{explorer.port} ({exc.strerror}); change explorer.host or explorer.port"
         ) from exc
     listener.listen(_BACKLOG)  # clients that connect during the start wait instead of being refused
     listener.setblocking(False)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from shared.errors import StartupError
 
 
 def require_free_port(host: str, port: int, setting: str) -> None:
-    """Raise StartupError if the port is not free; the message names the setting to change."""
+    """Raise StartupError if one cannot listen there; the message names the setting to change."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as exc:
-            raise StartupError(
-                f"cannot listen on {host}:{port} ({exc.strerror}); end what holds the port, or change {setting}"
-            ) from exc
+            remedy = "end what holds the port, or change" if exc.errno == errno.EADDRINUSE else "correct"
+            raise StartupError(f"cannot listen on {host}:{port} ({exc.strerror}); {remedy} {setting}") from exc
 
 
 def free_port() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
 import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -34,15 +36,26 @@ def run(args: Namespace) -> int:
     given, remarks = read(args.files, os.environ)
     done = convert(given)
     done.remarks[:0] = remarks
+    _require_absent(args.out)  # also because a folder's name cannot be replaced
     texts = _agents_side(done, args.out)
-    for file in [args.out, *texts]:
-        if file.exists():
-            raise ConfigError(f"{file} exists; name another file with -o, in another folder")
-    _write(args, done.flywheel())
-    for file, text in texts.items():
-        file.write_text(text, encoding="utf-8")
+    _require_absent(*texts)
+    try:
+        _write(args, done.flywheel())
+        for file, text in texts.items():
+            file.write_text(text, encoding="utf-8")
+    except (OSError, KeyboardInterrupt):
+        for file in (args.out, *texts):
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+        raise
     _show(done, args.out, list(texts))
     return 1 if done.lost and not args.lenient else 0
+
+
+def _require_absent(*files: Path) -> None:
+    for file in files:
+        if file.exists():
+            raise ConfigError(f"{file} exists; name another file with -o, in another folder")
 
 
 def _agents_side(done: Conversion, out: Path) -> dict[Path, str]:
@@ -123,8 +136,8 @@ def _learn_command(done: Conversion, learn_file: Path) -> str:
     if done.example is not None:
         return f"flywheel demo {done.example} --url http://127.0.0.1:{done.settings.get('explorer.port', 8010)}"
     tasks, held_out = done.settings.get("tasks", "TASKS.jsonl"), done.settings.get("eval_tasks")
-    evaluate = f" --eval {held_out}" if held_out else ""
     folder = learn_file.parent
-    path = "" if folder.resolve() == Path.cwd() else f"PYTHONPATH={folder} "
-    module = WORKFLOW.removesuffix(".py")
-    return f"{path}python -m flywheel learn {module}:workflow {tasks}{evaluate} --config {learn_file}"
+    path = "" if folder.resolve() == Path.cwd() else f"PYTHONPATH={shlex.quote(str(folder))} "
+    words = [f"{WORKFLOW.removesuffix('.py')}:workflow", str(tasks)]
+    words += ["--eval", str(held_out)] if held_out else []
+    return f"{path}python -m flywheel learn {shlex.join([*words, '--config', str(learn_file)])}"

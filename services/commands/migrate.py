@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
+from pathlib import Path
 
 from services.commands import add_config, open_console, read_config
 from shared.errors import ConfigError
@@ -26,6 +27,9 @@ def run(args: Namespace) -> int:
             check_database_url("--to", args.to)
         except ValueError as exc:
             raise ConfigError(str(exc)) from exc
+        file = _file_of(config.ledger_url)
+        if file is not None and file == _file_of(ledger_url(args.to)):
+            raise ConfigError("--to names the ledger that is to be copied; name an empty database")
     from rich.progress import Progress, TaskID
 
     from shared.ledger.connect import Ledger
@@ -53,3 +57,11 @@ def run(args: Namespace) -> int:
             copied = copy_ledger(reading, writing, show)
     console.print(f"{sum(copied.values())} rows copied and verified; set database_url to the new database")
     return 0
+
+
+def _file_of(url: str) -> Path | None:
+    """Return SQLite's file; None for PostgreSQL, where a copy into itself finds the rows that are there."""
+    from sqlalchemy import make_url
+
+    parsed = make_url(url)
+    return Path(parsed.database or "").resolve() if parsed.get_backend_name() == "sqlite" else None

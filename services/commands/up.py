@@ -37,7 +37,7 @@ def run(args: Namespace) -> int:
     for engine in engines:
         require_free_port(engine.host, engine.port, f"the url of explorer.engines {engine.name!r}")
     if "explorer" not in args.without:
-        require_free_port(config.explorer.host, config.explorer.port, "explorer.port")
+        require_free_port(config.explorer.host, config.explorer.port, "explorer.host or explorer.port")
     if not (Path(config.model.path) / "config.json").exists():
         raise StartupError(
             f"model.path={config.model.path!r} is no model folder (no config.json in it); correct model.path"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections import deque
@@ -70,7 +71,7 @@ class EngineOutput:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             if self.file.is_file():  # not a device
                 self._keep_previous()
-            return self.file.open("wb", buffering=0)
+            return self.file.open("ab", buffering=0)  # at its end, also after a rotation has emptied it
         except OSError as exc:
             log.warning("vLLM's log is not written", file=str(self.file), reason=exc.strerror)
             return None
@@ -80,6 +81,7 @@ class EngineOutput:
             self.file.replace(self.previous)
         except OSError as exc:
             log.warning("vLLM's log of the run before is not kept", file=str(self.previous), reason=exc.strerror)
+            os.truncate(self.file, 0)
 
     def reason(self, *, in_service: bool) -> str:
         """Return the line that best explains why vLLM ended, and the path of the log.

@@ -38,9 +38,9 @@ class EngineAddress(Section):
         if "@" in self.url:
             raise ValueError(f"explorer.engines {self.name!r}: a url has no user and password in it; take them out")
         try:
-            _ = self.port
+            _ = self.port, self.host.encode("idna")
         except ValueError as exc:
-            raise ValueError(f"explorer.engines {self.name!r}: the url's port is no port; correct it") from exc
+            raise ValueError(f"explorer.engines {self.name!r}: the url's host or port is none; correct it") from exc
         return self
 
     @property

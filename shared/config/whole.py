@@ -86,6 +86,8 @@ def check_database_url(setting: str, url: str) -> None:
     """Raise ValueError for a URL that is no database. The message omits the URL, which may contain a password."""
     if not url.startswith(_SCHEMES):
         raise ValueError(f"{setting}: write postgresql://user:pw@host/db or sqlite:///FILE")
+    if url.startswith("sqlite:") and ("?" in url or url.removeprefix("sqlite:///") in ("", ":memory:")):
+        raise ValueError(f"{setting}: write sqlite:///FILE; the file's name has %3F for ?, and no options follow it")
     if not url.startswith("sqlite:") and not _is_whole(url):
         raise ValueError(
             f"{setting}: its host or port cannot be told; in the user's name and password write %40 for @, "

@@ -31,6 +31,10 @@ _REMEDIES = (
     ("moved, deleted or replaced", "put it back"),
     ("unable to open", "put it back, or correct its permissions"),
     ("readonly", "correct its permissions"),
+    ("permission denied", "grant its user that right"),
+    ("authentication failed", "correct user and password in database_url"),
+    ("does not exist", "create it, or correct database_url"),
+    ("no host name", "correct database_url"),
     ("not a database", "restore it, or choose another root_dir"),
 )
 

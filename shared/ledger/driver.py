@@ -139,7 +139,10 @@ def _postgresql(url: URL, patience: Patience) -> Engine:
     )
 
     def connect(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> Any:
-        connection = _ImpatientConnection.connect(*arguments, **options)
+        try:
+            connection = _ImpatientConnection.connect(*arguments, **options)
+        except UnicodeError as error:  # a label of the name is empty or too long
+            raise psycopg.OperationalError("its host is no host name") from error
         connection.answer_s = patience.answer_s
         return connection
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.engine.output import EngineOutput
+from tests.support.processes import wait_for
 
 API = "(APIServer pid=7) ERROR 11-25 23:52:52 "
 CORE = "(EngineCore pid=8) ERROR 11-25 23:52:52 "
@@ -101,3 +103,19 @@ def test_a_log_that_cannot_be_kept_does_not_hold_vllm_up(tmp_path):
     for run in ("first", "second"):
         assert reason_of([run], file, in_service=True).startswith(f"its log names no error and ends with: {run} (")
     assert file.read_text() == "second\n"
+
+
+def test_a_log_that_is_copied_and_emptied_while_vllm_writes_goes_on_at_its_start(tmp_path):
+    file = tmp_path / "vllm-e0.log"
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        output = EngineOutput(process.stdout, file)
+        assert process.stdin is not None
+        process.stdin.write(b"before\n")
+        process.stdin.flush()
+        wait_for(lambda: file.exists() and file.read_bytes() == b"before\n", "the first line", 20)
+        os.truncate(file, 0)  # as logrotate's copytruncate does
+        process.stdin.write(b"after\n")
+        process.stdin.close()
+        assert process.wait(20) == 0
+        output.reason(in_service=True)  # waits for the end
+        assert file.read_bytes() == b"after\n"
