@@ -103,7 +103,7 @@ class Collector:
         """Record named rewards of a reply, such as task_completion=0.8; their sum is the row's reward."""
         for name, value in parts.items():
             check_number(name, value)
-        self._offer({"of": msg_id, "rewards": parts})
+        self._offer({"of": msg_id, "rewards": {name: value for name, value in parts.items() if value is not None}})
 
     def feedback(self, msg_id: str, *, rating: float | str | None = None, comment: str | None = None) -> None:
         """Record a user's feedback on a reply."""
@@ -116,8 +116,9 @@ class Collector:
         return merge(self.path, Path(path))
 
     def close(self) -> None:
-        """Write queued rows, and stop."""
-        self._waiting.put(None)
+        """Write queued rows, and stop; a second call does nothing."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
         self._thread.join()
         self._file.close()
 

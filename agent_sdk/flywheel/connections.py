@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import cache, partial
 from typing import Any
 
@@ -115,16 +115,23 @@ class Connections:
 
 
 class _LoopConnections:
-    """The connections of one loop. The last used one is reused first, so that superfluous ones become idle."""
+    """The connections of one loop. The last used one is reused first, so that superfluous ones become idle.
+
+    They are closed when the loop ends. Otherwise they would keep it in memory, and their sockets open.
+    """
 
     def __init__(self, tls: ssl.SSLContext) -> None:
         self._tls = tls
         self._seats = asyncio.Semaphore(_MOST)
         self._all: set[httpx.AsyncHTTPTransport] = set()
         self._idle: defaultdict[_Origin, deque[tuple[float, httpx.AsyncHTTPTransport]]] = defaultdict(deque)
+        self._end: AsyncGenerator[None, None] | None = None
 
     async def send(self, request: httpx.Request) -> httpx.Response:
         """Send a request over an idle or a new connection, which is released when the response's stream is closed."""
+        if self._end is None:
+            self._end = self._close_at_end()
+            await anext(self._end)
         idle = self._idle[request.url.scheme, request.url.host, request.url.port]
         await self._seats.acquire()
         one = idle.pop()[1] if idle else self._new()
@@ -155,9 +162,18 @@ class _LoopConnections:
 
     async def aclose(self) -> None:
         """Close all connections, including those in use."""
-        self._idle.clear()
-        for one in list(self._all):
-            await self._close(one)
+        if self._end is not None:
+            await self._end.aclose()
+
+    async def _close_at_end(self) -> AsyncGenerator[None, None]:
+        """A generator that is not finished: a loop closes those before it ends."""
+        try:
+            yield
+        finally:
+            self._end = None
+            self._idle.clear()
+            for one in list(self._all):
+                await self._close(one)
 
 
 class _Stream(httpx.AsyncByteStream):

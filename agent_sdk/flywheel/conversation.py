@@ -90,7 +90,7 @@ class Conversation:
         if self._user is None or not self.messages:
             return
         whole = partial(_Whole, self._runner.trainee_of(self._agent), self._user, self._turns)
-        self._runner.offer(whole, self.messages, self.messages[-1]["content"], self._recorded)
+        self._runner.offer(whole, self.messages, self.messages[-1].get("content"), self._recorded)
         self.messages, self._recorded = [], []
 
 

@@ -25,11 +25,14 @@ from typing import Any
 
 
 class FlywheelError(Exception):
-    """Base of all errors that this package raises intentionally.
+    """Base of all errors that this package raises intentionally. They can be pickled, as process pools require.
 
     >>> issubclass(Refused, FlywheelError)
     True
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class ConfigError(FlywheelError, ValueError):

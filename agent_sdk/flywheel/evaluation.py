@@ -61,7 +61,12 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
             return task.digest, None, {}
         return task.digest, reward.value, reward.metrics
 
-    done = await asyncio.gather(*(one(task) for task in tasks for _ in range(trial.runs_per_task)))
+    jobs = [asyncio.ensure_future(one(task)) for task in tasks for _ in range(trial.runs_per_task)]
+    try:
+        done = await asyncio.gather(*jobs)
+    finally:
+        for job in jobs:
+            job.cancel()
     return replace(_summary(model.version, done), failures=dict(causes))
 
 

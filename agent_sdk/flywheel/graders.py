@@ -24,8 +24,12 @@ Values = Mapping[str, Any]  # item and sample
 _TEMPLATE = re.compile(r"\{\{\s*([\w.\[\]]+)\s*\}\}")
 
 
+class _NotInReply(Exception):
+    """The reply is no JSON, or lacks a field that a template names."""
+
+
 def _render(text: str, values: Values) -> str:
-    """Fill in a template. Raises ConfigError for an unknown name."""
+    """Fill in a template. Raises ConfigError for an unknown name, and _NotInReply."""
 
     def fill(found: re.Match[str]) -> str:
         value: Any = values
@@ -33,6 +37,8 @@ def _render(text: str, values: Values) -> str:
             try:
                 value = value[int(part)] if isinstance(value, list) else value[part]
             except (KeyError, IndexError, TypeError, ValueError):
+                if found[1].startswith("sample.output_json"):
+                    raise _NotInReply from None
                 raise ConfigError(f"the grader names {found[0]}, which is not there: item is the task") from None
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -168,7 +174,10 @@ class Grader:
             _one_of("type", kind, ["string_check", "text_similarity", "score_model", "python", "multi"])
 
     async def __call__(self, task: Any, reply: Any) -> Reward:
-        """Return the score, with the scores of a multi grader's parts as metrics."""
+        """Return the score, with the scores of a multi grader's parts as metrics.
+
+        A reply that lacks a field of `sample.output_json` that the grader names scores 0.
+        """
         text = reply if isinstance(reply, str) else str(reply)
         sample: dict[str, Any] = {"output_text": text}
         try:
@@ -177,7 +186,10 @@ class Grader:
             sample["output_json"] = None
         values = {"item": task, "sample": sample}
         parts = {name: (await part(task, reply)).value or 0.0 for name, part in self._parts.items()}
-        return Reward(_calculate(self._formula, parts) if parts else await self._score(values), parts)
+        try:
+            return Reward(_calculate(self._formula, parts) if parts else await self._score(values), parts)
+        except _NotInReply:
+            return Reward(0.0)
 
     async def _score(self, values: Values) -> float:
         if self._kind == "python":

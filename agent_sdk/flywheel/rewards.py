@@ -49,7 +49,8 @@ def one_of(said: str, truths: Iterable[str]) -> float:
     return max((exact(said, truth) for truth in truths), default=0.0)
 
 
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+# A sign between two terms, as in "7-2", is not part of a number.
+_NUMBER = re.compile(r"(?:(?<![\w)])[-+\u2212])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def last_number(text: str) -> float | None:
@@ -59,7 +60,7 @@ def last_number(text: str) -> float | None:
     1234.5
     """
     found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    return float(found[-1].replace(",", "").replace("\N{MINUS SIGN}", "-")) if found else None
 
 
 def number(said: str, truth: float | str, *, tolerance: float = 1e-9) -> float:
@@ -101,7 +102,7 @@ def boxed(said: str, truth: float | str, *, tolerance: float = 1e-9) -> float:
     inside = in_box(said)
     if inside is None:
         return 0.0
-    wanted = truth if isinstance(truth, str) else repr(truth)
+    wanted = truth if isinstance(truth, str) else str(truth)
     if _NUMBER.fullmatch(inside.strip()) and _NUMBER.fullmatch(wanted.strip()):
         return number(inside, wanted, tolerance=tolerance)
     return exact(inside, wanted)
@@ -115,11 +116,18 @@ def gsm8k(said: str, truth: str) -> Reward:
     >>> gsm8k(r"So \boxed{18}", "9 * 2 = <<9*2=18>>18\n#### 18").value
     1.1
     """
-    wanted = truth.rsplit("####", 1)[-1]
+    wanted = _after_mark(truth)
     inside = in_box(said)
-    marked = inside if inside is not None else said.rsplit("####", 1)[-1]
+    marked = inside if inside is not None else _after_mark(said)
     right, formed = number(marked, wanted), float(inside is not None or "####" in said)
     return Reward(right + 0.1 * formed, {"correctness": right, "format": formed})
+
+
+def _after_mark(text: str) -> str:
+    """Return the first number after the last `####`; the whole text without one."""
+    _, mark, rest = text.rpartition("####")
+    found = _NUMBER.search(rest) if mark else None
+    return found[0] if found else rest
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,12 @@ def new_task_id() -> str:
     return f"task-{int(time.time() * 1000):012x}-{uuid.uuid4().hex[:12]}"
 
 
+def check_credit(credit: Credit) -> None:
+    """Raise ConfigError for an unknown credit."""
+    if not callable(credit) and credit not in ("once", "each"):
+        raise ConfigError(f'credit={credit!r}: give "once", "each" or a function of the reward and the message ids')
+
+
 class Run:
     """The chats of one attempt at a task, created by Client.run and AsyncClient.run. Leaving it sends the feedback.
 
@@ -50,8 +56,7 @@ class Run:
     """
 
     def __init__(self, explorer: Explorer, task_id: str | None, run_id: str | int | None, credit: Credit) -> None:
-        if not callable(credit) and credit not in ("once", "each"):
-            raise ConfigError(f'credit={credit!r}: give "once", "each" or a function of the reward and the message ids')
+        check_credit(credit)
         self.task_id = new_task_id() if task_id is None else str(task_id)
         self.run_id = "0" if run_id is None else str(run_id)
         self.msg_ids: list[str] = []  # of replies that this process saw, in order

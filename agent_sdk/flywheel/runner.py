@@ -12,7 +12,7 @@ from typing import Any
 from flywheel.conversation import Conversation, User
 from flywheel.errors import ConfigError, describe
 from flywheel.model import Model
-from flywheel.run import Credit
+from flywheel.run import Credit, check_credit
 from flywheel.selection import Call, Chooser, SamplingRate, Selected, Selection, as_selection, current_mark
 from flywheel.shadow import Agent, Replay, Shadow, ShadowOptions, Stats
 from flywheel.tools import ReadOnlyTools, Recording, recording
@@ -59,6 +59,7 @@ class TrainingRunner:
         for name, value in (("repeat_time", repeat_time), ("at_once", at_once), ("queue", queue)):
             if value < 1:
                 raise ConfigError(f"{name}={value}: give 1 or more")
+        check_credit(credit)
         self.stats = Stats()
         self._agent = agent
         self._select = SamplingRate(0.1) if select is None else as_selection(select)

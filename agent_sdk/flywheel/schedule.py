@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from flywheel.config import LearnConfig
 from flywheel.episode import Attempts
+from flywheel.errors import Refused
 from flywheel.evaluation import Trial, try_serving
 from flywheel.pace import Pacer
 from flywheel.report import Evaluation, Report
@@ -73,12 +74,21 @@ class Learning:
             await self._drain(_BREAK_OFF_S)
 
     async def _send_again(self) -> None:
-        """Send feedback again that an earlier start may not have sent; its keys are the same, so it counts once."""
+        """Send feedback again that an earlier start may not have sent; its keys are the same, so it counts once.
+
+        A run whose feedback is invalid, such as a reward that the explorer does not accept, is made again.
+        """
         client, journal = self.attempts.client, self.attempts.journal
         for place, line in list(journal.unsent.items()):
             # if no target is known, the ledger was emptied since, and nothing can be rewarded
-            await client.drive(send_all(line["feedback"], client.explorer.retry_s))
-            journal.note({"kind": "sent", "place": place})
+            try:
+                await client.drive(send_all(line["feedback"], client.explorer.retry_s))
+                journal.note({"kind": "sent", "place": place})
+            except Refused as exc:
+                if exc.status not in (400, 413):
+                    raise
+                journal.ended.discard(place)
+                await journal.write({"kind": "void", "place": place})
 
     async def _group(self, task: NamedTask, task_id: str) -> None:
         """Start those runs of a task that are not in the journal, together; they are committed together."""
@@ -170,7 +180,7 @@ class Learning:
         if not self._eval_tasks or version == self._evaluated or (is_over and not first):
             return
         found = await try_serving(self.attempts.client, self._trial, self._eval_tasks)
-        found = replace(found, after_runs=len(self.attempts.journal.ended))
+        found = replace(found, after_runs=len(self.attempts.journal.ended) + self.attempts.counted[0])
         self._evaluated = self.report.version_last = found.version
         if self.how.progress:
             erase = "\r\x1b[K" if sys.stderr.isatty() else ""

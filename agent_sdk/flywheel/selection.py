@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -112,7 +112,7 @@ class Selection:
         return _Not(self)
 
 
-Chooser = Callable[[Call], "Selected | bool | Awaitable[Selected | bool | None] | None"]
+Chooser = Callable[[Call], object]  # Selected, a truth value or None, or an awaitable of them
 
 
 def as_selection(strategy: Selection | Chooser) -> Selection:
@@ -223,6 +223,6 @@ class _Function(Selection):
     async def decide(self, call: Call) -> Selected | None:
         found = self._function(call)
         result = await found if inspect.isawaitable(found) else found
-        if isinstance(result, bool):
-            return Selected(getattr(self._function, "__name__", "function")) if result else None
-        return result
+        if result is None or isinstance(result, Selected):
+            return result
+        return Selected(getattr(self._function, "__name__", "function")) if result else None

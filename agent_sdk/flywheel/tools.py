@@ -11,16 +11,18 @@ import copy
 import functools
 import inspect
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from flywheel.errors import ConfigError, UnsafeTool
+from flywheel.errors import ConfigError, UnsafeTool, describe
 from flywheel.run import Run
 from flywheel.transport import current_run
 from flywheel.workflow import is_async
 
+log = logging.getLogger("flywheel")
 F = TypeVar("F", bound=Callable[..., Any])
 Recording = list[tuple[str, str, Any]]  # name, arguments, result of production's calls
 _declared: dict[str, bool] = {}  # whether a tool only reads, by name: chats contain only the names of tools
@@ -108,8 +110,12 @@ def _policy(name: str, read_only: bool) -> ShadowGuard | None:
 
 def _record(name: str, arguments: Mapping[str, Any], result: Any) -> None:
     found = recording.get()
-    if found is not None:
+    if found is None:
+        return
+    try:
         found.append((name, _canonical(arguments), copy.deepcopy(result)))
+    except Exception as exc:  # noqa: BLE001 — a user's values: production continues
+        log.warning("a call of the tool %s cannot be recorded: %s", name, describe(exc))
 
 
 def _canonical(arguments: Mapping[str, Any]) -> str:

@@ -61,11 +61,11 @@ class Caller:
         """Return the function's result."""
         arguments = self.arguments(*values)
         if self._is_async:
-            return await self.function(*arguments)
+            return await _without_exit(self.function(*arguments))
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
         result = await loop.run_in_executor(self._pool, context.run, _without_stop, self.function, arguments)
-        return await result if inspect.isawaitable(result) else result
+        return await _without_exit(result) if inspect.isawaitable(result) else result
 
 
 def _without_stop(function: Function, arguments: tuple[Any, ...]) -> Any:
@@ -74,6 +74,20 @@ def _without_stop(function: Function, arguments: tuple[Any, ...]) -> Any:
         return function(*arguments)
     except StopIteration as exc:
         raise RuntimeError("the function raised StopIteration") from exc
+    except SystemExit as exc:
+        raise _exited(exc) from exc
+
+
+async def _without_exit(call: Awaitable[T]) -> T:
+    """Return the result of a call. SystemExit in a task would end the whole event loop."""
+    try:
+        return await call
+    except SystemExit as exc:
+        raise _exited(exc) from exc
+
+
+def _exited(error: SystemExit) -> RunError:
+    return RunError(f"the function raised SystemExit({error.code!r}): only its run ends")
 
 
 def _places(function: Function, offered: tuple[str, ...]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import threading
 from typing import Any
 
 import flywheel
@@ -119,3 +120,21 @@ def test_a_log_whose_last_line_was_cut_by_a_crash_is_gone_on_with(explorer, tmp_
         assert collector.export(tmp_path / "out.jsonl") == 2
     first, second = lines(tmp_path / "out.jsonl")
     assert (first["msg_id"], second["messages"][-1]["content"]) == ("whole", answer)
+
+
+def test_a_collector_that_is_closed_twice_exports(tmp_path):
+    with flywheel.Collector(tmp_path / "chats.jsonl") as collector:
+        collector.close()
+    exporting = threading.Thread(target=collector.export, args=(tmp_path / "rows.jsonl",), daemon=True)
+    exporting.start()
+    exporting.join(10)
+    assert not exporting.is_alive()
+
+
+def test_a_part_of_a_reward_that_is_none_is_left_out(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [], "msg_id": "m"}\n')
+    with flywheel.Collector(path) as collector:
+        collector.reward("m", quality=0.5, judged=None)
+    assert collector.export(tmp_path / "rows.jsonl") == 1
+    assert json.loads((tmp_path / "rows.jsonl").read_text())["reward"] == 0.5

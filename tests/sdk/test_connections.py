@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import httpx
 import pytest
@@ -97,3 +98,14 @@ def test_each_loop_has_connections_of_its_own(url):
             return count(kept)[0]
 
     assert [asyncio.run(one()) for _ in range(3)] == [1, 1, 1]
+
+
+def test_connections_of_a_loop_that_ended_are_closed_and_keep_nothing_in_memory(client):
+    async def one() -> None:
+        async with client.model().async_http_client() as http:
+            assert (await http.get(f"{client.url}/health")).status_code == 200
+
+    for _ in range(3):
+        asyncio.run(one())
+    gc.collect()
+    assert not client.explorer.connections._by_loop

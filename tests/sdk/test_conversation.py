@@ -157,3 +157,13 @@ def test_a_wrong_option_of_a_conversation_is_named(wrong):
     runner = flywheel.TrainingRunner("http://127.0.0.1:1", agent, lambda run, reply: 1.0)
     with pytest.raises(flywheel.ConfigError, match=next(iter(wrong))):
         runner.conversation(agent, **wrong)
+
+
+def test_a_last_reply_without_content_is_no_error_of_production(explorer):
+    calls_a_tool = {"role": "assistant", "tool_calls": []}
+    runner = flywheel.TrainingRunner(explorer.url, reward=lambda run, reply: None, select=flywheel.SamplingRate(1.0))
+    chat = runner.conversation(lambda messages, model: calls_a_tool, user="recorded")
+    with runner:
+        assert chat.say("hello") == calls_a_tool
+        chat.end()
+    assert runner.stats.seen == 1

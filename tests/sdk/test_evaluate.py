@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -187,3 +188,30 @@ def test_a_version_that_is_no_longer_in_service_is_not_compared_as_equal(explore
     serve(explorer, 2)
     found = flywheel.Comparison.of(kept, flywheel.evaluate(count, TASKS, model=2, url=explorer.url))
     assert (found.difference, found.a.version, found.b.version) == (0.0, 1, 2)
+
+
+def test_an_evaluation_states_how_many_runs_were_before_it(explorer, tmp_path):
+    async def workflow(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        if run.run_id != "eval" and task == TASKS[-1]:
+            serve(explorer, 1)
+            await asyncio.sleep(1.1)  # /status is asked for once a second
+        return await count(task, model)
+
+    report = learn(explorer, tmp_path, workflow, eval_tasks=TASKS[:1])
+    assert [found.after_runs for found in report.evaluations] == [0, len(TASKS)]
+
+
+async def test_an_evaluation_that_failed_starts_no_further_run(explorer):
+    started = []
+
+    async def workflow(task: Any, model: flywheel.Model) -> float:
+        started.append(task)
+        if len(started) == 1:
+            raise flywheel.ConfigError("a wrong argument")
+        await asyncio.sleep(0)
+        return 1.0
+
+    with pytest.raises(flywheel.ConfigError):
+        await flywheel.aevaluate(workflow, TASKS, model=0, url=explorer.url, at_once=1)
+    await asyncio.sleep(0.1)
+    assert len(started) <= 2

@@ -59,8 +59,6 @@ def test_places_reach_into_lists_and_the_reply_s_json():
     place = "{{ sample.output_json.tags[1] }}"
     grader = {"type": "string_check", "operation": "eq", "input": place, "reference": "{{ item.tags[1] }}"}
     assert score(grader, '{"tags": [1, "b"]}').value == 1.0
-    with pytest.raises(flywheel.ConfigError, match="output_json"):
-        score(grader, "no json")
 
 
 def test_several_are_one_formula_and_their_scores_are_metrics():
@@ -118,3 +116,12 @@ def test_a_grader_judges_in_learn(explorer, tmp_path):
     grade = from_openai_grader({"type": "string_check", "operation": "like", "input": REPLY, "reference": "answer"})
     assert learn(explorer, tmp_path, answer, [{"n": 1}], judge=grade).reward_last == 1.0
     assert [row.reward for row in rows(explorer)] == [1.0]
+
+
+def test_a_reply_without_the_field_that_is_asked_for_scores_0():
+    place = "{{ sample.output_json.answer }}"
+    grader = {"type": "string_check", "operation": "eq", "input": place, "reference": TRUTH}
+    replies = ("no json", "[]", '{"other": 1}', '{"answer": "the cat sat"}')
+    assert [score(grader, reply).value for reply in replies] == [0.0, 0.0, 0.0, 1.0]
+    with pytest.raises(flywheel.ConfigError, match=r"item\.wrong"):
+        score({**grader, "reference": "{{ item.wrong }}"}, replies[-1])

@@ -83,3 +83,18 @@ async def test_the_report_names_the_reason_for_the_end(explorer, tmp_path):
         with pytest.raises(flywheel.Unreachable):
             await flywheel.alearn(count, TASKS, client=client, folder=tmp_path, **COLLECT)
     assert json.loads((tmp_path / "report.json").read_text())["stopped"] == "failed: Unreachable"
+
+
+def test_a_reward_that_the_explorer_refused_is_no_obstacle_to_a_later_start(explorer, tmp_path):
+    truth = {"reward": 1000.0}  # outside reward.accept
+
+    async def workflow(task: Any, model: flywheel.Model) -> float:
+        await say_async(model)
+        return truth["reward"]
+
+    with pytest.raises(flywheel.Refused, match="reward"):
+        learn(explorer, tmp_path, workflow, TASKS[:2], eval_tasks=None)
+    truth["reward"] = 0.5
+    report = learn(explorer, tmp_path, workflow, TASKS[:2], eval_tasks=TASKS[:1])
+    assert (report.stopped, report.rewarded) == ("done", 2)
+    assert sorted(row.reward for row in rows(explorer) if row.reward is not None) == [0.5, 0.5]

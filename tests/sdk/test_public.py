@@ -7,6 +7,7 @@ import contextvars
 import doctest
 import importlib
 import inspect
+import pickle
 import subprocess
 import sys
 
@@ -81,3 +82,18 @@ def test_importing_it_imports_no_openai_and_none_of_the_services():
 def test_a_runner_imports_openai_when_it_starts_and_not_under_traffic():
     code = "flywheel.TrainingRunner('http://127.0.0.1:9', reward=lambda run, reply: 1.0).start()"
     assert {"openai", "openai.resources.chat.completions"} <= set(loaded_after(code))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        flywheel.Refused(400, "reward", code="invalid", param="reward"),
+        flywheel.Away(503, "busy", retry_after_s=2.0),
+        flywheel.NothingKnown("none", receipts=[{"msg_id": "m", "state": "unknown"}]),
+        flywheel.UnsafeTool("refund", "it writes"),
+        flywheel.ConfigError("reward=nan"),
+    ],
+)
+def test_an_error_is_the_same_in_another_process(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 
 import flywheel
@@ -209,3 +210,20 @@ def test_agreement_is_cohens_kappa(judged):
 def test_a_judge_of_wrong_options_is_refused(wrong):
     with pytest.raises(flywheel.ConfigError, match=next(iter(wrong))):
         flywheel.LLMJudge(flywheel.Model.of("http://h/v1", "m"), "good?", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("so it is \N{MINUS SIGN}5", -5.0), ("from 3-5", 5.0), ("x-4 = 6-2", 2.0), ("(-7)", -7.0), ("=-7", -7.0)],
+)
+def test_a_sign_is_part_of_a_number_unless_it_is_between_two_terms(text, number):
+    assert rewards.last_number(text) == number
+
+
+def test_gsm8k_reads_the_number_after_the_mark_not_a_later_one():
+    assert rewards.gsm8k("#### 18 dollars for 2 days", "#### 18").value == 1.1
+    assert rewards.gsm8k("#### 18 dollars for 2 days", "#### 2").value == 0.1
+
+
+def test_a_boxed_number_is_compared_with_a_number_of_any_type():
+    assert rewards.boxed(r"\boxed{7}", Decimal(7)) == 1.0

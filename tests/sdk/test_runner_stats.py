@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import flywheel
 import pytest
 
-from tests.sdk.conftest import rows, say_async
+from tests.sdk.conftest import rows, say, say_async
 from tests.sdk.test_runner import PRODUCTION, agent, ask, fails, score
 from tests.support.servers import free_port, wait_until
 
@@ -122,3 +123,18 @@ def test_what_a_failed_commit_left_is_counted_with_the_next(explorer, monkeypatc
         runner.commit()
         assert (runner.stats.commits, runner.stats.committed) == (1, 2)
     assert runner.stats.committed == 2
+
+
+@pytest.mark.parametrize(("said", "runs"), [(re.search("hello", "hello"), 3), ("", 0), (0, 0)])
+def test_a_selection_may_return_any_truth_value(explorer, said, runs):
+    runner = flywheel.TrainingRunner(explorer.url, reward=lambda run, reply: 1.0, select=lambda call: said, at_once=1)
+    serve = runner.watch(lambda request, model: model and say(model).id)
+    with runner:
+        for number in range(3):
+            serve(number)
+    assert (runner.stats.selected, runner.stats.rewarded, runner.stats.dropped) == (runs, runs, 0)
+
+
+def test_an_unknown_credit_is_refused_before_anything_is_replayed():
+    with pytest.raises(flywheel.ConfigError, match="credit='both'"):
+        flywheel.TrainingRunner("http://127.0.0.1:1", reward=lambda run, reply: 1.0, credit="both")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -275,3 +276,14 @@ def test_guard_refuses_objects_that_it_cannot_guard(name):
         flywheel.guard([SimpleNamespace(name=name, is_read_only=True)])
     with pytest.raises(flywheel.ConfigError, match="has no name"):
         flywheel.guard([object()])
+
+
+def test_what_cannot_be_recorded_reaches_production_and_is_logged(explorer, name, caplog):
+    result = threading.Lock()  # no copy of it can be made
+    opens = flywheel.tool(read_only=False, name=name)(lambda order: result)
+    runner = flywheel.TrainingRunner(
+        explorer.url, reward=lambda run, reply: 1.0, select=flywheel.SamplingRate(1.0), tools=flywheel.RecordedTools()
+    )
+    with runner:
+        assert runner.watch(lambda request, model: opens("A1"))("hello") is result
+    assert name in caplog.text

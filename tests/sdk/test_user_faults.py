@@ -64,6 +64,20 @@ def test_the_journal_contains_exactly_what_was_sent(explorer, tmp_path):
     assert [body["reward"] for _, body in ended["feedback"]] == [one.value for one in said(explorer)]
 
 
+def exits(*_: Any) -> Any:
+    raise SystemExit(2)  # as argparse does
+
+
+async def exits_later(*_: Any) -> Any:
+    raise SystemExit(2)
+
+
+@pytest.mark.parametrize("fault", [exits, exits_later])
+def test_a_workflow_that_exits_is_a_failed_attempt(explorer, tmp_path, fault):
+    report = learn(explorer, tmp_path, fault, TASKS[:2], retries=0)
+    assert (report.stopped, report.dropped, report.failures) == ("done", 2, {"RunError": 2})
+
+
 def no_credit(reward: float, ids: Any) -> Any:
     raise ZeroDivisionError("on purpose")
 
@@ -74,6 +88,8 @@ def no_credit(reward: float, ids: Any) -> Any:
         ({"credit": no_credit}, "ZeroDivisionError"),
         ({"reward": cancelled}, "RunError"),
         ({"agent": cancelled}, "RunError"),
+        ({"reward": exits}, "RunError"),
+        ({"agent": exits_later}, "RunError"),
     ],
 )
 def test_a_shadow_run_that_fails_in_an_unusual_way_leaves_its_worker_alive(explorer, options, cause):
