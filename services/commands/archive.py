@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from argparse import ArgumentParser, Namespace
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,7 +85,11 @@ def _move(
             in_file = [experiences.c.id.between(ids[0], ids[-1]), *is_done(before)]
             rows = conversations(connection, in_file, with_tokens=True)
             said = count_signals(connection, ids)
-            replace_whole(file, (row for row in rows if row is not None))
+            try:
+                replace_whole(file, (row for row in rows if row is not None))
+            except BaseException:
+                file.unlink()
+                raise
         with ledger.write() as connection:
             removed = transitions.remove(connection, ids, said)
         left = None if left is None else left - len(ids)
@@ -93,10 +97,11 @@ def _move(
 
 
 def _new_file(folder: Path, name: str) -> Path:
-    """Return an unused file name: another ledger has rows with the same ids, and SQLite reuses ids."""
+    """Create an empty file with an unused name: another ledger has rows with the same ids, and SQLite reuses ids."""
     for number in count(1):
         file = folder / f"{name}{f'-{number}' if number > 1 else ''}.jsonl.gz"
-        if not file.exists():
+        with suppress(FileExistsError):
+            file.touch(exist_ok=False)  # another archive may run
             break
     return file
 

@@ -208,6 +208,22 @@ def test_an_archive_overwrites_no_file_when_numbers_of_rows_come_again(ledger, c
     assert sorted(archived_names(tmp_path / "archive")) == ["a0", "a1", "a2", "b0", "b1", "b2"]
 
 
+def test_archives_that_run_at_once_write_files_of_their_own(ledger, config, tmp_path: Path, monkeypatch):
+    record_ready(ledger, rows(2))
+    with ledger.write() as connection:
+        connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
+    command = ("archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
+
+    def written(file: Path, lines: Any) -> None:
+        monkeypatch.setattr("shared.ledger.dataset.replace_whole", replace_whole)
+        run_here(config, *command)  # another one begins, and ends
+        replace_whole(file, lines)
+
+    monkeypatch.setattr("shared.ledger.dataset.replace_whole", written)
+    run_here(config, *command)
+    assert len(list((tmp_path / "archive").iterdir())) == 2, "neither replaces what the other has moved"
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_ledger_that_may_be_as_large_as_it_likes_loses_nothing(ledger, config, tmp_path: Path, count):
     record_ready(ledger, rows(count))
