@@ -106,8 +106,18 @@ class LearnConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> LearnConfig:
-        """Read the options from a JSON file; `stop` is an object with EarlyStop's fields."""
-        options = json.loads(Path(path).read_text(encoding="utf-8"))
+        """Read the options from a JSON file; `stop` is an object with EarlyStop's fields. Raises ConfigError."""
+        try:
+            options = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        except OSError as exc:
+            raise ConfigError(f"{path} cannot be read ({exc.strerror})") from exc
+        except ValueError as exc:
+            raise ConfigError(f"{path} is no JSON: {exc}") from exc
+        if not isinstance(options, dict):
+            raise ConfigError(f"{path} is no object with the options of learn")
         if isinstance(options.get("stop"), dict):
-            options["stop"] = EarlyStop(**options["stop"])
+            try:
+                options["stop"] = EarlyStop(**options["stop"])
+            except TypeError as exc:
+                raise ConfigError(f"{path}: stop has other fields than EarlyStop: {exc}") from exc
         return cls().with_options(**options)

@@ -7,9 +7,9 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from flywheel.errors import ConfigError
 
@@ -49,16 +49,33 @@ def load_tasks(source: str | Path | Iterable[Task]) -> list[NamedTask]:
 def _read_file(path: Path) -> Iterable[Task]:
     if path.suffix not in (".jsonl", ".csv"):
         raise ConfigError(f"tasks={str(path)!r}: give a .jsonl or .csv file")
+    read = _read_csv if path.suffix == ".csv" else _read_jsonl
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            if path.suffix == ".csv":
-                yield from csv.DictReader(file)
-                return
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _read_line(path, number, line)
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            yield from read(path, file)
     except OSError as exc:
         raise ConfigError(f"tasks={str(path)!r}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not UTF-8; convert it") from exc
+
+
+def _read_csv(path: Path, file: TextIO) -> Iterator[Task]:
+    rows = csv.DictReader(file)
+    try:
+        for row in rows:
+            if None in row:
+                raise ConfigError(
+                    f"{path}, line {rows.line_num} has more cells than the first; quote a cell with commas"
+                )
+            yield row
+    except csv.Error as exc:
+        raise ConfigError(f"{path}, after line {rows.line_num}: {exc}") from exc
+
+
+def _read_jsonl(path: Path, file: TextIO) -> Iterator[Task]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield _read_line(path, number, line)
 
 
 def _read_line(path: Path, number: int, line: str) -> Task:

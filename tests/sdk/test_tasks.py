@@ -1,0 +1,42 @@
+"""Files of tasks and of options: what a spreadsheet writes is read, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import pytest
+from flywheel.config import LearnConfig
+from flywheel.errors import ConfigError
+from flywheel.tasks import load_tasks
+
+
+@pytest.mark.parametrize(("name", "text"), [("t.csv", "question,answer\n1+1,2\n"), ("t.jsonl", '{"q": "1+1"}\n')])
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, name, text):
+    plain, marked = tmp_path / name, tmp_path / f"marked-{name}"
+    plain.write_text(text, encoding="utf-8")
+    marked.write_text(text, encoding="utf-8-sig")
+    assert load_tasks(marked) == load_tasks(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("t.csv", b"question,answer\n1+1,2\n1+2,3,4\n", "line 3 has more cells than the first"),
+        ("t.csv", b"question\n\xff\n", "is not UTF-8"),
+        ("t.jsonl", b'{"question": "\xff"}\n', "is not UTF-8"),
+        ("t.csv", b"question\n" + b"x" * 200_000, "after line 1: field larger than field limit"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, reason):
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=reason) as raised:
+        load_tasks(file)
+    assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize("content", [None, b"{", b"[1]", b"\xff", b'{"stop": {"patience": 1, "no": 2}}'])
+def test_options_that_cannot_be_read_are_named(tmp_path, content):
+    file = tmp_path / "options.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"options\.json"):
+        LearnConfig.load(file)
