@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,31 +98,38 @@ def _summary(version: int | None, done: list[tuple[str, float | None, Mapping[st
             by_task[digest].append(reward)
             for name, value in parts.items():
                 metrics[name].append(value)
-    rewards = [reward for some in by_task.values() for reward in some]
-    mean, error = mean_and_error(rewards)
+    n = sum(map(len, by_task.values()))
+    mean, error = mean_and_error(by_task.values())
     return Evaluation(
         version=version,
-        n=len(rewards),
+        n=n,
         mean=mean,
         standard_error=error,
         solved=sum(max(some) >= 1.0 for some in by_task.values()) / max(1, len({digest for digest, _, _ in done})),
         metrics={name: sum(values) / len(values) for name, values in metrics.items()},
-        failed=len(done) - len(rewards),
+        failed=len(done) - n,
         rewards={digest: sum(some) / len(some) for digest, some in by_task.items()},
     )
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Return the mean and its standard error; 0 without values.
+def mean_and_error(by_task: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """Return the mean of all values and its standard error; 0 without values.
 
-    >>> mean_and_error([0.0, 1.0])
-    (0.5, 0.5)
+    The values of a task depend on one another, so the error is that of Miller 2024, arXiv 2411.00640, with
+    a task as a cluster. With one task it is over the values.
+
+    >>> mean_and_error([[0.0], [1.0]]), mean_and_error([[0.0, 0.0], [1.0, 1.0]])
+    ((0.5, 0.5), (0.5, 0.5))
     """
-    if not values:
+    clusters = [some for some in by_task if some]
+    n = sum(map(len, clusters))
+    if not n:
         return 0.0, 0.0
-    mean = math.fsum(values) / len(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
+    mean = math.fsum(value for some in clusters for value in some) / n
+    if len(clusters) == 1:
+        clusters = [[value] for value in clusters[0]]
+    squares = math.fsum(math.fsum(value - mean for value in some) ** 2 for some in clusters)
+    return mean, math.sqrt(squares * len(clusters) / max(1, len(clusters) - 1)) / n
 
 
 async def aevaluate(
@@ -198,7 +205,7 @@ class Comparison:
         both = [b.rewards[digest] - reward for digest, reward in a.rewards.items() if digest in b.rewards]
         if not both:
             raise NothingCompared(_explain_failure(a, b))
-        return cls(*mean_and_error(both), a, b)
+        return cls(*mean_and_error([one] for one in both), a, b)
 
 
 def _explain_failure(a: Evaluation, b: Evaluation) -> str:

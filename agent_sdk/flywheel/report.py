@@ -24,7 +24,7 @@ class Evaluation:
     version: int | None
     n: int  # number of runs with a reward
     mean: float
-    standard_error: float
+    standard_error: float  # of the mean; the runs of a task are a cluster
     solved: float  # share of tasks on which at least one run got 1 or more: pass@k with k runs a task
     metrics: dict[str, float]
     failed: int = 0

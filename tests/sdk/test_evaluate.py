@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -14,6 +15,8 @@ import pytest
 from tests.sdk.conftest import TASKS, count, learn, rows, say
 from tests.support.servers import publish, wait_until
 
+counted = itertools.count()
+
 
 def test_an_evaluation_is_pinned_and_nothing_of_it_is_recorded(explorer, tmp_path, scripted_engine):
     found = flywheel.evaluate(count, TASKS, model=0, url=explorer.url, runs_per_task=2, params={"temperature": 0.0})
@@ -23,6 +26,15 @@ def test_an_evaluation_is_pinned_and_nothing_of_it_is_recorded(explorer, tmp_pat
     assert {body["temperature"] for body in scripted_engine.script.bodies} == {0.0}
     both = flywheel.compare(count, TASKS, 0, 0, url=explorer.url)
     assert (both.difference, both.standard_error) == (0.0, 0.0)
+
+
+def test_runs_of_one_task_are_not_counted_as_further_tasks(explorer):
+    found = flywheel.evaluate(lambda task, model: float(task["n"]), TASKS[:2], url=explorer.url, runs_per_task=4)
+    assert (found.n, found.mean, found.standard_error) == (8, 0.5, 0.5), "as of two tasks, which tell nothing more"
+    one = flywheel.evaluate(
+        lambda task, model: float(next(counted) % 2), TASKS[:1], url=explorer.url, runs_per_task=4, at_once=1
+    )
+    assert one.standard_error == pytest.approx(3**-0.5 / 2), "of one task: over its runs"
 
 
 def test_learn_evaluates_and_stops_early(explorer, tmp_path):
