@@ -216,7 +216,7 @@ class Grader:
             try:
                 options = dict(self._grader.get("sampling_params") or {})
                 reply = await client.chat.completions.create(model=model.name, messages=messages, **options)
-                said = re.search(r'"result"\s*:\s*(-?[\d.]+)', reply.choices[0].message.content or "")
+                said = re.search(r'"result"\s*:\s*(-?[\d.]+(?:[eE][-+]?\d+)?)', reply.choices[0].message.content or "")
                 score = float(said[1]) if said else math.nan
             except (openai.OpenAIError, ValueError) as exc:
                 raise JudgeFailed(f"the grader's model {model.name} gave no score: {exc}") from exc

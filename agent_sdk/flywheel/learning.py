@@ -104,13 +104,15 @@ class _CtrlC(contextlib.AbstractContextManager[None]):
     def __init__(self, learning: Learning) -> None:
         self._learning = learning
         self._loop = asyncio.get_running_loop()
+        self._before: Any = None  # the handler of SIGINT that the program had
         self._is_set = False
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
             with contextlib.suppress(NotImplementedError, RuntimeError):  # Windows' event loops do not support signals
                 self._loop.add_signal_handler(signal.SIGINT, self._stop)
-                self._is_set = True
+                self._is_set, self._before = True, before
 
     def _stop(self) -> None:
         self._learning.report.stopped = "interrupted"
@@ -122,6 +124,8 @@ class _CtrlC(contextlib.AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         if self._is_set:
             self._loop.remove_signal_handler(signal.SIGINT)
+            if self._before is not None:  # else it is not Python's
+                signal.signal(signal.SIGINT, self._before)
 
 
 def learn(workflow: Function, tasks: str | Path | Iterable[Task], **options: Any) -> Report:

@@ -34,16 +34,18 @@ def read_reward(result: object, where: str = "the reward function") -> Reward | 
     >>> read_reward({"correctness": 1.0, "format": 0.5}).value
     1.5
     """
-    if result is None or isinstance(result, Reward):
-        found = result
+    if result is None:
+        return None
+    if isinstance(result, Reward):
+        parts = {name: _number(value, f"{where}, {name}") for name, value in result.metrics.items()}
+        found = Reward(None if result.value is None else _number(result.value, where), parts, result.comment)
     elif isinstance(result, Mapping):
         found = _read_mapping(result, where)
     else:
         found = Reward(_number(result, where))
-    if found is not None:
-        for name, value in {"reward": found.value, **found.metrics}.items():
-            if value is not None and not math.isfinite(value):
-                raise ConfigError(f"{where} gave {name}={value}: a reward is a finite number, or None for none")
+    for name, value in {"reward": found.value, **found.metrics}.items():
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{where} gave {name}={value}: a reward is a finite number, or None for none")
     return found
 
 

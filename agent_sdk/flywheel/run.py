@@ -186,7 +186,7 @@ class Run:
         feedback = self.feedback()
         if not (yield from send_all(feedback, self._explorer.retry_s)):
             raise self._nothing_recorded()
-        if feedback or any(run.msg_ids for run in (self, *self._children)):
+        if feedback or self.chats:
             return
         if (yield from get_run(self.task_id, self.run_id, self._explorer.retry_s)) == []:
             raise self._nothing_recorded()

@@ -81,7 +81,7 @@ def feedback_body(
     msg_ids: str | Sequence[str], task_id: str | None, run_id: str | None, said: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Build and check the body of a feedback. A truth value becomes 1 or 0. Raises ConfigError naming the argument."""
-    ids = [msg_ids] if isinstance(msg_ids, str) else list(msg_ids)
+    ids = _as_list(msg_ids)
     metrics = {name: _number(value) for name, value in (said.get("metrics") or {}).items()}
     said = {**said, "reward": _number(said.get("reward")), "metrics": metrics or None}
     if not ids and task_id is None:
@@ -94,8 +94,12 @@ def feedback_body(
     body: dict[str, Any] = {"msg_ids": ids, "task_id": task_id, "run_id": run_id}
     for name, value in said.items():
         if value is not None and value is not False and value != ():
-            body[name] = _as_text(list(value) if name == "preferred_over" else value)
+            body[name] = _as_text(_as_list(value) if name == "preferred_over" else value)
     return {name: value for name, value in body.items() if value not in (None, [])}
+
+
+def _as_list(names: str | Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _number(value: Any) -> Any:

@@ -142,6 +142,9 @@ async def score(result: Any, judge: Caller | None, task: Any, run: Any) -> Rewar
             return Reward(judged.value, {**result.metrics, **judged.metrics}, judged.comment)
         return judged
     if isinstance(result, Result):
+        given = run.outcome
+        if result.reward is None and given is not None:
+            return Reward(given.value, {**given.metrics, **result.metrics}, given.comment)
         result = Reward(result.reward, result.metrics)
     if result is None and run.outcome is None:
         raise ConfigError("the workflow gave no reward, and there is no judge: return one, or give judge=")
