@@ -35,6 +35,8 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"versions {args.action}: say which version, such as `versions {args.action} 13`")
     if args.action == "tag" and not args.name:
         raise ConfigError(f"versions tag {args.version}: give it a name, such as `versions tag {args.version} best`")
+    if args.action != "tag" and args.name is not None:
+        raise ConfigError(f"versions {args.action} {args.version}: it takes no name; leave {args.name!r} out")
     from shared.ledger.connect import Ledger
 
     _require_fitting(args.action, args.version, args.name)

@@ -28,7 +28,7 @@ class EngineAddress(Section):
 
     name: Name
     """A short name for logs and metrics."""
-    url: Annotated[str, Field(pattern=r"^https?://[^/]+$")]
+    url: Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
     """The server's address, e.g. http://127.0.0.1:8101"""
     devices: Devices | None = None
     """GPUs that this engine may use, by number; several share the model's tensors; null: vLLM uses the first."""
@@ -38,7 +38,9 @@ class EngineAddress(Section):
         if "@" in self.url:
             raise ValueError(f"explorer.engines {self.name!r}: a url has no user and password in it; take them out")
         try:
-            _ = self.port, self.host.encode("idna")
+            if urlsplit(self.url).port == 0:
+                raise ValueError("port 0")
+            self.host.encode("idna")
         except ValueError as exc:
             raise ValueError(f"explorer.engines {self.name!r}: the url's host or port is none; correct it") from exc
         return self

@@ -282,6 +282,9 @@ def test_an_operator_lets_engines_try_a_failed_version_again(ledger, config, cap
     assert list_decisions(ledger, 1)[-1].decided_by == "operator"
     with pytest.raises(ConfigError, match="say which version"):
         run_here(config, "versions", "retry")
+    for action in ("retry", "untag"):
+        with pytest.raises(ConfigError, match=f"versions {action} 1: it takes no name"):
+            run_here(config, "versions", action, "1", "best")
 
 
 def test_a_version_that_is_tried_again_may_fail_as_often_as_a_new_one(ledger):

@@ -41,6 +41,12 @@ def test_an_engines_port_is_that_of_its_url_or_of_the_urls_scheme(url, port):
     assert engine_config(url).explorer.engines[0].port == port
 
 
+@pytest.mark.parametrize("url", ["http://gpu-1.example:0", "http://gpu-1.example?x=1", "http://gpu-1.example:8101#e0"])
+def test_a_url_with_more_than_an_address_or_with_less_is_refused(url):
+    with pytest.raises(ValueError, match="url"):
+        engine_config(url)
+
+
 @pytest.mark.parametrize(("answer", "said"), [(None, "no address here"), ("127.0.1.1", "no other machine reaches it")])
 def test_an_engine_with_an_unresolvable_name_gets_an_error_with_the_setting_to_change(answer, said, monkeypatch):
     def resolve(host: str, port: int, **_: object) -> list[tuple]:
