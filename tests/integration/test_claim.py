@@ -100,9 +100,9 @@ def test_rows_in_hand_are_never_looked_up_by_the_index_of_a_state(postgres):
                 assert plan.count("ix_experiences_ready") == 1, plan  # where it looks for the oldest
             plans.append(plan)
     ledger.close()
-    assert len([plan for plan in plans if "ix_experiences_batch" in plan]) == 4, (
+    assert len([plan for plan in plans if "ix_experiences_batch" in plan]) == 5, (
         plans
-    )  # its lessons chosen, loaded, what was said since found, published
+    )  # its lessons chosen, loaded, locked, what was said since found, published
     assert not any("ix_experiences_leased" in plan for plan in plans), plans
 
 
