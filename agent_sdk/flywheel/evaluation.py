@@ -115,8 +115,8 @@ def _summary(version: int | None, done: list[tuple[str, float | None, Mapping[st
 def mean_and_error(by_task: Iterable[Sequence[float]]) -> tuple[float, float]:
     """Return the mean of all values and its standard error; 0 without values.
 
-    The values of a task depend on one another, so the error is that of Miller 2024, arXiv 2411.00640, with
-    a task as a cluster. With one task it is over the values.
+    The values of a task depend on one another, so the error is that of Miller 2024, arXiv 2411.00640, with a task as a
+    cluster. With one task it is over the values.
 
     >>> mean_and_error([[0.0], [1.0]]), mean_and_error([[0.0, 0.0], [1.0, 1.0]])
     ((0.5, 0.5), (0.5, 0.5))
