@@ -27,7 +27,7 @@ RULES = "House."  # replaces the agent's rules: a tiny model cannot use the word
 
 ENGINE = {"max_model_len": 1536}
 TRAINER = group_learning.TRAINER | {"batch_size": 384, "learning_rate": 1.5e-4}
-LEARN = group_learning.LEARN | {"max_ready_rows": 768, "timeout_s": 120.0, "params": {"max_tokens": 24}}
+LEARN = group_learning.LEARN | {"at_once": 48, "max_ready_rows": 1152, "timeout_s": 120.0, "params": {"max_tokens": 24}}
 
 
 def task(seed: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     import textworld
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     from textworld.envs import PddlEnv
-    from textworld.envs.pddl import textgen
+    from textworld.envs.pddl import logic, textgen
     from textworld.logic import Rule
 
 from examples.alfworld.houses import KINDS, game_of, make_house
@@ -81,16 +81,24 @@ class Household:
 
 @functools.cache
 def _keep_parses() -> None:
-    """Cache TextWorld's parsing of each template and condition of its grammar, and its translation of each house.
+    """Cache TextWorld's parsing of each grammar, template and condition, and its translation of each house.
 
-    TextWorld parses the grammar anew for every sentence, which takes three quarters of a step, and translates a house
-    four times an episode. It has no public cache for either, so this replaces private functions for the whole process.
-    TextWorld modifies a parsed template in place, so each caller gets its own copy.
+    TextWorld parses a game's grammar at each load and a template for every sentence, copies each sentence's variables
+    several times, and translates a house four times an episode. It has no public cache for any of these, so this
+    replaces private functions for the whole process. TextWorld modifies a parsed template in place, so each caller gets
+    its own copy. It adds to a sentence's variables but does not modify them, so a copy of the dictionary is enough.
     """
+    logic._parse_and_convert = functools.lru_cache(maxsize=1024)(logic._parse_and_convert)
     parse = functools.lru_cache(maxsize=4096)(textgen._parse_and_convert)
     textgen._parse_and_convert = lambda *args, **options: deepcopy(parse(*args, **options))
+    textgen.copy_context = _copy_context
     Rule.parse_conjunctive_query = functools.lru_cache(maxsize=1024)(Rule.parse_conjunctive_query)
     fast_downward.pddl2sas = functools.lru_cache(maxsize=1024)(fast_downward.pddl2sas)
+
+
+def _copy_context(context: dict[str, Any]) -> dict[str, Any]:
+    """Copy what TextWorld adds to: a sentence's variables, and what they stand for."""
+    return {**context, "variables": dict(context["variables"]), "mapping": dict(context["mapping"])}
 
 
 class Households:
