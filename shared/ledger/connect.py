@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, exc
+from sqlalchemy import Column, ColumnElement, Connection, Engine, Table, exc, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 
@@ -187,6 +187,19 @@ def copy_rows(connection: Connection, statement: str, rows: Iterable[Sequence[An
 def insert_into(connection: Connection, table: Table) -> Any:
     """The INSERT of this kind of database, which can say ON CONFLICT."""
     return (postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert)(table)
+
+
+def lock_rows(
+    connection: Connection, key: Column[int], *where: ColumnElement[bool], newest_first: bool = False
+) -> None:
+    """Lock rows in the order of this key until the transaction ends (PostgreSQL; on SQLite it has all locks).
+
+    Transactions that lock a table's rows in the same order do not deadlock. Rows of `experiences` are locked in
+    ascending order, those of `payloads` in descending order.
+    """
+    if connection.dialect.name == "postgresql":
+        order = key.desc() if newest_first else key
+        connection.execute(select(key).where(*where).order_by(order).with_for_update()).all()
 
 
 def wait_no_more(connection: Connection) -> None:

@@ -15,6 +15,7 @@ from sqlalchemy import Connection, select, update
 
 from shared.experience import CorruptTokens, Tokens
 from shared.ledger.conditions import in_parts
+from shared.ledger.connect import lock_rows
 from shared.ledger.tables import payloads
 
 _SHORTEST = 32  # tokens; a shorter prefix does not justify the query for the other turn
@@ -110,8 +111,7 @@ def lock_tokens(connection: Connection, doomed: Sequence[int]) -> None:
     The newest tokens are locked first, as when a next turn is recorded, which follows `prefix_of`.
     """
     row_id = payloads.c.experience_id
-    if connection.dialect.name == "postgresql":
-        connection.execute(select(row_id).where(row_id.in_(doomed)).order_by(row_id.desc()).with_for_update()).all()
+    lock_rows(connection, row_id, row_id.in_(doomed), newest_first=True)
 
 
 def inline_prefix(connection: Connection, doomed: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from sqlalchemy import ColumnElement, Connection, exists, not_, or_, select, tex
 
 from shared.experience import State, TrajectoryKey, trajectory_key
 from shared.ledger.conditions import AnyRow, in_group, in_parts, in_scope, in_trajectories, is_in, names_a_run
+from shared.ledger.connect import lock_rows
 from shared.ledger.queries.rows import count_ready
 from shared.ledger.tables import WAITS, experiences
 from shared.reward import Lesson
@@ -84,9 +85,8 @@ def _make_ready(connection: Connection, rows: Sequence[AnyRow], where: Sequence[
                 spoken_of.add(row.id)
             elif row.state == State.RECORDED or (trajectory_key(row) in rewarded and not row.taught & Lesson.REWARD):
                 of_key[spoke[trajectory_key(row)]].append(row.id)
-    if connection.dialect.name == "postgresql":  # in the order in which feedback locks rows
-        for mine in in_parts(experiences.c.id, sorted(spoken_of.union(*of_key.values()))):
-            connection.execute(select(experiences.c.id).where(mine).order_by(experiences.c.id).with_for_update())
+    for mine in in_parts(experiences.c.id, sorted(spoken_of.union(*of_key.values()))):
+        lock_rows(connection, experiences.c.id, mine)
     still = _still_in(*_MAY_WAIT)
     committed = _set(connection, sorted(spoken_of), still, state=State.READY)
     for key, others in of_key.items():  # they count towards this key's share of a batch

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, up
 from shared.errors import LeaseLost
 from shared.experience import MAY_SERVE, BatchState, Purpose, State, VersionState
 from shared.ledger.conditions import in_parts, is_in
-from shared.ledger.connect import database_time, insert_into
+from shared.ledger.connect import database_time, insert_into, lock_rows
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
 from shared.ledger.transitions.retain import keep_base, release_version
@@ -117,7 +117,7 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
     acts, taught, teaches = experiences.c.acts, experiences.c.taught, experiences.c.teaches
     acted = {"taught": taught.bitwise_or(acts), "teaches": teaches.bitwise_and(acts.bitwise_not())}
     rows = (experiences.c.batch_id.in_(batch_ids), is_in(experiences.c.state, State.LEASED))
-    _lock(connection, rows)  # feedback that is being stored now is in the log before the log is read
+    lock_rows(connection, experiences.c.id, *rows)  # feedback that is being stored is logged before the log is read
     later = _words_since(connection, rows)
     last_signal = select(batches.c.last_signal).where(batches.c.id == experiences.c.batch_id).scalar_subquery()
     first = func.coalesce(experiences.c.consumed_version, version)
@@ -126,12 +126,6 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
     for lessons, ids in later.items():
         for part in in_parts(experiences.c.id, ids):
             connection.execute(update(experiences).where(part).values(teaches=teaches.bitwise_or(lessons)))
-
-
-def _lock(connection: Connection, held: Sequence[ColumnElement[bool]]) -> None:
-    """Lock rows in the order in which feedback locks them (PostgreSQL)."""
-    if connection.dialect.name == "postgresql":
-        connection.execute(select(experiences.c.id).where(*held).order_by(experiences.c.id).with_for_update()).all()
 
 
 def _words_since(connection: Connection, held: Sequence[ColumnElement[bool]]) -> dict[int, list[int]]:
