@@ -9,7 +9,7 @@ import pytest
 
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.pool import EnginePool
-from explorer_service.errors import NoEngine, WeightsUnproven
+from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven
 from explorer_service.membership import Membership
 from explorer_service.reload.blame import Backoff
 from explorer_service.reload.ownership import EngineLeases, engine_key
@@ -153,3 +153,20 @@ def test_a_loopback_url_of_another_machine_is_another_engine(monkeypatch):
     assert here.endswith(" http://127.0.0.1:8101") and engine_key(remote) == "http://gpu-7:8101"
     monkeypatch.setattr("explorer_service.reload.ownership.machine_name", lambda: "another")
     assert engine_key(local) != here
+
+
+@pytest.mark.parametrize("state", ["away", "lost this chat"])
+async def test_a_pinned_version_that_one_engine_refuses_is_unavailable_while_the_other_engine_is_away(state):
+    pool = EnginePool([EngineAddress(name=name, url=f"http://{name}") for name in ("e0", "e1")], 1.0, adapters=True)
+    refusing, other = pool.engines
+    pool.pinned.add(7)
+    for engine in pool.engines:
+        pool.serve(engine, {9: "agent"}, Sampling(), version=9)
+    pool.refuse(refusing, 7, "its rank is too large")
+    if state == "away":
+        pool.withdraw(other, "it does not answer")
+    with pytest.raises(NoEngine, match="version 7"):
+        await pool.acquire(7, avoid={"e1"} if state == "lost this chat" else ())
+    pool.refuse(other, 7, "its rank is too large")
+    with pytest.raises(VersionNotServed, match="its rank is too large"):
+        await pool.acquire(7)
