@@ -10,7 +10,7 @@ from flywheel.model import Model
 
 
 class TextEnvironment(Protocol):
-    """Gymnasium's interface, with text as observations and actions.
+    """Gymnasium's interface, or Gym's older one, with text as observations and actions.
 
     >>> class Echo:
     ...     def reset(self, *, seed=None):
@@ -21,14 +21,18 @@ class TextEnvironment(Protocol):
     >>> environment: TextEnvironment = Echo()
     """
 
-    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Start an episode. Returns the first observation, and further information."""
+    def reset(self) -> tuple[str, Any] | str:
+        """Start an episode. Returns the first observation, and further information, which the older one omits.
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        It is called with `seed=` if `play` is given a seed.
+        """
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, Any] | tuple[str, float, bool, Any]:
         """Return the next observation, the reward, whether the episode has ended, whether it was truncated, and
-        further information.
+        further information, a dictionary.
 
-        action: the model's whole answer; the environment decides whether it is a valid action.
+        action: the model's whole answer; the environment decides whether it is a valid action. The older interface
+        returns four values, and names a truncation in the last one: `{"TimeLimit.truncated": True}`.
         """
 
 
@@ -56,13 +60,16 @@ async def play(
     max_turns: int = 30,
     **params: Any,
 ) -> Played:
-    """Let a model act in an environment until the episode ends, or for max_turns. params: fields of the chats.
+    """Let a model act in an environment until the episode ends, or for max_turns.
+
+    seed: passed to `reset`. params: fields of the chats. Raises TypeError if `step` returns anything else than four or
+    five values.
 
     >>> import inspect
     >>> inspect.iscoroutinefunction(play)
     True
     """
-    observation, info = environment.reset(seed=seed)
+    observation, info = _reset(environment, seed)
     messages = [{"role": "system", "content": system}] if system else []
     reward, turns, terminated, truncated = 0.0, 0, False, False
     async with model.async_openai() as client:
@@ -71,7 +78,26 @@ async def play(
             reply = await client.chat.completions.create(model=model.name, messages=messages, **params)  # type: ignore[arg-type]
             said = reply.choices[0].message.content or ""
             messages.append({"role": "assistant", "content": said})
-            observation, earned, terminated, truncated, info = environment.step(said)
-            reward += float(earned)
+            observation, earned, terminated, truncated, info = _step(environment, said)
+            reward += earned
             turns += 1
-    return Played(reward, turns, bool(terminated), info, messages)
+    return Played(reward, turns, terminated, info, messages)
+
+
+def _reset(environment: Any, seed: int | None) -> tuple[str, Any]:
+    began = environment.reset() if seed is None else environment.reset(seed=seed)
+    return began if isinstance(began, tuple) else (began, {})
+
+
+def _step(environment: TextEnvironment, action: str) -> tuple[str, float, bool, bool, Any]:
+    match environment.step(action):
+        case (observation, reward, terminated, truncated, info):
+            return observation, float(reward), bool(terminated), bool(truncated), info
+        case (observation, reward, done, info):
+            truncated = bool(done and info and info.get("TimeLimit.truncated"))
+            return observation, float(reward), bool(done) and not truncated, truncated, info or {}
+        case other:
+            raise TypeError(
+                f"{type(environment).__name__}.step returned {other!a:.200}, not Gymnasium's 5 values: observation, "
+                "reward, terminated, truncated, info (or the older 4: observation, reward, done, info)"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import flywheel
+import pytest
 
 from tests.sdk.conftest import rows
 
@@ -44,6 +45,39 @@ async def test_an_episode_without_an_end_is_cut_off(explorer):
     assert played.messages[0] == {"role": "user", "content": "begin None"}
 
 
+class OldCountdown(Countdown):
+    """The same with Gym's older interface; where it ends, its time limit may be the reason."""
+
+    def __init__(self, turns: int, **ended: bool) -> None:
+        super().__init__(turns)
+        self.ended = ended
+
+    def reset(self) -> str:
+        return "begin"
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        observation, reward, done, _, _ = super().step(action)
+        return observation, reward, done, self.ended
+
+
+@pytest.mark.parametrize(("ended", "terminated"), [({}, True), ({"TimeLimit.truncated": True}, False)])
+async def test_an_environment_with_gyms_older_interface_is_played_too(ended, terminated, explorer):
+    async with flywheel.AsyncClient(explorer.url) as client:
+        played = await flywheel.play(OldCountdown(3, **ended), client.model())
+    assert (played.reward, played.turns, played.terminated) == (1.5, 3, terminated)
+    assert played.messages[0] == {"role": "user", "content": "begin"}
+
+
+async def test_a_step_that_returns_something_else_is_named(explorer):
+    class Odd(Countdown):
+        def step(self, action: str) -> Any:
+            return "text", 1.0
+
+    async with flywheel.AsyncClient(explorer.url) as client:
+        with pytest.raises(TypeError, match=r"Odd.step returned .* 5 values"):
+            await flywheel.play(Odd(1), client.model())
+
+
 def test_learn_ends_at_its_time_limit_and_finishes_running_runs(explorer, tmp_path):
     async def play(task: Any, model: flywheel.Model) -> float:
         return (await flywheel.play(Countdown(2), model)).reward
@@ -51,7 +85,7 @@ def test_learn_ends_at_its_time_limit_and_finishes_running_runs(explorer, tmp_pa
     options: dict[str, Any] = {"require_trainer": False, "progress": False, "folder": tmp_path / "runs"}
     tasks = [{"n": n} for n in range(5)]
     report = flywheel.learn(
-        play, tasks, url=explorer.url, epochs=100_000, seconds=1.0, at_once=4, max_ready_rows=10**6, **options
+        play, tasks, url=explorer.url, epochs=100_000, seconds=2.0, at_once=4, max_ready_rows=10**6, **options
     )
     assert report.stopped == "time"
     assert report.runs == report.rewarded > 4
