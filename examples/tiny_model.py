@@ -63,7 +63,6 @@ class Recipe:
     steps: int = 220
     batch: int = 64
     learning_rate: float = 3e-3
-    reading: float = 0.0  # weight of the text that the model reads in the loss; what it writes has weight 1
     seed: int = 20
     layers: int = 2
     width: int = 128
@@ -220,7 +219,8 @@ def _warm_start(recipe: Recipe, model: Any, tokenizer: Any, pad: int, progress: 
         for row, (ids, wanted) in enumerate(rows):
             inputs[row, : len(ids)] = torch.tensor(ids)
             labels[row, : len(wanted)] = torch.tensor(wanted)
-        _loss(model, inputs, labels, pad, recipe.reading).backward()
+        loss = model(input_ids=inputs, labels=labels).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -228,17 +228,6 @@ def _warm_start(recipe: Recipe, model: Any, tokenizer: Any, pad: int, progress: 
         progress(f"warm start: {recipe.teaches}", (step + 1) / steps)
     model.eval()
     torch.set_num_threads(threads)
-
-
-def _loss(model: Any, inputs: Any, labels: Any, pad: int, reading: float) -> Any:
-    """Return the mean loss of the labels, plus `reading` times that of all other tokens except padding."""
-    from torch.nn.functional import cross_entropy
-
-    if not reading:
-        return model(input_ids=inputs, labels=labels).loss
-    logits, targets = model(input_ids=inputs).logits[:, :-1].flatten(0, 1), inputs[:, 1:].flatten()
-    losses, is_learned = cross_entropy(logits, targets, reduction="none"), labels[:, 1:].flatten() != -100
-    return losses[is_learned].mean() + reading * losses[~is_learned & (targets != pad)].mean()
 
 
 def say(file: Any = None) -> Progress:
