@@ -22,7 +22,8 @@ class TextEnvironment(Protocol):
     """
 
     def reset(self) -> tuple[str, Any] | str:
-        """Start an episode. Returns the first observation, and further information, which the older one omits.
+        """Start an episode. Returns the first observation, and further information, which the older interface
+        omits.
 
         It is called with `seed=` if `play` is given a seed.
         """

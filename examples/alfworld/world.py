@@ -97,7 +97,7 @@ def _keep_parses() -> None:
 
 
 def _copy_context(context: dict[str, Any]) -> dict[str, Any]:
-    """Copy what TextWorld adds to: a sentence's variables, and what they stand for."""
+    """Copy a sentence's context, but not the variables themselves."""
     return {**context, "variables": dict(context["variables"]), "mapping": dict(context["mapping"])}
 
 

@@ -133,16 +133,18 @@ class EnginePool:
 
     def _raise_unless_soon(self, version: int | None, avoid: Collection[str]) -> None:
         """Raise if no engine can serve the request soon."""
-        able, what = self.engines, "no engine"
+        known, what = self.engines, "no engine"
         if version is not None and self.serving:
-            known = self.engines if version in self.pinned else self.serving
-            able, what = [e for e in known if self._may_serve(e, version)], f"no engine for version {version}"
+            is_pinned = version in self.pinned  # then an engine that is away may load it later
+            able = [e for e in (self.engines if is_pinned else self.serving) if self._may_serve(e, version)]
+            if is_pinned:
+                known, what = able, f"no engine for version {version}"
             if not able:
                 served = sorted({v for e in self.engines for v in e.versions})
                 reasons = (e.refused[version] for e in self.engines if version in e.refused)
                 why = next((f" ({without_addresses(reason)})" for reason in reasons), "")
                 raise VersionNotServed(f"version {version} is not in service{why}; in service: {served}")
-        if all(e.state is EngineState.UNAVAILABLE or e.name in avoid for e in able):
+        if all(e.state is EngineState.UNAVAILABLE or e.name in avoid for e in known):
             raise NoEngine(f"{what} answers; try again", "engines_unavailable")
 
     def _may_serve(self, engine: Engine, version: int) -> bool:

@@ -170,3 +170,15 @@ async def test_a_pinned_version_that_one_engine_refuses_is_unavailable_while_the
     pool.refuse(other, 7, "its rank is too large")
     with pytest.raises(VersionNotServed, match="its rank is too large"):
         await pool.acquire(7)
+
+
+async def test_a_chat_that_lost_its_engine_waits_for_the_engine_that_is_being_reloaded():
+    pool = EnginePool([EngineAddress(name=name, url=f"http://{name}") for name in ("e0", "e1")], 5.0)
+    lost, other = pool.engines
+    for engine in pool.engines:
+        pool.serve(engine, {9: "agent"}, Sampling(), version=9)
+    pool.close(other, "taking up version 9")
+    waiting = asyncio.create_task(pool.acquire(9, avoid={lost.name}))
+    await asyncio.sleep(0)
+    pool.serve(other, {9: "agent"}, Sampling(), version=9)
+    assert (await waiting).engine is other
