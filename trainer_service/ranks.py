@@ -76,7 +76,7 @@ class Ranks:
         return self._data_parallel
 
     def leave(self) -> None:
-        """At the end, rank 0, whose process may contain the store, waits until the others have read all orders.
+        """End the process group. Rank 0, whose process may contain the store, first waits until all have read all orders.
 
         It waits up to PATIENCE_S for ranks that are gone.
         """
@@ -86,6 +86,8 @@ class Ranks:
             others = [f"left-{rank}" for rank in range(1, self.size)]
             with contextlib.suppress(dist.DistStoreError):
                 self._store.wait(others, timedelta(seconds=PATIENCE_S))
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def orders(self, stop: StopRequest) -> Iterator[tuple[str, list[Any]]]:
         """On the other ranks: yield each order until the last. Raises RankLost if rank 0 is gone.
