@@ -78,8 +78,9 @@ def make_model(folder: Path, device: str) -> None:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    shape = shape_of(device)
-    Qwen2ForCausalLM(Qwen2Config(**shape)).save_pretrained(folder)
+    shape, dtype = shape_of(device), torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        Qwen2ForCausalLM._from_config(Qwen2Config(**shape), dtype=dtype).save_pretrained(folder)
     words = {f"w{number}": number for number in range(shape["vocab_size"])}
     spoken = Tokenizer(models.WordLevel(words, unk_token="w0"))
     spoken.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
