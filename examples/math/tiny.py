@@ -25,8 +25,8 @@ REMINDER = (  # of AgentScope 2, before the first chat
 )
 
 ENGINE = {"max_model_len": 768, "tool_parser": "hermes"}
-TRAINER = group_learning.TRAINER
-LEARN = group_learning.LEARN | {"params": {"max_tokens": 60}}
+TRAINER = group_learning.TRAINER | {"epochs": 2}
+LEARN = group_learning.LEARN | {"at_once": 40, "params": {"max_tokens": 60}}
 
 
 def recipe(agentscope: int) -> Recipe:
