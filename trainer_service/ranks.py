@@ -76,7 +76,7 @@ class Ranks:
         return self._data_parallel
 
     def leave(self) -> None:
-        """End the process group. Rank 0, whose process may contain the store, first waits until all have read all orders.
+        """End the process group. Rank 0 may contain the store, so it waits first until the others have read all orders.
 
         It waits up to PATIENCE_S for ranks that are gone.
         """
