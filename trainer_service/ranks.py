@@ -7,6 +7,7 @@ where a rank that is missing for `trainer.rank_timeout_s` ends the job.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -76,9 +77,9 @@ class Ranks:
         return self._data_parallel
 
     def leave(self) -> None:
-        """End the process group. Rank 0 may contain the store, so it waits first until the others have read all orders.
+        """At the end, rank 0, whose process may contain the store, waits until the others have read all orders.
 
-        It waits up to PATIENCE_S for ranks that are gone.
+        It waits up to PATIENCE_S for ranks that are gone. The process group ends with the process.
         """
         if not self.is_first:
             self._store.set(f"left-{self.rank}", b"")
@@ -86,8 +87,7 @@ class Ranks:
             others = [f"left-{rank}" for rank in range(1, self.size)]
             with contextlib.suppress(dist.DistStoreError):
                 self._store.wait(others, timedelta(seconds=PATIENCE_S))
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        atexit.register(_end_process_group)
 
     def orders(self, stop: StopRequest) -> Iterator[tuple[str, list[Any]]]:
         """On the other ranks: yield each order until the last. Raises RankLost if rank 0 is gone.
@@ -182,6 +182,12 @@ class Ranks:
         dist.all_gather(parts, padded)
         whole = [part.numpy().tobytes() for part in parts]
         return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in whole]
+
+
+def _end_process_group() -> None:
+    """NCCL warns if it is left to the interpreter."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def is_lost(error: BaseException) -> bool:
