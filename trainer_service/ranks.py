@@ -185,7 +185,7 @@ class Ranks:
 
 
 def _end_process_group() -> None:
-    """NCCL warns if it is left to the interpreter."""
+    """Destroy the process group if there is one: NCCL warns if a process exits with it."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

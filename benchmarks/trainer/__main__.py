@@ -75,12 +75,12 @@ def make_model(folder: Path, device: str) -> None:
     """Write the model, and a tokenizer for trainers that need one."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
     torch.manual_seed(0)
     shape, dtype = shape_of(device), torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
-        Qwen2ForCausalLM._from_config(Qwen2Config(**shape), dtype=dtype).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=dtype).save_pretrained(folder)
     words = {f"w{number}": number for number in range(shape["vocab_size"])}
     spoken = Tokenizer(models.WordLevel(words, unk_token="w0"))
     spoken.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -64,7 +64,7 @@ def measure(repository: Path, asked: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     from benchmarks.trainer.clock import seconds
     from benchmarks.trainer.updates import begin, experiences, learner_of
@@ -77,7 +77,7 @@ def main() -> None:
         torch.manual_seed(0)
         with torch.device("cuda"):
             shape = Qwen2Config(**(HALF_BILLION | SIZES[size]), dtype="bfloat16")
-            model = Qwen2ForCausalLM._from_config(shape, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
         parameters = sum(tensor.numel() for tensor in model.parameters())
         model.save_pretrained(folder)
         del model

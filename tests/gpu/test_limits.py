@@ -12,24 +12,16 @@ import torch
 
 from shared.experience import Tokens
 from shared.ledger.queries import count_by_state, quarantined
+from tests.gpu import ON_GPU
 from tests.support import architectures
 from tests.support.experiences import make_experiences
-from tests.support.models import make_tiny_model
 from tests.support.processes import Process, wait_for
 from tests.support.trained_roots import open_ledger, prepare
 from trainer_service.models import prepare as fold
 from trainer_service.packing import Rows
 from trainer_service.self_test import check_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no accelerator that PyTorch can use"),
-]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "base", dtype="bfloat16")
+pytestmark = ON_GPU
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -38,9 +30,7 @@ def test_the_self_test_chooses_rows_that_no_sequence_can_see_across(name, kind, 
     model = architectures.make(name).to("cuda", kind)
     fold(model)
     rows = check_rows(model)
-    plain = name in architectures.PLAIN
-    print(name, kind, rows, caplog.text)
-    assert rows is Rows.FOLDED if plain else rows in (Rows.PACKED, Rows.SINGLE)
+    assert rows in ({Rows.FOLDED} if name in architectures.PLAIN else {Rows.PACKED, Rows.SINGLE})
     assert "keeps its own" not in caplog.text, caplog.text
     assert ("one by one" in caplog.text) == (rows is Rows.SINGLE), caplog.text
 

@@ -14,8 +14,8 @@ from services.trainer import build_update
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from shared.versions import read_manifest, verify_version, version_path
+from tests.gpu import ON_GPU
 from tests.support.experiences import make_experiences, record_ready, trainer_config
-from tests.support.models import make_tiny_model
 from tests.support.processes import wait_for
 from tests.support.trained_roots import LAST, ROWS, newest, open_ledger, prepare, start
 from tests.unit.test_packing import alone, branches
@@ -27,15 +27,7 @@ from trainer_service.publish import compute_probe, ensure_base_version, probe_se
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import StateStore
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no accelerator that PyTorch can use"),
-]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "base", dtype="bfloat16")
+pytestmark = ON_GPU
 
 
 @contextlib.contextmanager

@@ -31,7 +31,6 @@ def start(scripted_engine, start_explorer, tmp_path) -> Callable[..., RunningExp
             model={"kind": "lora"},
             engine={"max_loras": 2, "max_cpu_loras": room + 2},
             reload={**RELOAD, **reload},
-            ledger_timeout_s=30.0,  # a slow disk is not tested here
         )
         with explorer.ledger.read() as connection:
             is_first = not list_versions(connection)
