@@ -31,6 +31,9 @@ class _Remembered(msgspec.Struct):
     found: list[str]  # names that are not in the request
 
 
+_decode_remembered = msgspec.json.Decoder(_Remembered).decode
+
+
 def recall(connection: Connection, keyed: KeyedRequest | None, msg_ids: list[str]) -> list[Receipt] | None:
     """Return the first answer to the request; None if there is none. Raises ApiError 422 if its body was another."""
     stored = None if keyed is None else queries.remembered_answer(connection, keyed.key)
@@ -40,7 +43,7 @@ def recall(connection: Connection, keyed: KeyedRequest | None, msg_ids: list[str
     if bytes(body) != keyed.body:
         reason = "this Idempotency-Key was used with another body; use a new key for a new request"
         raise ApiError(422, reason, code="idempotency_key_reused")
-    remembered = msgspec.json.decode(response, type=_Remembered)
+    remembered = _decode_remembered(response)
     names = [*msg_ids, *remembered.found]
     return [Receipt(name, _STATES[int(state)]) for name, state in zip(names, remembered.states, strict=True)]
 

@@ -39,6 +39,10 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
     inference_mode: Literal[True] = True
 
 
+_decode_config = msgspec.json.Decoder(AdapterConfig).decode
+_decode_keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
 def write_adapter_config(folder: Path, config: AdapterConfig) -> None:
     """Write adapter_config.json. Raises OSError."""
     (folder / ADAPTER_CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=1))
@@ -55,8 +59,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise VersionError(f"{folder}: {ADAPTER_CONFIG} has more than {_MAX_CONFIG_BYTES} bytes")
         encoded = file.read_bytes()
-        keys = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw]).keys()
-        config = msgspec.json.decode(encoded, type=AdapterConfig)
+        keys = _decode_keys(encoded).keys()
+        config = _decode_config(encoded)
     except OSError as exc:
         raise VersionMissing(f"{folder}: {ADAPTER_CONFIG} cannot be read ({exc.strerror})") from exc
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:

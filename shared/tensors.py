@@ -50,6 +50,11 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+_ENTRY = msgspec.json.Decoder(_Entry)
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_INDEX = msgspec.json.Decoder(_Index)
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors that an engine finds in a folder, by name. Raises VersionError with the file.
 
@@ -68,7 +73,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         raise VersionError(f"{folder}: holds no tensor in any *.safetensors file")
     index = folder / INDEX
     if index.exists():
-        named = _decode(_read(index, 0, MAX_HEADER_BYTES), _Index, index).weight_map
+        named = _decode(_read(index, 0, MAX_HEADER_BYTES), _INDEX, index).weight_map
         for name in sorted(named.keys() | file_of.keys()):
             if named.get(name) != file_of.get(name):
                 raise VersionError(
@@ -111,9 +116,9 @@ def _header_length(file: Path) -> int:
 def _read_entries(file: Path) -> tuple[int, dict[str, _Entry]]:
     """Return the offset of the data, and the header's entries, which must cover the data without a gap."""
     size, length = file.stat().st_size, _header_length(file)
-    entries = _decode(_read(file, 8, length), dict[str, msgspec.Raw], file)
+    entries = _decode(_read(file, 8, length), _HEADER, file)
     entries.pop("__metadata__", None)
-    parsed = {name: _decode(raw, _Entry, file) for name, raw in entries.items()}
+    parsed = {name: _decode(raw, _ENTRY, file) for name, raw in entries.items()}
     end = 0
     for name, entry in sorted(parsed.items(), key=lambda item: item[1].data_offsets):
         begin, stop = entry.data_offsets
@@ -152,8 +157,8 @@ def _read(file: Path, start: int, length: int) -> bytes:
         return stream.read(length)
 
 
-def _decode(data: bytes | msgspec.Raw, kind: type[T], file: Path) -> T:
+def _decode(data: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[T], file: Path) -> T:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise VersionError(f"{file}: its header is damaged ({exc})") from exc

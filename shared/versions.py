@@ -132,6 +132,7 @@ def write_version(
 
 
 _SAMPLES, _SAMPLE_BYTES = 17, 64 * 1024
+_decode_manifest = msgspec.json.Decoder(Manifest).decode
 
 
 def read_manifest(folder: Path, sha256: str | None = None) -> Manifest:
@@ -149,7 +150,7 @@ def read_manifest(folder: Path, sha256: str | None = None) -> Manifest:
         if sha256 is not None and (digest := hashlib.sha256(encoded).hexdigest()) != sha256:
             other = f"{MANIFEST} is not the one that was published"
             raise VersionExchanged(f"{folder}: {other} (its sha256 is {digest[:12]}…)")
-        manifest = msgspec.json.decode(encoded, type=Manifest)
+        manifest = _decode_manifest(encoded)
     except OSError as exc:
         raise VersionMissing(f"{folder}: {MANIFEST} cannot be read ({exc.strerror})") from exc
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:

@@ -21,7 +21,7 @@ def pack_rows(rows: Sequence[Experience]) -> bytes:
 
 def unpack_rows(data: bytes) -> list[Experience]:
     """The inverse of `pack_rows`. Raises msgspec.ValidationError for other data."""
-    return msgspec.msgpack.decode(data, type=list[Experience], dec_hook=_decode)
+    return _decode_rows(data)
 
 
 def pack_arrays(arrays: Sequence[AnyArray]) -> bytes:
@@ -43,3 +43,6 @@ def _encode(array: Any) -> tuple[str, tuple[int, ...], bytes]:
 def _decode(_kind: type, packed: Any) -> AnyArray:
     kind, shape, data = packed
     return np.frombuffer(data, np.dtype(kind)).reshape(shape).copy()  # writable, like those of the ledger
+
+
+_decode_rows = msgspec.msgpack.Decoder(list[Experience], dec_hook=_decode).decode

@@ -19,6 +19,7 @@ T = TypeVar("T")
 _MOST_SHOWN, _LONGEST_SHOWN = 10, 100  # ignored fields that an answer names; characters of a name
 SMALL_BODY_BYTES = 65_536  # exempt from `max_unfinished_bytes`, so that large bodies do not block usual chats
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class BodyReader:
@@ -92,7 +93,7 @@ def decode_typed(raw: bytes, decode: Callable[[bytes], T]) -> T:
 
 def ignored_fields(raw: bytes, body: msgspec.Struct) -> list[str]:
     """Return the first fields of a JSON object that its decoded type does not have, such as misspelled ones."""
-    given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    given = _decode_fields(raw)
     return [name[:_LONGEST_SHOWN] for name in given if name not in body.__struct_fields__][:_MOST_SHOWN]
 
 

@@ -71,10 +71,13 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] = []
 
 
+_decode_event = msgspec.json.Decoder(_Event).decode
+
+
 def _logprobs_of(json: bytes) -> list[Raw]:
     """Return the logprobs of each choice; none if the bytes are not JSON, which stay unchanged."""
     try:
-        return [choice.logprobs for choice in msgspec.json.decode(json.removeprefix(b"data: "), type=_Event).choices]
+        return [choice.logprobs for choice in _decode_event(json.removeprefix(b"data: ")).choices]
     except NO_JSON:
         return []
 

@@ -256,10 +256,13 @@ class _Refusal(msgspec.Struct):
     error: _Error
 
 
+_decode_refusal = msgspec.json.Decoder(_Refusal).decode
+
+
 def _message_of(content: bytes) -> str:
     """Return the message of an engine's error; empty for other content."""
     try:
-        return msgspec.json.decode(content, type=_Refusal).error.message
+        return _decode_refusal(content).error.message
     except NO_JSON:
         return ""
 

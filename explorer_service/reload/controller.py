@@ -145,7 +145,10 @@ class EngineController:
         """Close the engine: no version may serve. Before any was published, serve its first weights as version 0."""
         engine = self._engine
         if await self._reloading.fetch(any_published):
-            if engine.reason != NONE_MAY_SERVE:
+            if engine.reason == NONE_MAY_SERVE:
+                return
+            await self._reloading.poller.refresh()
+            if self._reloading.poller.newest() is None:  # otherwise one was published since the poller's last query
                 log.error("no version may serve", engine=engine.name, reason=NONE_MAY_SERVE)
                 await self._leases.announce(engine.url, EngineState.CHECKING, None)
                 self._pool.check(engine, NONE_MAY_SERVE)

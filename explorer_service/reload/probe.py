@@ -114,7 +114,7 @@ def read_sampling_defaults(folder: Path) -> Sampling:
     """
     file = folder / "generation_config.json"
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=_GenerationConfig)
+        found = _decode_generation_config(file.read_bytes())
     except FileNotFoundError as exc:
         if not (folder / MANIFEST).exists():
             raise VersionMissing(f"{folder} is not there; is root_dir mounted?") from exc
@@ -137,3 +137,6 @@ class _GenerationConfig(msgspec.Struct):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+
+
+_decode_generation_config = msgspec.json.Decoder(_GenerationConfig).decode

@@ -44,6 +44,9 @@ class Request(msgspec.Struct):
     in_use: list[int] = []  # versions that the engine may read again
 
 
+_decode_request = msgspec.json.Decoder(Request).decode
+
+
 class Stage:
     """The staged versions of one engine. Thread-safe: one version is staged at a time."""
 
@@ -180,7 +183,7 @@ class _Handler(socketserver.StreamRequestHandler):
 def answer(stage: Stage, line: bytes) -> tuple[int, object]:
     """Return the status and the JSON of the answer to a request."""
     try:
-        request = msgspec.json.decode(line, type=Request)
+        request = _decode_request(line)
         return STAGED, {"path": str(stage.stage(request.version, request.manifest_sha256, request.in_use))}
     except (VersionMissing, VersionExchanged) as error:  # this machine lacks the published files; another may have them
         return MISSING, _error("version_missing", str(error))

@@ -52,6 +52,15 @@ def test_an_engine_serves_what_it_was_started_with_while_a_trainer_has_only_rese
     assert served(start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()) == "0"
 
 
+def test_the_first_version_is_taken_up_although_the_poller_has_not_seen_it(scripted_engine, start_explorer, caplog):
+    seldom = SETTINGS | {"poll_interval_s": 3600.0}
+    explorer = start_explorer([scripted_engine.url], reload=seldom).wait_ready()
+    publish(explorer, 0)
+    wait_until(lambda: "reload v000000" in scripted_engine.script.calls)
+    assert served(explorer) == "0"
+    assert "no version may serve" not in caplog.text
+
+
 @pytest.fixture
 def version_2(scripted_engine, second_engine, start_explorer) -> Iterator[Ledger]:
     """Version 2, published while no explorer runs. Two engines hold version 1, which has served; the ledger."""
