@@ -90,12 +90,15 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request: pytest.FixtureRequest) -> str | None:
+def database_url(request: pytest.FixtureRequest) -> Iterator[str | None]:
     """An empty ledger of each kind; None: SQLite in the root folder."""
     if request.param == "sqlite":
-        return None
+        yield None
+        return
     server: Postgres = request.getfixturevalue("postgres")
-    return server.new_ledger()
+    url = server.new_ledger()
+    yield url
+    server.drop(url)
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from flywheel.model import Model
 
+_CONTEXT_IS_FULL = "maximum context length"  # in the errors of vLLM and of OpenAI's API
+
 
 class TextEnvironment(Protocol):
     """Gymnasium's interface, or Gym's older one, with text as observations and actions.
@@ -47,7 +49,7 @@ class Played:
 
     reward: float  # sum over all turns
     turns: int
-    terminated: bool  # False: the environment or max_turns truncated the episode
+    terminated: bool  # False: the environment, max_turns or the model's context truncated the episode
     info: Mapping[str, Any] = field(default_factory=dict)  # from the last turn
     messages: list[dict[str, str]] = field(default_factory=list, repr=False)
 
@@ -61,22 +63,29 @@ async def play(
     max_turns: int = 30,
     **params: Any,
 ) -> Played:
-    """Let a model act in an environment until the episode ends, or for max_turns.
+    """Let a model act in an environment until the episode ends, for max_turns, or until the history fills its context.
 
     seed: passed to `reset`. params: fields of the chats. Raises TypeError if `step` returns anything else than four or
-    five values.
+    five values; openai.OpenAIError if a chat fails, or its context does not hold the first observation.
 
     >>> import inspect
     >>> inspect.iscoroutinefunction(play)
     True
     """
+    import openai
+
     observation, info = _reset(environment, seed)
     messages = [{"role": "system", "content": system}] if system else []
     reward, turns, terminated, truncated = 0.0, 0, False, False
     async with model.async_openai() as client:
         while turns < max_turns and not (terminated or truncated):
             messages.append({"role": "user", "content": observation})
-            reply = await client.chat.completions.create(model=model.name, messages=messages, **params)  # type: ignore[arg-type]
+            try:
+                reply = await client.chat.completions.create(model=model.name, messages=messages, **params)  # type: ignore[arg-type]
+            except openai.BadRequestError as error:
+                if not turns or _CONTEXT_IS_FULL not in error.message:
+                    raise
+                break
             said = reply.choices[0].message.content or ""
             messages.append({"role": "assistant", "content": said})
             observation, earned, terminated, truncated, info = _step(environment, said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flywheel import Played, Reward
 
-from examples.alfworld.world import read_action
+from examples.alfworld.world import UNFINISHED, read_action
 
 
 def reward(reply: Played) -> Reward:
@@ -14,4 +14,5 @@ def reward(reply: Played) -> Reward:
     formed = sum(read_action(one) is not None for one in said) / max(1, len(said))
     moved = 1.0 - sum(one == "Nothing happens." for one in answered) / max(1, len(said))
     metrics = {"env_done": float(reply.terminated), "env_rounds": float(reply.turns), "formed": formed}
-    return Reward(reply.reward, {**metrics, "possible": formed * moved})
+    value = reply.reward if reply.terminated else UNFINISHED  # also if the model's context ended the episode
+    return Reward(value, {**metrics, "possible": formed * moved})

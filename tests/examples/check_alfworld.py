@@ -248,6 +248,10 @@ def test_the_agent_does_a_task_and_its_prompts_fit_a_small_context(household):
     assert bodies[0]["messages"][0]["content"] == RULES
 
 
+def test_filling_the_context_earns_no_more_than_an_unfinished_task():
+    assert reward(flywheel.Played(reward=0.0, turns=5, terminated=False)).value == UNFINISHED
+
+
 def test_an_agent_that_never_acts_is_cut_off():
     with stub(lambda _: {"content": ""}) as (url, bodies):
         played = asyncio.run(Agent()({"seed": 2, **SMALL}, flywheel.Model.of(url, "agent", key="unused")))

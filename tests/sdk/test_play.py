@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import flywheel
+import openai
 import pytest
 
 from tests.sdk.conftest import rows
@@ -43,6 +44,23 @@ async def test_an_episode_without_an_end_is_cut_off(explorer):
         played = await flywheel.play(Countdown(None), client.model(), max_turns=4)
     assert (played.turns, played.terminated) == (4, False)
     assert played.messages[0] == {"role": "user", "content": "begin None"}
+
+
+async def test_an_episode_ends_where_its_history_fills_the_models_context(explorer, scripted_engine):
+    scripted_engine.script.most_messages = 6
+    async with flywheel.AsyncClient(explorer.url) as client:
+        played = await flywheel.play(Countdown(None), client.model())
+        assert (played.turns, played.terminated, played.reward) == (3, False, 1.5)
+        assert played.messages[-1] == {"role": "user", "content": "left None"}
+        scripted_engine.script.most_messages = 0
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await flywheel.play(Countdown(None), client.model())
+
+
+async def test_a_chat_that_is_refused_for_another_reason_fails_the_episode(explorer):
+    async with flywheel.AsyncClient(explorer.url) as client:
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await flywheel.play(Countdown(None), client.model(), temperature="warm")
 
 
 class OldCountdown(Countdown):

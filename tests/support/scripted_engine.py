@@ -219,10 +219,10 @@ class ScriptedEngine:
             return bad_request("stream: yes or no")
         if refusal := self._refuse_model(body):
             return refusal
+        if len(body["messages"]) > script.most_messages:
+            return bad_request(f"This model's maximum context length is {script.most_messages} tokens. However, …")
         if script.die_on_chat:
-            assert request.transport is not None
-            request.transport.abort()
-            return web.Response()
+            return break_off(request)
         lives = script.deaths
         try:
             await asyncio.sleep(script.delay_s)
