@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from flywheel.model import Model
 
-_CONTEXT_IS_FULL = "maximum context length"  # in the errors of vLLM and of OpenAI's API
+# in the errors of OpenAI's API and vLLM (vllm/renderers/params.py), and of vLLM (vllm/v1/engine/input_processor.py)
+_CONTEXT_IS_FULL = ("maximum context length", "maximum model length")
 
 
 class TextEnvironment(Protocol):
@@ -83,7 +84,7 @@ async def play(
             try:
                 reply = await client.chat.completions.create(model=model.name, messages=messages, **params)  # type: ignore[arg-type]
             except openai.BadRequestError as error:
-                if not turns or _CONTEXT_IS_FULL not in error.message:
+                if not turns or not any(words in error.message for words in _CONTEXT_IS_FULL):
                     raise
                 break
             said = reply.choices[0].message.content or ""

@@ -46,14 +46,16 @@ async def test_an_episode_without_an_end_is_cut_off(explorer):
     assert played.messages[0] == {"role": "user", "content": "begin None"}
 
 
-async def test_an_episode_ends_where_its_history_fills_the_models_context(explorer, scripted_engine):
-    scripted_engine.script.most_messages = 6
+# vLLM's two errors: for more tokens than the context holds, and for as many
+@pytest.mark.parametrize("too_long", ["model's maximum context length is 9", "longer than the maximum model length"])
+async def test_an_episode_ends_where_its_history_fills_the_models_context(too_long, explorer, scripted_engine):
+    scripted_engine.script.most_messages, scripted_engine.script.too_long = 6, too_long
     async with flywheel.AsyncClient(explorer.url) as client:
         played = await flywheel.play(Countdown(None), client.model())
         assert (played.turns, played.terminated, played.reward) == (3, False, 1.5)
         assert played.messages[-1] == {"role": "user", "content": "left None"}
         scripted_engine.script.most_messages = 0
-        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        with pytest.raises(openai.BadRequestError, match=too_long):
             await flywheel.play(Countdown(None), client.model())
 
 

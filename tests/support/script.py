@@ -26,6 +26,7 @@ class Script:
     reply_id: str | None = None  # the id of every reply, whatever the request says
     models: set[str] = field(default_factory=lambda: {"agent"})  # the model names that it accepts
     most_messages: int = 1_000_000  # that its context holds
+    too_long: str = "This model's maximum context length is 2048 tokens. However, …"  # its error for more
     held_back: int = 0  # tokens whose text comes with a later one, as with a tool parser
     break_after_events: int | None = None  # after so many events a stream breaks off
     fails_after_tokens: int | None = None  # then a stream reports an error and ends normally, like vLLM's

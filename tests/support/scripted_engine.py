@@ -220,7 +220,7 @@ class ScriptedEngine:
         if refusal := self._refuse_model(body):
             return refusal
         if len(body["messages"]) > script.most_messages:
-            return bad_request(f"This model's maximum context length is {script.most_messages} tokens. However, …")
+            return bad_request(script.too_long)
         if script.die_on_chat:
             return break_off(request)
         lives = script.deaths
