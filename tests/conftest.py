@@ -35,7 +35,6 @@ class ByFile(LoadFileScheduling):  # type: ignore[misc]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
-    config.option.loadscopereorder = False  # in the order of folders: files with a few long tests do not come last
     return ByFile(config, log)
 
 
