@@ -67,11 +67,11 @@ class Postgres:
         options = [*where, "-c", "listen_addresses=127.0.0.1"]
         if not self._durable:
             options += ["-c", "fsync=off"]  # the machine does not fail in these tests
+        additional = [f"{name}={value}" for name, value in self.environ.items()]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [*self._as_nobody, self.binaries / "postgres", *options],
+                [*self._as_nobody, "/usr/bin/env", *additional, self.binaries / "postgres", *options],
                 cwd=self._folder,
-                env={**os.environ, **self.environ},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
