@@ -64,10 +64,12 @@ async def play(
     max_turns: int = 30,
     **params: Any,
 ) -> Played:
-    """Let a model act in an environment until the episode ends, for max_turns, or until the history fills its context.
+    """Let a model act in an environment.
+
+    It acts until the episode ends, for max_turns, or until the history fills the model's context.
 
     seed: passed to `reset`. params: fields of the chats. Raises TypeError if `step` returns anything else than four or
-    five values; openai.OpenAIError if a chat fails, or its context does not hold the first observation.
+    five values; openai.OpenAIError if a chat fails, also if the context does not hold the first observation.
 
     >>> import inspect
     >>> inspect.iscoroutinefunction(play)

@@ -59,10 +59,11 @@ async def test_an_episode_ends_where_its_history_fills_the_models_context(too_lo
             await flywheel.play(Countdown(None), client.model())
 
 
-async def test_a_chat_that_is_refused_for_another_reason_fails_the_episode(explorer):
+async def test_a_chat_that_is_refused_for_another_reason_fails_the_episode(explorer, scripted_engine):
+    scripted_engine.script.most_messages, scripted_engine.script.too_long = 6, "messages: too many"
     async with flywheel.AsyncClient(explorer.url) as client:
-        with pytest.raises(openai.BadRequestError, match="temperature"):
-            await flywheel.play(Countdown(None), client.model(), temperature="warm")
+        with pytest.raises(openai.BadRequestError, match="messages: too many"):
+            await flywheel.play(Countdown(None), client.model())
 
 
 class OldCountdown(Countdown):

@@ -27,7 +27,7 @@ os.setgroups([])
 os.setgid({NOBODY})
 os.setuid({NOBODY})
 os.execv(sys.argv[1], sys.argv[1:])
-"""  # a program of its own: subprocess copies its process to change the user, for which a large one lacks the memory
+"""  # subprocess would fork to change the user, and the kernel refuses that to a process that has reserved much memory
 
 
 @pytest.fixture
