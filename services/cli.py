@@ -121,7 +121,7 @@ def _reader_is_gone() -> bool:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="flywheel", description="Makes the model behind an agent better while it is in use."
+        prog="flywheel", description="Improves the model behind an agent while the agent is in use."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():

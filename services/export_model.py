@@ -79,7 +79,7 @@ def _leased_version(ledger: Ledger, version: int) -> Iterator[VersionRow]:
     if not held:
         there = ", ".join(str(row.version) for row in rows.values() if row.has_files)
         state = "has no files any more" if version in rows else "does not exist"
-        raise StartupError(f"version {version} {state}; those with files are {there or 'none'}")
+        raise StartupError(f"version {version} {state}; versions with files: {there or 'none'}")
     try:
         yield rows[version]
     finally:

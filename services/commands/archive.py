@@ -24,9 +24,11 @@ FILE_ROWS = 10_000  # maximum in one file
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--to", required=True, metavar="FOLDER", type=Path, help="where the files go")
-    parser.add_argument("--older-than-days", type=float, default=None, help="only rows older than this")
-    parser.add_argument("--keep-gb", type=float, default=None, help="as many as the ledger is larger than this")
+    parser.add_argument("--to", required=True, metavar="FOLDER", type=Path, help="folder for the files")
+    parser.add_argument("--older-than-days", type=float, default=None, metavar="DAYS", help="move rows older than this")
+    parser.add_argument(
+        "--keep-gb", type=float, default=None, metavar="GB", help="move rows until the ledger is this small"
+    )
 
 
 def run(args: Namespace) -> int:
@@ -53,7 +55,7 @@ def _check(args: Namespace) -> None:
     bounds = {"--older-than-days": args.older_than_days, "--keep-gb": args.keep_gb}
     given = {option: value for option, value in bounds.items() if value is not None}
     if not given:
-        raise ConfigError("archive: say what goes with --older-than-days or --keep-gb")
+        raise ConfigError("archive: choose the rows with --older-than-days or --keep-gb")
     for option, value in given.items():
         if not 0 <= value < math.inf:
             raise ConfigError(f"{option} {value:g} is no such amount; give a number of at least 0")

@@ -21,9 +21,18 @@ HELP = "write flywheel.yaml from a configuration of Trinity-RFT"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("files", metavar="TRINITY.yaml", nargs="+", type=Path, help="one, or explorer's and trainer's")
-    parser.add_argument("-o", "--out", metavar="FILE", type=Path, default=Path("flywheel.yaml"), help="flywheel.yaml")
-    parser.add_argument("--lenient", action="store_true", help="exit with 0 though training will be another")
+    parser.add_argument(
+        "files", metavar="TRINITY.yaml", nargs="+", type=Path, help="one file, or the explorer's and the trainer's"
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path("flywheel.yaml"),
+        help="the file to write (default: flywheel.yaml)",
+    )
+    parser.add_argument("--lenient", action="store_true", help="exit with status 0 even if training would change")
 
 
 def run(args: Namespace) -> int:

@@ -7,25 +7,41 @@ from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
 from typing import NoReturn
 
-HELP = "the whole loop on this machine: a support desk that learns, or an example"
+HELP = "run the whole loop on this machine: a support desk that learns, or an example"
 LESSONS = ("ppo", "reinforce_pp", "spo", "grpo", "rloo", "step_grpo", "raft", "sft", "dpo", "kto", "hint", "distill")
 REPOSITORY = Path(__file__).parents[2]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="an example; without one, the support desk")
-    parser.add_argument("options", nargs=REMAINDER, help="of the example: flywheel demo NAME --help")
-    parser.add_argument("--list", action="store_true", help="name the examples")
-    parser.add_argument("--json", action="store_true", help="end with one JSON line instead of the live view")
-    parser.add_argument("--minutes", type=float, default=None, help="how long to run, from engine ready")
+    parser.add_argument("name", nargs="?", help="an example (default: the support desk)")
+    parser.add_argument("options", nargs=REMAINDER, help="options of the example; see flywheel demo NAME --help")
+    parser.add_argument("--list", action="store_true", help="list the examples")
+    parser.add_argument("--json", action="store_true", help="print no live view, and one line of JSON at the end")
     parser.add_argument(
-        "--root", type=Path, default=Path("demo-data"), help="where the demo keeps its data (made anew)"
+        "--minutes",
+        type=float,
+        default=None,
+        help="run for this long once the engine is ready, instead of a number of episodes",
     )
     parser.add_argument(
-        "--algorithm", choices=LESSONS, default="ppo", help="what the trainer learns by; customers say what it needs"
+        "--root",
+        type=Path,
+        default=Path("demo-data"),
+        help="folder for the demo's data; emptied at start (default: demo-data)",
     )
-    parser.add_argument("--kind", choices=("full", "lora"), default="full", help="train all weights, or an adapter")
-    parser.add_argument("--seed", type=int, default=0, help="seed of customers and training")
+    parser.add_argument(
+        "--algorithm",
+        choices=LESSONS,
+        default="ppo",
+        help="the trainer's algorithm; customers send the feedback that it learns from (default: ppo)",
+    )
+    parser.add_argument(
+        "--kind",
+        choices=("full", "lora"),
+        default="full",
+        help="train all weights (full, the default) or an adapter (lora)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of customers and training (default: 0)")
 
 
 def run(args: Namespace) -> int:
@@ -56,10 +72,12 @@ def run_example(name: str, options: list[str]) -> NoReturn:
     from shared.errors import StartupError
 
     if name not in examples():
-        raise StartupError(f"no example is named {name!r}; there are {', '.join(examples())}")
+        raise StartupError(f"no example is named {name!r}; the examples are {', '.join(examples())}")
     python = REPOSITORY / ".venv-examples" / "bin" / "python"
     if not python.exists():
-        raise StartupError(f"{python} is missing, which has the frameworks of the examples; run `make examples`")
+        raise StartupError(
+            f"the frameworks of the examples are not installed ({python} is missing); run `make examples`"
+        )
     path = [str(REPOSITORY), str(REPOSITORY / "agent_sdk"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     os.execve(python, [str(python), "-m", f"examples.{name}", *options], environment)

@@ -6,12 +6,12 @@ from argparse import ArgumentParser, Namespace
 
 from services.commands import add_config, read_config
 
-HELP = "one vLLM engine"
+HELP = "start one vLLM engine"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--name", default=None, help="which of explorer.engines (default: the first)")
+    parser.add_argument("--name", default=None, help="its name in explorer.engines (default: the first one)")
 
 
 def run(args: Namespace) -> int:

@@ -11,12 +11,12 @@ from shared.log import StageLogger
 
 log = StageLogger("erase")
 _SCOPE = ("key", "task", "run", "message")
-HELP = "delete a key's, task's or message's tokens, texts and feedback"
+HELP = "delete tokens, texts and feedback of a key, task, run or message"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    scope = parser.add_argument_group("whose rows (all that are named must agree)")
+    scope = parser.add_argument_group("which rows to erase; a row must match all that are given")
     for option in _SCOPE:
         scope.add_argument(f"--{option}", type=utf8, default=None)
 
@@ -26,7 +26,7 @@ def run(args: Namespace) -> int:
     config = read_config(args)
     scope = {"key_name": args.key, "task_id": args.task, "run_id": args.run, "msg_id": args.message}
     if not any(scope.values()):
-        raise ConfigError("erase: name whose rows with --key, --task, --run or --message")
+        raise ConfigError("erase: choose the rows with --key, --task, --run or --message")
     from shared.ledger import transitions
     from shared.ledger.connect import Ledger
 
@@ -48,8 +48,8 @@ def run(args: Namespace) -> int:
             f"--{option} {getattr(args, option)!r}" for option in _SCOPE if getattr(args, option) is not None
         )
         raise StartupError(
-            f"no row is of {named}; nothing was erased: see that it is spelled as it was "
-            "recorded. A key's rows are its chats; what it said of others is erased with these"
+            f"no row has {named}; nothing was erased: check the spelling. --key finds the rows of the key's own chats; "
+            "its feedback on other rows is erased with those"
         )
     open_console().print(f"{rows} rows erased; {_trained(versions, leased)}")
     return 0

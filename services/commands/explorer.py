@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.commands import add_config, read_config
 
-HELP = "the service that agents talk to"
+HELP = "start the explorer, the service that agents call"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

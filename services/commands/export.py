@@ -14,17 +14,23 @@ from shared.errors import ConfigError
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement
 
-HELP = "recorded conversations with rewards as JSONL or Parquet"
+HELP = "write recorded conversations with rewards as JSONL or Parquet"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="ends in .jsonl or .parquet")
-    parser.add_argument("--state", default=None, help="only rows in this state, e.g. CONSUMED")
-    parser.add_argument("--min-reward", type=float, default=None, help="only rows rewarded at least so")
-    parser.add_argument("--task", type=utf8, default=None, help="only this task's rows")
     parser.add_argument(
-        "--tokens", action="store_true", help="token ids, logprobs and signals too, for `import` and `train`"
+        "--out",
+        required=True,
+        metavar="FILE",
+        type=Path,
+        help="the file to write; its name ends in .jsonl, .jsonl.gz or .parquet",
+    )
+    parser.add_argument("--state", default=None, help="only rows in this state, such as CONSUMED")
+    parser.add_argument("--min-reward", type=float, default=None, help="only rows with at least this reward")
+    parser.add_argument("--task", type=utf8, default=None, help="only rows of this task")
+    parser.add_argument(
+        "--tokens", action="store_true", help="add token ids, logprobs and signals, for `import` and `train`"
     )
 
 
@@ -51,7 +57,7 @@ def run(args: Namespace) -> int:
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.read() as connection:
         tokenizer = tokenizer_digest(config.root / version_path(0)) if args.tokens else None
         replace_whole(args.out, count(conversations(connection, where, args.tokens, tokenizer)))
-    console.print(f"{counts['written']} rows in {args.out}; {counts['without text']} have no text")
+    console.print(f"{counts['written']} rows written to {args.out}; {counts['without text']} without text left out")
     return 0
 
 

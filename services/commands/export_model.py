@@ -7,14 +7,14 @@ from pathlib import Path
 
 from services.commands import add_config, open_console, read_config
 
-HELP = "a version as a model folder, or its adapter as PEFT reads it"
+HELP = "write a version as a model folder, or as an adapter in PEFT's format"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--version", required=True, type=int, metavar="N", help="the version")
-    parser.add_argument("--to", required=True, type=Path, metavar="DIR", help="a new folder")
-    parser.add_argument("--merged", action="store_true", help="an adapter added to the base model's weights")
+    parser.add_argument("--to", required=True, type=Path, metavar="DIR", help="the folder to create")
+    parser.add_argument("--merged", action="store_true", help="add the adapter to the base model's weights")
 
 
 def run(args: Namespace) -> int:

@@ -17,9 +17,15 @@ TRANSACTION_ROWS = 500
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("file", metavar="FILE", type=Path, help="ends in .jsonl, .jsonl.gz or .parquet")
-    parser.add_argument("--reward", type=float, default=None, help="of rows that bring none: demonstrations")
-    parser.add_argument("--commit", action="store_true", help="make ready for training what is learned from")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="a file whose name ends in .jsonl, .jsonl.gz or .parquet"
+    )
+    parser.add_argument(
+        "--reward", type=float, default=None, help="reward of rows without one, which otherwise are demonstrations"
+    )
+    parser.add_argument(
+        "--commit", action="store_true", help="make the rows that an algorithm learns from ready for training"
+    )
 
 
 def run(args: Namespace) -> int:

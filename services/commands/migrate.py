@@ -9,12 +9,12 @@ from pathlib import Path
 from services.commands import add_config, open_console, read_config
 from shared.errors import ConfigError
 
-HELP = "bring the ledger to this version's schema, or copy it to another database"
+HELP = "update the ledger's schema, or copy the ledger to another database"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--to", metavar="URL", default=None, help="copy all rows to this empty database, and verify")
+    parser.add_argument("--to", metavar="URL", default=None, help="copy all rows to this empty database, and compare")
 
 
 def run(args: Namespace) -> int:

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from services.commands import add_config, open_console, read_config
 
-HELP = "apply a changed reward section or algorithm to rows that are not trained yet"
+HELP = "recompute the rewards of rows that are not trained yet, after a change of rule or algorithm"
 add_arguments = add_config
 
 

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from services.commands import add_config, open_console, read_config
 
-HELP = "rows by state, versions, trainers; GET /status shows engines, too"
+HELP = "show rows by state, versions and trainers; GET /status also shows engines"
 add_arguments = add_config
 
 

@@ -8,14 +8,22 @@ from pathlib import Path
 from services.commands import add_config, read_config
 from shared.errors import ConfigError
 
-HELP = "train on an export: a model in a folder, or the next version of root_dir"
+HELP = "train on an export, to write a model folder or the next version of root_dir"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--from", required=True, dest="file", metavar="FILE", type=Path, help="of `export --tokens`")
-    parser.add_argument("--epochs", type=int, default=1, metavar="N", help="passes over the file; 1")
-    parser.add_argument("--out", type=Path, default=None, metavar="DIR", help="a new folder for the trained model")
+    parser.add_argument(
+        "--from", required=True, dest="file", metavar="FILE", type=Path, help="a file that `export --tokens` wrote"
+    )
+    parser.add_argument("--epochs", type=int, default=1, metavar="N", help="passes over the file (default: 1)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder to create for the trained model (default: publish a version)",
+    )
 
 
 def run(args: Namespace) -> int:

@@ -7,12 +7,14 @@ from argparse import ArgumentParser, Namespace
 
 from services.commands import add_config, read_config
 
-HELP = "the service that learns"
+HELP = "start the trainer, the service that learns"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--resume", action="store_true", help="go on, though the trainer's breaker has tripped")
+    parser.add_argument(
+        "--resume", action="store_true", help="release the breaker and continue from the last saved state"
+    )
 
 
 def run(args: Namespace) -> int:

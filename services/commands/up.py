@@ -10,12 +10,14 @@ from services.commands import add_config, read_config
 from shared.errors import ConfigError, StartupError
 
 PARTS = ("engines", "explorer", "trainer")
-HELP = "engines, explorer and trainer on this machine, supervised"
+HELP = "start and supervise engines, explorer and trainer on this machine"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--without", action="append", default=[], choices=PARTS, help="leave this part out")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=PARTS, help="do not start this part; may be repeated"
+    )
 
 
 def run(args: Namespace) -> int:

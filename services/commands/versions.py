@@ -13,7 +13,7 @@ from shared.errors import ConfigError, StartupError
 if TYPE_CHECKING:
     from shared.ledger.connect import Ledger
 
-HELP = "every version and its state; retry a failed one, tag one to keep it"
+HELP = "list all versions and their states; retry, tag or untag one"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -22,10 +22,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "action",
         nargs="?",
         choices=["retry", "tag", "untag"],
-        help="let engines try a FAILED version again; give a version a name, and keep its files; take the name away",
+        help="let engines try a FAILED version again; name a version and keep its files; remove the name",
     )
     parser.add_argument("version", nargs="?", type=int, metavar="N", help="the version")
-    parser.add_argument("name", nargs="?", type=utf8, metavar="NAME", help="for tag: the name")
+    parser.add_argument("name", nargs="?", type=utf8, metavar="NAME", help="the name that tag gives")
 
 
 def run(args: Namespace) -> int:

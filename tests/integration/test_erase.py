@@ -57,7 +57,7 @@ def test_rows_that_are_leased_during_an_erasure_are_counted_and_named_by_a_repea
 
 def test_an_erasure_names_whose_rows(explorer):
     chats(explorer, "t", 1)
-    with pytest.raises(ConfigError, match="name whose rows"):
+    with pytest.raises(ConfigError, match="choose the rows"):
         run_here(explorer.config, "erase")
     with explorer.ledger.read() as connection:
         assert connection.execute(select(func.count()).select_from(payloads)).scalar() == 1

@@ -123,7 +123,7 @@ def refusal(root: Path, capsys, *arguments: str) -> str:
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line_and_leaves_nothing(deltas, tmp_path, capsys):
-    assert "version 7 does not exist; those with files are 0, 1, 2" in refusal(
+    assert "version 7 does not exist; versions with files: 0, 1, 2" in refusal(
         deltas, capsys, "--version", "7", "--to", str(tmp_path / "out")
     )
     assert "--merged is for adapters" in refusal(
