@@ -54,7 +54,7 @@ class Manifest(msgspec.Struct, frozen=True):
     kind: str  # full: all weights; lora: an adapter
     base: str  # the base model's path, as configured
     base_fingerprint: str  # of the base model's configuration and weights: see `fingerprint`
-    step: int  # number of optimizer steps in these weights
+    step: int  # number of updates in these weights
     created_at: float  # Unix seconds
     files: dict[str, FileEntry]
     probe: Probe

@@ -200,7 +200,7 @@ trainers = Table(
     "trainers",
     metadata,
     Column("name", String(200), primary_key=True),
-    Column("step", Integer, nullable=False),  # optimizer steps in the saved state
+    Column("step", Integer, nullable=False),  # updates that the saved state contains
     Column("version", Integer, nullable=False),  # version of the saved state
     Column("state_path", Text),  # relative to root_dir; null before the first save
     Column("state_sha256", String(64)),  # of the saved state's files; null if an older Flywheel saved it

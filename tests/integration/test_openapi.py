@@ -29,6 +29,8 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "run": NAMES,
     "task_id": NAMES,
     "run_id": NAMES,
+    "X-Flywheel-Task": NAMES,
+    "X-Flywheel-Run": NAMES,
     "Idempotency-Key": NAMES,
     "model": {"enum": ["agent", "agent@0", "unknown"]},
 }

@@ -63,7 +63,7 @@ class LedgerProgress:
     """Progress of training and reloading."""
 
     ready: int  # rows
-    step: int  # maximum optimizer steps of a trainer
+    step: int  # largest number of updates that a trainer's saved state contains
     newest: int  # newest version
     lag: int  # versions between the newest one and the one in service
     tripped: list[Tripped]  # for each trainer whose breaker has tripped
