@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from prometheus_client.metrics import MetricWrapperBase
+
 from explorer_service.metrics import ExplorerMetrics, MetricsText
 from shared.ledger.queries import LedgerProgress
 from trainer_service.watch.prometheus import TrainerMetrics
@@ -25,12 +27,25 @@ os._exit(9)
 """
 
 
-def test_every_metric_is_documented_and_every_documented_metric_exists():
+def documented(text: str) -> dict[str, tuple[str, set[str]]]:
+    """The kind and the labels of each metric on the page."""
+    rows = re.findall(r"^\| `(flywheel_\w+)` \| (\w+) \| ([\w, ]*)\|", text, re.MULTILINE)
+    return {name.removesuffix("_total"): (kind, set(re.findall(r"\w+", labels))) for name, kind, labels in rows}
+
+
+def test_every_metric_is_documented_with_its_kind_and_its_labels_and_every_documented_metric_exists():
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     explorers, trainers = text.split("## The trainer")
-    for documented, metrics in ((explorers, ExplorerMetrics()), (trainers, TrainerMetrics())):
-        names = {name.removesuffix("_total") for name in re.findall(r"^\| `(flywheel_\w+)`", documented, re.MULTILINE)}
-        assert names == {family.name for family in metrics.registry.collect()}
+    for page, metrics in ((explorers, ExplorerMetrics()), (trainers, TrainerMetrics())):
+        for metric in [one for one in vars(metrics).values() if isinstance(one, MetricWrapperBase)]:
+            if not any(family.samples for family in metric.collect()):  # it has labels
+                _, labels = documented(page)[next(iter(metric.describe())).name]
+                metric.labels(**dict.fromkeys(labels, "x"))  # raises ValueError for others than its own
+        shown = {
+            family.name: (family.type, {label for sample in family.samples for label in sample.labels} - {"le"})
+            for family in metrics.registry.collect()
+        }
+        assert documented(page) == shown
 
 
 def test_no_metric_has_the_name_of_another_service_s():
