@@ -21,18 +21,25 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command; its result is one line of JSON on standard output."""
     parser = argparse.ArgumentParser("python -m flywheel")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("learn", "run a workflow over tasks and train on it"), ("evaluate", "only score it")):
+    for name, text in (
+        ("learn", "run a workflow over tasks and reward its runs"),
+        ("evaluate", "score a workflow over tasks"),
+    ):
         command = commands.add_parser(name, help=text)
         command.add_argument("workflow", metavar="MODULE:FUNCTION")
-        command.add_argument("tasks", metavar="TASKS", help="ends in .jsonl or .csv")
-        command.add_argument("--url", help="the explorer (FLYWHEEL_URL)")
+        command.add_argument("tasks", metavar="TASKS", help="a .jsonl or .csv file")
+        command.add_argument("--url", help="the explorer's address (default: FLYWHEEL_URL)")
         command.add_argument("--runs", type=int, help="runs of each task")
-        command.add_argument("--at-once", type=int)
-    commands.choices["learn"].add_argument("--name", help="the folder is runs/NAME")
-    commands.choices["learn"].add_argument("--epochs", type=int)
-    commands.choices["learn"].add_argument("--eval", metavar="TASKS", help="tasks that are only scored")
-    commands.choices["learn"].add_argument("--config", metavar="FILE", help="JSON with fields of LearnConfig")
-    commands.choices["evaluate"].add_argument("--version", type=int, help="of the model; the one in service by default")
+        command.add_argument("--at-once", type=int, help="runs in flight")
+    commands.choices["learn"].add_argument(
+        "--name", help="name of the tasks in the ledger, and of the folder runs/NAME"
+    )
+    commands.choices["learn"].add_argument("--epochs", type=int, help="passes over the tasks")
+    commands.choices["learn"].add_argument("--eval", metavar="TASKS", help="tasks that are only evaluated")
+    commands.choices["learn"].add_argument("--config", metavar="FILE", help="a JSON file with fields of LearnConfig")
+    commands.choices["evaluate"].add_argument(
+        "--version", type=int, help="version of the model (default: the one in service)"
+    )
     args = parser.parse_args(arguments)
     try:
         print(json.dumps(_learn(args) if args.command == "learn" else _evaluate(args)))
