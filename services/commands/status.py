@@ -26,7 +26,7 @@ def run(args: Namespace) -> int:
     flow = f"recorded {pace['recorded_per_minute']:g} a minute  trained {pace['trained_per_minute']:g} a minute"
     oldest = "" if pace["oldest_ready_s"] is None else f"  oldest ready {pace['oldest_ready_s']:.0f} s"
     console.print(f"pace      {flow}{oldest}")
-    versions = status["versions"]
+    versions = {name: "none" if value is None else value for name, value in status["versions"].items()}
     console.print(
         f"versions  newest {versions['newest']}  serving {versions['serving']}  published {versions['published']}  "
         f"reloads {versions['reloads']}  lag {status['lag_versions']}"
