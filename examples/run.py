@@ -61,9 +61,13 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
     found.add_argument("--seed", type=int, default=0, help="seed of the order of tasks and of training")
     found.add_argument("--url", help="address of a running Flywheel, instead of a tiny model on this machine")
     found.add_argument("--model", default="agent", help="with --url, the model's name there")
-    found.add_argument("--shuffled", action="store_true", help="a control: give each run the reward of another task's run")
+    found.add_argument(
+        "--shuffled", action="store_true", help="a control: give each run the reward of another task's run"
+    )
     found.add_argument("--held-out", type=int, metavar="N", help="evaluate only on the first N held-out tasks")
-    found.add_argument("--root", type=Path, default=Path(f"{name}-data"), help="folder for all output; emptied at start")
+    found.add_argument(
+        "--root", type=Path, default=Path(f"{name}-data"), help="folder for all output; emptied at start"
+    )
     return found
 
 
