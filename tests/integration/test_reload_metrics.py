@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from shared.ledger import transitions
+from shared.ledger.queries import ledger_status, progress
 from shared.ledger.tables import versions
 from tests.support.script import Script
 from tests.support.servers import RunningExplorer, publish, served, wait_until, write_scripted_version
@@ -38,6 +39,13 @@ def test_a_reload_is_counted_and_timed_once_in_each_of_its_stages(explorer, scri
     took = {name: value(explorer, f"{name}_seconds_sum") for name in DURATIONS}
     assert took["gap"] >= took["pause"] >= 0.2
     assert value(explorer, "lag_versions") == 0
+
+
+def test_versions_that_no_engine_has_served_count_alike_in_the_metric_and_in_the_status(ledger):
+    with ledger.write() as connection:
+        for version in range(3):
+            transitions.publish(connection, version=version, parent=max(0, version - 1), kind="full", step=version)
+    assert ledger.fetch(progress).lag == ledger.fetch(ledger_status)["lag_versions"] == 2
 
 
 def damage(explorer: RunningExplorer, _: Script) -> None:

@@ -65,7 +65,7 @@ class LedgerProgress:
     ready: int  # rows
     step: int  # largest number of updates that a trainer's saved state contains
     newest: int  # newest version
-    lag: int  # versions between the newest one and the one in service
+    lag: int  # the newest version minus the one in service, or minus 0 if none is
     tripped: list[Tripped]  # for each trainer whose breaker has tripped
 
 
@@ -73,12 +73,10 @@ def progress(connection: Connection) -> LedgerProgress:
     """Read the progress from indexes only, whatever the size of the table is."""
     newest, serving = _newest_and_serving(list_versions(connection))
     trainers = list_trainers(connection)
-    lag = 0 if newest is None or serving is None else newest - serving
     held = [t.tripped for t in trainers if t.tripped is not None]
     tripped = [Tripped(str(one["figure"]), str(one.get("fix", ""))) for one in held]
-    return LedgerProgress(
-        count_ready(connection), max((t.step for t in trainers), default=0), newest or 0, lag, tripped
-    )
+    step = max((t.step for t in trainers), default=0)
+    return LedgerProgress(count_ready(connection), step, newest or 0, (newest or 0) - (serving or 0), tripped)
 
 
 def ledger_status(connection: Connection) -> dict[str, Any]:
