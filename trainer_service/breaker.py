@@ -32,20 +32,20 @@ _BOUNDS = {  # setting: the figure, and the fix
     "kl_to_base": ("kl_to_base", f"raise the algorithm's kl_coef, or {_RATE}"),
     "min_entropy": ("entropy_after", f"{_RATE}, or raise the algorithm's entropy_coef"),
     "max_entropy": ("entropy_after", f"{_RATE}, or lower the algorithm's entropy_coef"),
-    "policy_grad_norm": ("grad_norm_policy", f"look at the rewards for strange ones, or {_RATE}"),
+    "policy_grad_norm": ("grad_norm_policy", f"check the rewards for outliers, or {_RATE}"),
     "critic_grad_norm": (
         "grad_norm_critic",
-        "look at the rewards for strange ones, or lower the critic's learning rate",
+        "check the rewards for outliers, or lower the critic's learning rate",
     ),
     "logprob_gap": (
         "logprob_gap_mean",
-        "look at whether the engine computes what the trainer does: precision, version",
+        "check that the engine computes what the trainer does: precision, version",
     ),
     "outside_cut": (
         "outside_cut",
-        "look at whether the engine samples as its rows say: precision, version, parameters",
+        "check that the engine samples as its rows say: precision, version, parameters",
     ),
-    "reward_drop": ("reward_drop", "look at the newest rewards: the model is worse, or its tasks are others"),
+    "reward_drop": ("reward_drop", "check the newest rewards: the model became worse, or its tasks changed"),
 }
 
 
@@ -72,7 +72,9 @@ class Trip:
     @property
     def reason(self) -> str:
         """One line: what was found, and how to resume the trainer."""
-        return f"{self.found}, restart the trainer if its settings changed, and go on with `flywheel trainer --resume`"
+        return (
+            f"{self.found}; restart the trainer if its settings changed, and continue with `flywheel trainer --resume`"
+        )
 
 
 class Breaker:
@@ -119,10 +121,8 @@ class Breaker:
         """Raise StartupError if the ledger says that the breaker has tripped."""
         row = self._patient.write(lambda connection: queries.find_trainer(connection, self._name))
         if row is not None and row.tripped is not None:
-            raise StartupError(
-                f"the breaker of trainer {self._name!r} has tripped ({row.tripped['reason']}); look at what did it, go "
-                "on with `flywheel trainer --resume`, then train again"
-            )
+            reason = row.tripped["reason"]
+            raise StartupError(f"the breaker of trainer {self._name!r} has tripped: {reason}, then train again")
         self._since = None if row is None else row.resumed_version
 
     def wait(self) -> None:
