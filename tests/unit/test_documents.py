@@ -1,4 +1,4 @@
-"""What the documents name exists: links, headings, settings with their defaults, tests, reasons of leases."""
+"""What the documents name exists: links, headings, settings with their defaults, tests, files of the code."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "agent_sdk/README.md", *sorted(DOCS.rglob("*.md"))]
 SECTIONS = ("explorer", "engine", "trainer", "reward", "versions", "model")
+TOPS = (
+    "services",
+    "explorer_service",
+    "trainer_service",
+    "shared",
+    "agent_sdk",
+    "examples",
+    "tests",
+    "benchmarks",
+    "docs",
+)
 NO_SETTINGS = {  # files, a column, a key of Trinity's
     "engine.token", "model.safetensors", "model.delta.safetensors", "reward.py", "versions.parent",
     "trainer.trainer_config",
@@ -111,3 +122,19 @@ def test_every_test_on_the_page_about_security_exists():
         else:
             names = [plain(one) for one in re.findall(r"^(?:async )?def (test_\w+)", text, re.M)]
             assert any(one.startswith(plain(name)) for one in names), (file, name)
+
+
+def test_the_readme_s_tables_of_the_code_name_what_is_there():
+    text = PARTS[ROOT / "README.md"].partition("## How the code is laid out")[2]
+    files = [
+        file.relative_to(ROOT) for top in TOPS for file in (ROOT / top).rglob("*.*") if file.suffix in (".py", ".md")
+    ]
+    for folder, cell in re.findall(r"^\| `(\w+)/` \| (.*) \|$", text, re.M):
+        there = {name for file in files if file.parts[0] == folder for name in (*file.parts[1:-1], file.stem)}
+        named = re.findall(r"`(\w+/?)`", re.sub(r"\(for [^)]*\)|`import flywheel`", "", cell))
+        assert {name.rstrip("/") for name in named} <= there, folder
+    paths = {
+        name for cell in re.findall(r"^\| [^`|]+ \| (`.*) \|$", text, re.M) for name in re.findall(r"`([^`]+)`", cell)
+    }
+    assert len(paths) > 20
+    assert not [path for path in paths if not any(f"/{file}".endswith(f"/{path}") for file in files)]
