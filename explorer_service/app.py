@@ -53,6 +53,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models", answer_models),
     ("GET", "/v1/models/{model:path}", answer_model),
     ("GET", "/run/{task}/{run}/v1/models", answer_models),
+    ("GET", "/run/{task}/{run}/v1/models/{model:path}", answer_model),
     ("GET", "/health", answer_health),
     ("GET", "/ready", answer_ready),
     ("GET", "/metrics", answer_metrics),

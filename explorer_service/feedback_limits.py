@@ -36,16 +36,17 @@ def check_signals(signals: Sequence[Signal]) -> None:
         if sum(signal.kind == kind for signal in signals) > MAX_OF_A_KIND:
             raise bad_request(f"at most {MAX_OF_A_KIND} {param} in one request", param)
     for signal in signals:
+        field = "metrics" if signal.kind == "metric" else signal.kind
         if signal.value is not None and not math.isfinite(signal.value):
-            raise bad_request(f"{signal.name or signal.kind} must be a finite number", signal.kind)
+            raise bad_request(f"{signal.name or signal.kind} must be a finite number", field)
         if len(signal.name or "") > MAX_NAME:
-            raise bad_request(f"a metric's name has at most {MAX_NAME} characters", "metrics")
+            raise bad_request(f"a metric's name has at most {MAX_NAME} characters", field)
         if signal.kind == "preferred_over" and len(signal.text or "") > MAX_MSG_ID:
-            raise bad_request(f"a message id has at most {MAX_MSG_ID} characters", signal.kind)
+            raise bad_request(f"a message id has at most {MAX_MSG_ID} characters", field)
         if _bytes(signal) > MAX_TEXT_BYTES:
-            raise bad_request(f"a {signal.kind} has at most {MAX_TEXT_BYTES} bytes", signal.kind)
+            raise bad_request(f"a {signal.kind} has at most {MAX_TEXT_BYTES} bytes", field)
         if "\x00" in (signal.text or "") + (signal.name or ""):
-            raise bad_request("text must not contain NUL", signal.kind)
+            raise bad_request("text must not contain NUL", field)
 
 
 def check_rewards(reward: float | None, metrics: Mapping[str, float], rule: RewardConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from shared.config import ExplorerConfig
 T = TypeVar("T")
 _MOST_SHOWN, _LONGEST_SHOWN = 10, 100  # ignored fields that an answer names; characters of a name
 SMALL_BODY_BYTES = 65_536  # exempt from `max_unfinished_bytes`, so that large bodies do not block usual chats
+_FIELD = re.compile(r" - at `\$\.([^.\[`]+)")  # the field that msgspec's message names
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -82,11 +84,12 @@ def decode_body(raw: bytes) -> dict[str, Any]:
 
 
 def decode_typed(raw: bytes, decode: Callable[[bytes], T]) -> T:
-    """Decode a JSON object by `decode`, a typed decoder. Raises ApiError 400 for anything else."""
+    """Decode a JSON object by `decode`, a typed decoder. Raises ApiError 400 with the name of a wrong field."""
     try:
         return decode(raw)
     except msgspec.ValidationError as exc:
-        raise bad_request(str(exc)) from exc
+        field = _FIELD.search(str(exc))
+        raise bad_request(str(exc), field and field[1]) from exc
     except NO_JSON as exc:
         raise bad_request(f"the body is not a JSON object: {exc}") from exc
 

@@ -6,7 +6,7 @@ reading while a pipelined request waits, so it does not notice that the caller l
 time (framing.py), and callers have deadlines.
 
 This needs from uvicorn: an asyncio.Protocol with the callbacks of httptools, `transport`, `headers`, whether an answer
-has begun (`cycle.response_started`), and the callback for its end.
+has begun (`cycle.response_started`), and the callbacks for its end and for what the parser refuses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from explorer_service.api.connections import Connections
-from explorer_service.api.errors import ApiError, unavailable
+from explorer_service.api.errors import ApiError, bad_request, unavailable
 from explorer_service.api.framing import Awaited, FramingError, Requests
 
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the client closes them first
@@ -91,6 +91,10 @@ class ExplorerProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._requests.found_end()
         super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser does not take. Raises ApiError."""
+        raise bad_request("this is not a valid request of HTTP/1.1; check its target, headers and body")
 
     # --------------------------------------------------------------- the answer's callback
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import REMAINDER, ArgumentParser, Namespace
 from pathlib import Path
 from typing import NoReturn
+
+from shared.errors import ConfigError, StartupError
 
 HELP = "run the whole loop on this machine: a support desk that learns, or an example"
 LESSONS = ("ppo", "reinforce_pp", "spo", "grpo", "rloo", "step_grpo", "raft", "sft", "dpo", "kto", "hint", "distill")
@@ -45,12 +48,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
+    """Run the demo, or an example. Raises ConfigError."""
     if args.list:
         for name, about in examples().items():
             print(f"{name:14} {about}")  # noqa: T201
         return 0
     if args.name:
         run_example(args.name, args.options)
+    if args.minutes is not None and not 0 < args.minutes < math.inf:
+        raise ConfigError(f"--minutes {args.minutes:g} is no time; give a number above 0")
     from services.demo import Plan, run_demo
 
     plan = Plan(args.algorithm, args.kind, args.seed)
@@ -69,8 +75,6 @@ def run_example(name: str, options: list[str]) -> NoReturn:
 
     Raises StartupError.
     """
-    from shared.errors import StartupError
-
     if name not in examples():
         raise StartupError(f"no example is named {name!r}; the examples are {', '.join(examples())}")
     python = REPOSITORY / ".venv-examples" / "bin" / "python"

@@ -11,6 +11,15 @@ from pydantic import BaseModel, ValidationError
 _SECRETS = frozenset(("admin_token", "database_url", "key_env", "keys", "sha256", "url"))  # keys that may hold one
 _SECRET = re.compile(r"key|token|secret|password|credential|url|sha256", re.IGNORECASE)  # of keys that there are not
 
+_SECTION = "must be a section; write its keys below it, or remove it"
+_FORMS = {  # in place of pydantic's messages, which name Python's types
+    "model_type": _SECTION,
+    "dict_type": _SECTION,
+    "tuple_type": "must be a list; write it in brackets, as in [a, b]",
+    "too_short": "must have at least {min_length} entry; add one",
+    "too_long": "must have at most {max_length} entries; remove the others",
+}
+
 
 def explain(error: ValidationError, whole: type[BaseModel]) -> str:
     """Format one error as one line: an unknown key first, because it may be a misspelling of a missing one.
@@ -30,6 +39,8 @@ def explain(error: ValidationError, whole: type[BaseModel]) -> str:
         return f"{key} is missing; add it to the configuration file"
     if first["type"] == "literal_error":
         return f"{given}: must be {first['ctx']['expected']}; choose one of them"
+    if first["type"] in _FORMS:
+        return f"{given}: {_FORMS[first['type']].format_map(first.get('ctx', {}))}"
     return f"{given}: {message[:1].lower()}{message[1:]}; correct it"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -22,19 +23,25 @@ from shared.config.base import (
 )
 from shared.config.keys import KeyConfig
 
+_ADDRESS = re.compile(r"https?://[^/?#]+")
+
 
 class EngineAddress(Section):
     """Address of one vLLM server."""
 
     name: Name
     """A short name for logs and metrics."""
-    url: Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
+    url: str
     """The server's address, e.g. http://127.0.0.1:8101"""
     devices: Devices | None = None
     """GPUs that this engine may use, by number; several share the model's tensors; null: vLLM uses the first."""
 
     @model_validator(mode="after")
     def _check_url(self) -> EngineAddress:
+        if not _ADDRESS.fullmatch(self.url):
+            raise ValueError(
+                f"explorer.engines {self.name!r}: the url is no address; write http://HOST:PORT, without a path"
+            )
         if "@" in self.url:
             raise ValueError(f"explorer.engines {self.name!r}: a url has no user and password in it; take them out")
         try:

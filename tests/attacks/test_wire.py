@@ -119,6 +119,22 @@ def test_what_is_no_request_is_refused_at_once(explorer, garbage):
         assert read_to_end(opened, 5).startswith(b"HTTP/1.1 400")
 
 
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        "GET /run/é/1/v1/models HTTP/1.1\r\nHost: x\r\n\r\n".encode(),
+        b"POST /commit HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n",
+        b"POST /commit HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n\r\n",
+    ],
+)
+def test_what_the_parser_refuses_is_answered_with_an_error_of_openais_shape(explorer, request_bytes):
+    with connect(explorer, request_bytes) as opened:
+        head, _, body = read_to_end(opened, 5).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"content-type: application/json" in head
+    assert json.loads(body)["error"].keys() == {"message", "type", "param", "code"}
+
+
 # -------------------------------------------------------------------------------------------------------- limits
 
 

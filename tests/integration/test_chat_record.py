@@ -143,14 +143,14 @@ def test_a_pinned_version_in_service_answers(explorer):
 
 
 def test_models_are_listed_below_every_base_url_and_found_by_name(explorer):
-    listed = explorer.http.get("/v1/models").json()
-    assert [model["id"] for model in listed["data"]] == ["agent", "agent@0"]
-    assert explorer.http.get("/run/t/1/v1/models").json() == listed
-    for path in ("agent@0", "agent%400"):
-        assert explorer.http.get(f"/v1/models/{path}").json() == listed["data"][1]
-    for name in ("agent@7", "org/agent"):
-        unknown = explorer.http.get(f"/v1/models/{name}")
-        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
+    for base in ("", "/run/t/1", "/run/a%2Fb/c%2Fd"):
+        listed = explorer.http.get(f"{base}/v1/models").json()
+        assert [model["id"] for model in listed["data"]] == ["agent", "agent@0"]
+        for path in ("agent@0", "agent%400"):
+            assert explorer.http.get(f"{base}/v1/models/{path}").json() == listed["data"][1]
+        for name in ("agent@7", "org/agent"):
+            unknown = explorer.http.get(f"{base}/v1/models/{name}")
+            assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
 
 
 def test_a_sample_whose_lengths_do_not_agree_is_quarantined_with_the_reason(explorer, scripted_engine):

@@ -90,6 +90,14 @@ def test_a_ledger_is_copied_to_a_database_that_can_be_told(config, ledger, url):
     assert "secret" not in str(refused.value) and "cret@" not in str(refused.value)
 
 
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
+def test_a_demo_lasts_a_time(minutes, monkeypatch, capsys):
+    monkeypatch.setattr("services.demo.run_demo", lambda **_: 0)
+    assert main(["demo", "--minutes", minutes]) == 2
+    assert capsys.readouterr().err.startswith(f"flywheel: --minutes {minutes} is no time; give a number above 0")
+    assert main(["demo", "--minutes", "0.5"]) == 0
+
+
 def test_up_needs_a_part_to_run(config):
     (Path(config.model.path)).mkdir(parents=True)
     (Path(config.model.path) / "config.json").write_text("{}")

@@ -89,6 +89,23 @@ def test_feedback_that_says_nothing_or_nonsense_is_refused(explorer, body):
     assert reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/feedback", {"msg_ids": ["a"], "reward": "good"}, "reward"),
+        ("/feedback", {"msg_ids": ["a"], "rating": "UP"}, "rating"),
+        ("/feedback", {"msg_ids": ["a", 1], "reward": 1}, "msg_ids"),
+        ("/feedback", {"msg_ids": ["a"], "metrics": {"x": None}}, "metrics"),
+        ("/feedback", {"msg_ids": ["a"], "metrics": {"x\0": 1}}, "metrics"),
+        ("/commit", {"time_threshold": "2026-01-01"}, "time_threshold"),
+        ("/commit", [], None),
+    ],
+)
+def test_a_wrong_field_is_the_param_of_the_error(explorer, path, body, field):
+    reply = explorer.http.post(path, json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == field
+
+
 def test_fields_that_feedback_and_commit_do_not_have_are_named_in_the_answer(explorer):
     name = new_message(explorer)
     given = {"msg_ids": [name], "reward": 1.0, "scop": "conversation", "run": "r7"}

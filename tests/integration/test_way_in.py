@@ -265,14 +265,14 @@ def test_with_several_explorers_and_no_database_streams_and_feedback_answer_503(
 
 
 def test_the_protocol_uses_only_what_is_public_of_uvicorns():
-    """asyncio's callbacks, the parser's, the one for the end of an answer, and its transport."""
+    """asyncio's callbacks, the parser's and the one for its refusals, that of an answer's end, its transport."""
     extended = {name for name, member in vars(ExplorerProtocol).items() if callable(member)} & set(
         dir(HttpToolsProtocol)
     )
     assert extended - {name for name in dir(asyncio.Protocol) if name.startswith("__")} == {
         "connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing",
         "on_message_begin", "on_headers_complete", "on_body", "on_message_complete",
-        "on_response_complete",
+        "on_response_complete", "send_400_response",
     }, f"uvicorn {uvicorn.__version__} calls these otherwise, or has what we have by another name"  # fmt: skip
     source = Path(inspect.getfile(ExplorerProtocol)).read_text()
     used = set(re.findall(r"self\.(\w+)", source)) & set(dir(HttpToolsProtocol))

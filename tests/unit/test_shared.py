@@ -68,7 +68,24 @@ def test_environment_variables_override_the_file(tmp_path):
         ),
         ("model: {path: m}\nengine: {extra_args: [--logprobs_mode, raw_logits]}", ["'--logprobs_mode'", "sampled by"]),
         ("explorer: {}", ["model is missing"]),
-        ("model: {path: m}\nexplorer: {engines: []}", ["explorer.engines=[]"]),
+        ("model: {path: m}\nexplorer: {engines: []}", ["explorer.engines=[]: must have at least 1 entry; add one"]),
+        ("model: {path: m}\nreward: {clip: [0, 1, 2]}", ["reward.clip: must have at most 2 entries; remove the other"]),
+        ("model: {path: m}\nexplorer:", ["explorer=None: must be a section; write its keys below it, or remove it"]),
+        ("model: m", ["model='m': must be a section; write its keys below it"]),
+        ("model: {path: m}\nexplorer: {keys: [k]}", ["explorer.keys.0: must be a section; write its keys below it"]),
+        ("model: {path: m}\nreward: {metrics: [x]}", ["reward.metrics: must be a section; write its keys below it"]),
+        (
+            "model: {path: m}\nexplorer: {allowed_hosts: a}",
+            ["explorer.allowed_hosts='a': must be a list; write it in brackets, as in [a, b]"],
+        ),
+        ("model: {path: m}\nexplorer: {keys: {key_env: secret}}", ["explorer.keys: must be a list; write it in brac"]),
+        *(
+            (
+                f"model: {{path: m}}\nexplorer: {{engines: [{{name: e0, url: '{url}'}}]}}",
+                ["explorer.engines 'e0': the url is no address; write http://HOST:PORT, without a path"],
+            )
+            for url in ("http://h:8101/", "http://h:8101/v1", "h:8101", "ftp://u:secret@h", "http://", "http://h?x=1")
+        ),
         ("model: {path: m", ["is not YAML", "line"]),
         ("- 1", ["holds a list"]),
         ("", ["model is missing"]),
