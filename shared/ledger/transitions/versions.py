@@ -125,9 +125,11 @@ def fail_version(connection: Connection, version: int, reason: str, *, by: str) 
 
 def retry_version(connection: Connection, version: int, *, by: str) -> bool:
     """FAILED → PUBLISHED: engines may try it again, as often as a new version."""
-    connection.execute(delete(load_failures).where(load_failures.c.version == version))
     failed = and_(versions.c.state == VersionState.FAILED, versions.c.deleted_at.is_(None))
-    return _move(connection, and_(versions.c.version == version, failed), VersionState.PUBLISHED, by=by)
+    if not _move(connection, and_(versions.c.version == version, failed), VersionState.PUBLISHED, by=by):
+        return False
+    connection.execute(delete(load_failures).where(load_failures.c.version == version))
+    return True
 
 
 def _move(
