@@ -112,6 +112,14 @@ class AdapterController:
         row = (await self._reloading.fetch(lambda c: queries.find_versions(c, [version]))).get(version)
         if row is None or not row.may_be_pinned:
             return "it is not on disk any more"
+        reason = await self._examine_and_load(row)
+        if reason is None and not await self._reloading.writer.write(lambda c: transitions.prove_version(c, version)):
+            self._take_up.leave(version, self._take_up.served[version])
+            return "it was rejected or given up while it was loaded"
+        return reason
+
+    async def _examine_and_load(self, row: VersionRow) -> str | None:
+        """Like `_bring_in`, for a version that may be pinned."""
         try:
             try:
                 target = await self._judge.examine(row)

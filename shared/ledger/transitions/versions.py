@@ -17,6 +17,7 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, se
 
 from shared.experience import MAY_SERVE, Purpose, VersionState
 from shared.ledger.connect import database_time, insert_into
+from shared.ledger.queries.versions import PINNABLE
 from shared.ledger.tables import decisions, engines, load_failures, version_leases, versions
 from shared.versions import version_path
 
@@ -81,6 +82,16 @@ def serve_version(connection: Connection, version: int, *, by: str, engine: str 
     loaded = (version_leases.c.reader == engine, version_leases.c.purpose == Purpose.LOADING)
     connection.execute(delete(version_leases).where(*loaded))
     return True
+
+
+def prove_version(connection: Connection, version: int) -> bool:
+    """Store that an engine has proven a version that it serves besides the newest one. Its state stays.
+
+    Returns False if the version was rejected, failed or given up.
+    """
+    there = (versions.c.version == version, versions.c.state.in_(PINNABLE), versions.c.deleted_at.is_(None))
+    served_at = func.coalesce(versions.c.served_at, database_time(connection))
+    return connection.execute(update(versions).where(*there).values(served_at=served_at)).rowcount == 1
 
 
 def is_held(connection: Connection, but: str | None = None) -> ColumnElement[bool]:
