@@ -57,6 +57,7 @@ class AdapterController:
         if reason := await self._adopt():
             self._pool.check(self._engine, f"its version is not proven by this explorer: {reason}")
             return
+        await self._forget_given_up()
         pins = await self._read_pins(self._engine.version)
         await self.bring_in_pins(pins)
         must_announce = await self._retire_all_but({self._engine.version, *pins})
@@ -106,6 +107,17 @@ class AdapterController:
         backoff = self._deadly if died and version in self._engine.refused else self._backoff
         backoff.note(version, reason)
         self._pool.refuse(self._engine, version, reason)
+
+    async def _forget_given_up(self) -> None:
+        """Forget failed loads of REJECTED and FAILED versions: after an operator's retry, one is loaded at once."""
+        refused = self._engine.refused
+        if not refused:
+            return
+        rows = await self._reloading.fetch(lambda c: queries.find_versions(c, list(refused)))
+        for version in [version for version in refused if version not in rows or not rows[version].may_be_pinned]:
+            del refused[version]
+            self._backoff.retry(version)
+            self._deadly.retry(version)
 
     async def _bring_in(self, version: int) -> str | None:
         """Load and prove a version. Returns None, or why the engine does not serve it."""

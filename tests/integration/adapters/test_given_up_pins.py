@@ -1,4 +1,4 @@
-"""Pinned versions that are rejected or fail."""
+"""Pinned versions that are rejected or fail, and those that an operator lets engines retry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sqlalchemy import func, select
 from shared.ledger import transitions
 from shared.ledger.tables import load_failures
 from tests.integration.adapters.test_pins import held, publish_unserved
-from tests.support.adapters import publish_and_wait, said, state
+from tests.support.adapters import engine, publish_and_wait, said, state
 from tests.support.scripted_adapters import name_of
 from tests.support.servers import RunningExplorer, served, wait_until
 
@@ -49,3 +49,16 @@ def test_a_skipped_version_that_an_engine_has_proven_is_not_failed_for_later_tim
     script.hung = {"/v1/load_lora_adapter"}
     wait_until(lambda: explorer.chat(model="agent@1").status_code == 404 and failures(explorer) >= 2)
     assert state(explorer, 1) == "SKIPPED"
+
+
+def test_a_failed_version_that_an_operator_lets_engines_retry_is_loaded_at_once(start, scripted_engine):
+    explorer, script = start(timeout_s=0.3, retry_s=1.0), scripted_engine.script
+    publish_unserved(explorer, scripted_engine)
+    script.hung = {"/v1/load_lora_adapter"}
+    assert explorer.chat(model="agent@1").status_code == 404
+    wait_until(lambda: state(explorer, 1) == "FAILED")
+    script.hung = set()
+    wait_until(lambda: not engine(explorer).refused)
+    with explorer.ledger.write() as connection:
+        assert transitions.retry_version(connection, 1, by="operator")
+    assert said(explorer.chat(model="agent@1")) == "v000001"
