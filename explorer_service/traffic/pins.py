@@ -97,7 +97,11 @@ class Pins:
         # only pins that are about to end: engines load the last used ones, and would alternate between waiting ones
         ending_at = now - self._unpin_after_s + 2 * self._tick_s
         self._used_at |= {version: now for version in waiting if self._used_at[version] < ending_at}
-        for version in [v for v, used_at in self._used_at.items() if used_at < now - self._unpin_after_s]:
+        given_up: list[int] = []
+        if waiting:  # the owner of an engine may have rejected or failed what this explorer's requests wait for
+            given_up = await self._reader.read(lambda c: [v for v in waiting if _reason_against(c, v)])
+        expired = [v for v, used_at in self._used_at.items() if used_at < now - self._unpin_after_s]
+        for version in {*expired, *given_up}:
             self._drop(version)
         used = [version for version, used_at in self._used_at.items() if used_at >= self._renewed_at]
         if used:
@@ -107,9 +111,9 @@ class Pins:
         self._renewed_at = now
 
     def _drop(self, version: int) -> None:
-        """Remove an expired pin. The next use pins the version again."""
+        """Remove a pin that has expired, or whose version was given up. The next use pins the version again."""
         del self._used_at[version]
-        self._pool.pinned.discard(version)
+        self._pool.unpin(version)
 
     def _extend(self, connection: Connection, version: int, is_waited_for: bool) -> bool:
         """Renew a pin; for a waiting request, also pin the version again. Returns False if the pin has expired."""

@@ -62,3 +62,12 @@ def test_a_failed_version_that_an_operator_lets_engines_retry_is_loaded_at_once(
     with explorer.ledger.write() as connection:
         assert transitions.retry_version(connection, 1, by="operator")
     assert said(explorer.chat(model="agent@1")) == "v000001"
+
+
+def test_who_waits_at_another_explorer_for_a_version_that_is_rejected_gets_a_404(start, scripted_engine):
+    owner, follower = start(unpin_after_s=2.0), start(unpin_after_s=2.0)
+    publish_unserved(owner, scripted_engine)
+    wait_until(lambda: served(follower) == "2")
+    scripted_engine.script.without_effect.add(name_of(owner, 1))
+    reply = follower.chat(model="agent@1")
+    assert (reply.status_code, state(owner, 1)) == (404, "REJECTED"), reply.text
