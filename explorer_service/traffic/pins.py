@@ -21,6 +21,7 @@ from explorer_service.ledger_reader import LedgerReader
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.reload.poller import VersionPoller
 from shared.errors import LedgerError
+from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.queries import find_versions, versions_on_disk
 from shared.log import StageLogger
@@ -133,6 +134,8 @@ def _reason_against(connection: Connection, version: int) -> str | None:
     available = f"on disk: {versions_on_disk(connection)[-_MOST_NAMED:]}"
     if row is None:
         return f"version {version} does not exist; {available}"
+    if row.state == VersionState.RESERVED:
+        return f"version {version} is not published yet; {available}"
     if not row.has_files:
         return f"version {version} is not on disk any more; {available}"
     reason = without_addresses(row.reason or "")
