@@ -2,7 +2,7 @@
 
     reserve → RESERVED → publish → PUBLISHED → serve → SERVING → retire → RETIRED → serve …
     PUBLISHED → skip → SKIPPED → serve …
-    any but RESERVED and FAILED → reject → REJECTED
+    any but RESERVED and FAILED → reject → REJECTED; if its trainer withdraws it, also FAILED → REJECTED
     PUBLISHED or SKIPPED, and never proven → fail → FAILED → retry → PUBLISHED
 
 A transition is one statement that requires its source states. If it does not apply, it changes nothing and returns
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 
 from shared.experience import MAY_SERVE, Purpose, VersionState
 from shared.ledger.connect import database_time, insert_into
@@ -123,7 +123,8 @@ def withdraw_versions(connection: Connection, *, writer: str, after: int) -> boo
 
     after: the newest version in that state. The rows of the rejected versions are trained on again.
     """
-    own = and_(versions.c.writer == writer, versions.c.version > after, _MAY_BE_REJECTED)
+    may = or_(_MAY_BE_REJECTED, versions.c.state == VersionState.FAILED)  # an operator could still retry a FAILED one
+    own = and_(versions.c.writer == writer, versions.c.version > after, may)
     reason = f"its trainer went back to version {after}, the last one whose state it saved"
     return _move(connection, own, VersionState.REJECTED, by=writer, reason=reason)
 
