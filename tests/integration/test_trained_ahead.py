@@ -102,3 +102,12 @@ def test_a_withdrawn_version_on_which_engines_had_failed_cannot_be_retried(ahead
         assert not transitions.retry_version(connection, 2, by="operator")
     with ledger.read() as connection:
         assert [row.state for row in list_versions(connection)] == ["PUBLISHED", "REJECTED", "REJECTED"]
+
+
+def test_versions_that_an_engine_rejected_are_counted_while_the_trainer_goes_on_from_them(ahead):
+    ledger, _ = ahead
+    with ledger.write() as connection:
+        for version in (1, 2):
+            assert transitions.reject_version(connection, version, "other logprobs", by="engine e0")
+    (trainer,) = status(ledger)["trainers"]
+    assert (trainer["at_step"], trainer["at_version"], trainer["rows_waiting_for_state"]) == (2, 2, 4)
