@@ -258,6 +258,11 @@ class EnginePool:
         engine.versions = versions
         self._announce()
 
+    def unpin(self, version: int) -> None:
+        """Note that engines no longer have to load the version; requests that wait for it end."""
+        self.pinned.discard(version)
+        self._announce()
+
     def refuse(self, engine: Engine, version: int, reason: str) -> None:
         """Note why the engine does not load a pinned version."""
         engine.refused[version] = reason

@@ -57,6 +57,7 @@ class AdapterController:
         if reason := await self._adopt():
             self._pool.check(self._engine, f"its version is not proven by this explorer: {reason}")
             return
+        await self._forget_given_up()
         pins = await self._read_pins(self._engine.version)
         await self.bring_in_pins(pins)
         must_announce = await self._retire_all_but({self._engine.version, *pins})
@@ -107,11 +108,30 @@ class AdapterController:
         backoff.note(version, reason)
         self._pool.refuse(self._engine, version, reason)
 
+    async def _forget_given_up(self) -> None:
+        """Forget failed loads of REJECTED and FAILED versions: after an operator's retry, one is loaded at once."""
+        refused = self._engine.refused
+        if not refused:
+            return
+        rows = await self._reloading.fetch(lambda c: queries.find_versions(c, list(refused)))
+        for version in [version for version in refused if version not in rows or not rows[version].may_be_pinned]:
+            del refused[version]
+            self._backoff.retry(version)
+            self._deadly.retry(version)
+
     async def _bring_in(self, version: int) -> str | None:
         """Load and prove a version. Returns None, or why the engine does not serve it."""
         row = (await self._reloading.fetch(lambda c: queries.find_versions(c, [version]))).get(version)
         if row is None or not row.may_be_pinned:
             return "it is not on disk any more"
+        reason = await self._examine_and_load(row)
+        if reason is None and not await self._reloading.writer.write(lambda c: transitions.prove_version(c, version)):
+            self._take_up.leave(version, self._take_up.served[version])
+            return "it was rejected or given up while it was loaded"
+        return reason
+
+    async def _examine_and_load(self, row: VersionRow) -> str | None:
+        """Like `_bring_in`, for a version that may be pinned."""
         try:
             try:
                 target = await self._judge.examine(row)

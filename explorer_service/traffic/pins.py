@@ -21,6 +21,7 @@ from explorer_service.ledger_reader import LedgerReader
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.reload.poller import VersionPoller
 from shared.errors import LedgerError
+from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.queries import find_versions, versions_on_disk
 from shared.log import StageLogger
@@ -97,7 +98,11 @@ class Pins:
         # only pins that are about to end: engines load the last used ones, and would alternate between waiting ones
         ending_at = now - self._unpin_after_s + 2 * self._tick_s
         self._used_at |= {version: now for version in waiting if self._used_at[version] < ending_at}
-        for version in [v for v, used_at in self._used_at.items() if used_at < now - self._unpin_after_s]:
+        given_up: list[int] = []
+        if waiting:  # the owner of an engine may have rejected or failed what this explorer's requests wait for
+            given_up = await self._reader.read(lambda c: [v for v in waiting if _reason_against(c, v)])
+        expired = [v for v, used_at in self._used_at.items() if used_at < now - self._unpin_after_s]
+        for version in {*expired, *given_up}:
             self._drop(version)
         used = [version for version, used_at in self._used_at.items() if used_at >= self._renewed_at]
         if used:
@@ -107,9 +112,9 @@ class Pins:
         self._renewed_at = now
 
     def _drop(self, version: int) -> None:
-        """Remove an expired pin. The next use pins the version again."""
+        """Remove a pin that has expired, or whose version was given up. The next use pins the version again."""
         del self._used_at[version]
-        self._pool.pinned.discard(version)
+        self._pool.unpin(version)
 
     def _extend(self, connection: Connection, version: int, is_waited_for: bool) -> bool:
         """Renew a pin; for a waiting request, also pin the version again. Returns False if the pin has expired."""
@@ -129,6 +134,8 @@ def _reason_against(connection: Connection, version: int) -> str | None:
     available = f"on disk: {versions_on_disk(connection)[-_MOST_NAMED:]}"
     if row is None:
         return f"version {version} does not exist; {available}"
+    if row.state == VersionState.RESERVED:
+        return f"version {version} is not published yet; {available}"
     if not row.has_files:
         return f"version {version} is not on disk any more; {available}"
     reason = without_addresses(row.reason or "")

@@ -10,7 +10,7 @@ from sqlalchemy import update
 
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import ledger_status
+from shared.ledger.queries import ledger_status, list_versions
 from shared.ledger.tables import batches, versions
 from tests.support.experiences import record_ready, rows
 from tests.support.processes import run_here
@@ -91,3 +91,23 @@ def test_after_a_restart_nothing_of_what_was_withdrawn_is_counted(ahead):
     (trainer,) = found["trainers"]
     assert (trainer["at_step"], trainer["at_version"], trainer["rows_waiting_for_state"]) == (0, 0, 0)
     assert found["pace"]["trained_per_minute"] == 0.0
+
+
+def test_a_withdrawn_version_on_which_engines_had_failed_cannot_be_retried(ahead):
+    ledger, _ = ahead
+    with ledger.write() as connection:
+        assert transitions.fail_version(connection, 2, "engines died of it", by="engine e0")
+        transitions.give_back(connection, owner="t")
+        transitions.withdraw_versions(connection, writer="t", after=0)
+        assert not transitions.retry_version(connection, 2, by="operator")
+    with ledger.read() as connection:
+        assert [row.state for row in list_versions(connection)] == ["PUBLISHED", "REJECTED", "REJECTED"]
+
+
+def test_versions_that_an_engine_rejected_are_counted_while_the_trainer_goes_on_from_them(ahead):
+    ledger, _ = ahead
+    with ledger.write() as connection:
+        for version in (1, 2):
+            assert transitions.reject_version(connection, version, "other logprobs", by="engine e0")
+    (trainer,) = status(ledger)["trainers"]
+    assert (trainer["at_step"], trainer["at_version"], trainer["rows_waiting_for_state"]) == (2, 2, 4)

@@ -6,6 +6,7 @@ from sqlalchemy import Connection, func, select
 
 from shared.experience import Purpose
 from shared.ledger.connect import database_time
+from shared.ledger.queries.versions import PINNABLE
 from shared.ledger.tables import version_leases, versions
 
 
@@ -24,8 +25,12 @@ def leased_versions(connection: Connection, engine: str) -> list[int]:
 
 
 def pinned_versions(connection: Connection) -> list[int]:
-    """Return the versions that callers of any explorer have pinned, the most recently used first."""
+    """Return the versions that callers of any explorer have pinned, the most recently used first.
+
+    Pins of versions that were REJECTED or FAILED since then do not count.
+    """
     last = func.max(version_leases.c.until)
     pinned = (version_leases.c.purpose == Purpose.PINNED, version_leases.c.until > database_time(connection))
-    query = select(version_leases.c.version).where(*pinned).group_by(version_leases.c.version).order_by(last.desc())
+    query = select(versions.c.version).join(version_leases, versions.c.version == version_leases.c.version)
+    query = query.where(*pinned, versions.c.state.in_(PINNABLE)).group_by(versions.c.version).order_by(last.desc())
     return list(connection.execute(query).scalars())

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
 
 from shared.experience import BatchState, State, VersionState
-from shared.ledger.conditions import is_in
+from shared.ledger.conditions import AnyRow, is_in
 from shared.ledger.tables import batches, experiences, trainers, versions
 
 
@@ -23,8 +23,7 @@ class Ahead:
 
     step: int
     version: int
-    made_at: list[float] = field(default_factory=list)  # times of these versions, oldest first
-    rows: list[tuple[float, int]] = field(default_factory=list)  # time of their first version, number of rows
+    rows: list[tuple[float, int]]  # time of their first version, number of rows
 
     @property
     def waiting(self) -> int:
@@ -37,27 +36,38 @@ class Ahead:
 
 
 def trained_ahead(connection: Connection) -> dict[str, Ahead]:
-    """Return this by the trainer's name. Trainers whose newest version is in a saved state are left out."""
-    given_up = (VersionState.RESERVED, VersionState.REJECTED)
-    columns = (versions.c.writer, versions.c.step, versions.c.version, versions.c.created_at)
-    later = (versions.c.version > trainers.c.version, versions.c.state.not_in(given_up))
-    made = select(*columns).join(trainers, trainers.c.name == versions.c.writer).where(*later)
+    """Return this by the trainer's name. Trainers whose newest version is in a saved state are left out.
+
+    A REJECTED version counts only while the trainer holds rows that it contains: an engine rejected it, and the trainer
+    goes on from it. If the trainer withdrew it, the rows were released.
+    """
+    columns = (versions.c.writer, versions.c.step, versions.c.version, versions.c.created_at, versions.c.state)
+    later = (versions.c.version > trainers.c.version, versions.c.state != VersionState.RESERVED)
+    query = select(*columns).join(trainers, trainers.c.name == versions.c.writer).where(*later)
+    made: dict[str, list[AnyRow]] = defaultdict(list)
+    for row in connection.execute(query.order_by(versions.c.version)):
+        made[row.writer].append(row)
+    if not made:
+        return {}
+    leased = _leased_rows(connection)
     found: dict[str, Ahead] = {}
-    for writer, step, version, created_at in connection.execute(made.order_by(versions.c.version)):
-        ahead = found.setdefault(writer, Ahead(step, version))
-        ahead.step, ahead.version = step, version
-        ahead.made_at.append(created_at)
-    if not found:
-        return found
+    for name, rows in made.items():
+        made_at = [row.created_at for row in rows]
+        places = [(bisect_left(made_at, claimed_at), count) for claimed_at, count in leased[name]]
+        held = {place for place, _ in places if place < len(rows)}  # others are being trained on
+        counted = [row for place, row in enumerate(rows) if row.state != VersionState.REJECTED or place in held]
+        if counted:
+            waiting = [(made_at[place], count) for place, count in places if place in held]
+            found[name] = Ahead(counted[-1].step, counted[-1].version, waiting)
+    return found
+
+
+def _leased_rows(connection: Connection) -> dict[str, list[tuple[float, int]]]:
+    """Return the time and the number of rows of each leased batch, by the trainer's name."""
     held = (is_in(batches.c.state, BatchState.LEASED), is_in(experiences.c.state, State.LEASED))
     counted = select(batches.c.owner, batches.c.created_at, func.count())
     counted = counted.join(experiences, experiences.c.batch_id == batches.c.id).where(*held)
     leased: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for owner, claimed_at, count in connection.execute(counted.group_by(batches.c.id)):
         leased[owner].append((claimed_at, count))
-    for name, ahead in found.items():
-        for claimed_at, count in leased[name]:
-            place = bisect_left(ahead.made_at, claimed_at)
-            if place < len(ahead.made_at):  # else it is being trained on
-                ahead.rows.append((ahead.made_at[place], count))
-    return found
+    return leased

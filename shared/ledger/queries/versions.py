@@ -14,7 +14,7 @@ from shared.ledger.tables import experiences, versions
 
 _REWARDED_ROWS = 10_000  # number of newest rows from which rewards by version are read
 
-_PINNABLE = (*MAY_SERVE, VersionState.SKIPPED)
+PINNABLE = (*MAY_SERVE, VersionState.SKIPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class VersionRow:
     @property
     def may_be_pinned(self) -> bool:
         """Whether callers may have an engine serve it as an adapter, besides others."""
-        return self.state in _PINNABLE and self.deleted_at is None
+        return self.state in PINNABLE and self.deleted_at is None
 
 
 def list_versions(connection: Connection) -> list[VersionRow]:
@@ -82,7 +82,7 @@ def find_versions(connection: Connection, numbers: Collection[int]) -> dict[int,
 
 def versions_on_disk(connection: Connection) -> list[int]:
     """Return the versions that have files and may be served, oldest first."""
-    there = (versions.c.deleted_at.is_(None), versions.c.state.in_(_PINNABLE))
+    there = (versions.c.deleted_at.is_(None), versions.c.state.in_(PINNABLE))
     return list(connection.execute(select(versions.c.version).where(*there).order_by(versions.c.version)).scalars())
 
 

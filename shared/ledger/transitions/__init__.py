@@ -56,6 +56,7 @@ from shared.ledger.transitions.retain import (
 )
 from shared.ledger.transitions.versions import (
     fail_version,
+    prove_version,
     reject_version,
     reserve_version,
     retry_version,
@@ -71,8 +72,9 @@ __all__ = [
     "count_load_failure", "discard_stale", "dismiss_trainer", "erase", "expect_adapter", "expire", "extend_lease",
     "fail_update", "fail_version", "forget_answers", "forget_answers_about", "forget_states", "give_back",
     "give_up_files", "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts", "open_stream",
-    "pin_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record", "record_state",
-    "reject_version", "release_lease", "release_version", "remember_answer", "remove", "renew_lease", "renew_pin",
-    "report_trouble", "reserve_version", "reset_breaker", "restore_trained", "retry_version", "serve_version",
-    "set_engine_state", "sign_off", "skip_version", "tag_version", "trip_breaker", "untag_version", "withdraw_versions",
+    "pin_version", "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record",
+    "record_state", "reject_version", "release_lease", "release_version", "remember_answer", "remove", "renew_lease",
+    "renew_pin", "report_trouble", "reserve_version", "reset_breaker", "restore_trained", "retry_version",
+    "serve_version", "set_engine_state", "sign_off", "skip_version", "tag_version", "trip_breaker", "untag_version",
+    "withdraw_versions",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
     reserve → RESERVED → publish → PUBLISHED → serve → SERVING → retire → RETIRED → serve …
     PUBLISHED → skip → SKIPPED → serve …
-    any but RESERVED and FAILED → reject → REJECTED
+    any but RESERVED and FAILED → reject → REJECTED; if its trainer withdraws it, also FAILED → REJECTED
     PUBLISHED or SKIPPED, and never proven → fail → FAILED → retry → PUBLISHED
 
 A transition is one statement that requires its source states. If it does not apply, it changes nothing and returns
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 
 from shared.experience import MAY_SERVE, Purpose, VersionState
 from shared.ledger.connect import database_time, insert_into
+from shared.ledger.queries.versions import PINNABLE
 from shared.ledger.tables import decisions, engines, load_failures, version_leases, versions
 from shared.versions import version_path
 
@@ -83,6 +84,16 @@ def serve_version(connection: Connection, version: int, *, by: str, engine: str 
     return True
 
 
+def prove_version(connection: Connection, version: int) -> bool:
+    """Store that an engine has proven a version that it serves besides the newest one. Its state stays.
+
+    Returns False if the version was rejected, failed or given up.
+    """
+    there = (versions.c.version == version, versions.c.state.in_(PINNABLE), versions.c.deleted_at.is_(None))
+    served_at = func.coalesce(versions.c.served_at, database_time(connection))
+    return connection.execute(update(versions).where(*there).values(served_at=served_at)).rowcount == 1
+
+
 def is_held(connection: Connection, but: str | None = None) -> ColumnElement[bool]:
     """Whether the row of an engine that an explorer owns names the version; but: ignore this engine."""
     owned = (engines.c.owner.is_not(None), engines.c.owner_until >= database_time(connection))
@@ -112,7 +123,8 @@ def withdraw_versions(connection: Connection, *, writer: str, after: int) -> boo
 
     after: the newest version in that state. The rows of the rejected versions are trained on again.
     """
-    own = and_(versions.c.writer == writer, versions.c.version > after, _MAY_BE_REJECTED)
+    may = or_(_MAY_BE_REJECTED, versions.c.state == VersionState.FAILED)  # an operator could still retry a FAILED one
+    own = and_(versions.c.writer == writer, versions.c.version > after, may)
     reason = f"its trainer went back to version {after}, the last one whose state it saved"
     return _move(connection, own, VersionState.REJECTED, by=writer, reason=reason)
 
@@ -125,9 +137,11 @@ def fail_version(connection: Connection, version: int, reason: str, *, by: str) 
 
 def retry_version(connection: Connection, version: int, *, by: str) -> bool:
     """FAILED → PUBLISHED: engines may try it again, as often as a new version."""
-    connection.execute(delete(load_failures).where(load_failures.c.version == version))
     failed = and_(versions.c.state == VersionState.FAILED, versions.c.deleted_at.is_(None))
-    return _move(connection, and_(versions.c.version == version, failed), VersionState.PUBLISHED, by=by)
+    if not _move(connection, and_(versions.c.version == version, failed), VersionState.PUBLISHED, by=by):
+        return False
+    connection.execute(delete(load_failures).where(load_failures.c.version == version))
+    return True
 
 
 def _move(

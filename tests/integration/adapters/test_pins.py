@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import delete, select
 
 from shared.experience import Purpose
-from shared.ledger import queries
+from shared.ledger import queries, transitions
 from shared.ledger.tables import load_failures, version_leases
 from tests.support.adapters import engine, publish_and_wait, said, state, watch_openings
 from tests.support.scripted_adapters import name_of, publish_adapter
@@ -68,6 +68,9 @@ def test_a_version_that_is_not_on_disk_any_more_is_a_404_that_names_those_that_a
     assert reply.status_code == 404
     assert reply.json()["error"]["message"] == "version 1 is not on disk any more; on disk: [0, 2]"
     assert explorer.chat(model="agent@7").json()["error"]["message"].startswith("version 7 does not exist")
+    with explorer.ledger.write() as connection:
+        assert transitions.reserve_version(connection, writer="trainer", kind="lora") == 3
+    assert explorer.chat(model="agent@3").json()["error"]["message"].startswith("version 3 is not published yet")
 
 
 def test_why_a_pinned_version_is_not_in_service_names_no_address(explorer, scripted_engine):

@@ -1,0 +1,73 @@
+"""Pinned versions that are rejected or fail, and those that an operator lets engines retry."""
+
+from __future__ import annotations
+
+from sqlalchemy import func, select
+
+from shared.ledger import transitions
+from shared.ledger.tables import load_failures
+from tests.integration.adapters.test_pins import held, publish_unserved
+from tests.support.adapters import engine, publish_and_wait, said, state
+from tests.support.scripted_adapters import name_of
+from tests.support.servers import RunningExplorer, served, wait_until
+
+
+def reject(explorer: RunningExplorer, version: int) -> None:
+    with explorer.ledger.write() as connection:
+        assert transitions.reject_version(connection, version, "it is damaged", by="another engine")
+
+
+def failures(explorer: RunningExplorer) -> int:
+    with explorer.ledger.read() as connection:
+        return connection.execute(select(func.count()).select_from(load_failures)).scalar_one()
+
+
+def test_a_pinned_version_that_is_rejected_while_it_serves_answers_no_more(start, scripted_engine):
+    both = [start(), start()]
+    publish_and_wait(both[0], 1, 2)
+    wait_until(lambda: served(both[1]) == "2")
+    assert [said(explorer.chat(model="agent@1")) for explorer in both] == ["v000001"] * 2
+    reject(both[0], 1)
+    wait_until(lambda: ["is REJECTED" in explorer.chat(model="agent@1").text for explorer in both] == [True] * 2)
+    wait_until(lambda: held(scripted_engine) == ["agent@2"])
+
+
+def test_a_pinned_version_that_is_rejected_while_it_is_loaded_does_not_serve(explorer, scripted_engine):
+    publish_and_wait(explorer, 1, 2)
+    wait_until(lambda: held(scripted_engine) == ["agent@2"])
+    loaded = f"loaded {name_of(explorer, 1)}"
+    scripted_engine.script.say = lambda word: reject(explorer, 1) if word == loaded else None
+    assert explorer.chat(model="agent@1").status_code == 404
+    wait_until(lambda: held(scripted_engine) == ["agent@2"])
+
+
+def test_a_skipped_version_that_an_engine_has_proven_is_not_failed_for_later_timeouts(start, scripted_engine):
+    explorer, script = start(timeout_s=0.3, unpin_after_s=0.2), scripted_engine.script
+    publish_unserved(explorer, scripted_engine)
+    assert said(explorer.chat(model="agent@1")) == "v000001"
+    wait_until(lambda: held(scripted_engine) == ["agent@2"])
+    script.hung = {"/v1/load_lora_adapter"}
+    wait_until(lambda: explorer.chat(model="agent@1").status_code == 404 and failures(explorer) >= 2)
+    assert state(explorer, 1) == "SKIPPED"
+
+
+def test_a_failed_version_that_an_operator_lets_engines_retry_is_loaded_at_once(start, scripted_engine):
+    explorer, script = start(timeout_s=0.3, retry_s=1.0), scripted_engine.script
+    publish_unserved(explorer, scripted_engine)
+    script.hung = {"/v1/load_lora_adapter"}
+    assert explorer.chat(model="agent@1").status_code == 404
+    wait_until(lambda: state(explorer, 1) == "FAILED")
+    script.hung = set()
+    wait_until(lambda: not engine(explorer).refused)
+    with explorer.ledger.write() as connection:
+        assert transitions.retry_version(connection, 1, by="operator")
+    assert said(explorer.chat(model="agent@1")) == "v000001"
+
+
+def test_who_waits_at_another_explorer_for_a_version_that_is_rejected_gets_a_404(start, scripted_engine):
+    owner, follower = start(unpin_after_s=2.0), start(unpin_after_s=2.0)
+    publish_unserved(owner, scripted_engine)
+    wait_until(lambda: served(follower) == "2")
+    scripted_engine.script.without_effect.add(name_of(owner, 1))
+    reply = follower.chat(model="agent@1")
+    assert (reply.status_code, state(owner, 1)) == (404, "REJECTED"), reply.text
