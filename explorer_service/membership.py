@@ -23,6 +23,7 @@ from shared.process import process_name
 log = StageLogger("explorer")
 
 HEARTBEAT_S = 2.0
+NOTICED_S = 1.5 * HEARTBEAT_S  # each explorer learns of another one at its next heartbeat
 
 
 class Membership:
@@ -34,6 +35,7 @@ class Membership:
         self.differing: dict[str, str] = {}  # by explorer: the differences of its settings
         self.is_alone = True  # as of the last heartbeat
         self.heartbeat_at = 0.0  # time.monotonic(): when the last stored heartbeat was sent
+        self._noticed_at = 0.0  # time.monotonic(): when the others, if there were any at the first one, know this one
         self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
         self.on_first_other: Callable[[], Awaitable[None]] | None = None  # called when it is no longer alone
@@ -63,6 +65,8 @@ class Membership:
 
         others, self.owned = await self._writer.write(beat)
         was_alone, self.is_alone = self.is_alone, not others
+        if not self.heartbeat_at and others:
+            self._noticed_at = time.monotonic() + NOTICED_S
         self.heartbeat_at = sent_at
         if was_alone and others and self.on_first_other is not None:
             try:
@@ -71,6 +75,13 @@ class Membership:
                 self.is_alone = True  # the next heartbeat tries again
                 raise
         self._note_differences(others)
+
+    async def noticed(self) -> None:
+        """Wait until the others have noticed this explorer, announced their streams, and look for its own.
+
+        One that was alone does so at its next heartbeat.
+        """
+        await asyncio.sleep(max(0.0, self._noticed_at - time.monotonic()))
 
     def _note_differences(self, others: dict[str, dict[str, Any]]) -> None:
         """Log once for each other explorer how its settings differ."""

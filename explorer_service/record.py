@@ -61,6 +61,7 @@ class OpenStreams:
         opened = self._open[msg_id] = _Open(run, asyncio.Event())
         try:
             if not self._membership.is_alone:
+                await self._membership.noticed()
                 await self._announce({msg_id: run})
             yield
         finally:
@@ -118,6 +119,7 @@ class OpenStreams:
             and key_group in (None, run.key_group or UNGROUPED)
         ]
         if not self._membership.is_alone:
+            await self._membership.noticed()
             found += await self._reader.read(lambda c: queries.streams_of_task(c, task_id, run_id, key_group))
         return found
 
@@ -130,6 +132,7 @@ class OpenStreams:
         if self._membership.is_alone:
             return
 
+        await self._membership.noticed()
         poll_s = POLL_S
         while await self._reader.read(lambda connection: queries.any_stream_open(connection, names)):
             await asyncio.sleep(poll_s)
