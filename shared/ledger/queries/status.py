@@ -14,7 +14,7 @@ from shared.ledger.queries.ahead import trained_ahead
 from shared.ledger.queries.lease import quarantined
 from shared.ledger.queries.rows import count_by_state, count_ready
 from shared.ledger.queries.trainers import list_trainers
-from shared.ledger.queries.versions import VersionRow, list_versions
+from shared.ledger.queries.versions import VersionRow, kept_versions
 from shared.ledger.tables import batches, experiences, versions
 
 _END_ROWS = 10_000  # number of newest rows from which the pace is read
@@ -71,7 +71,7 @@ class LedgerProgress:
 
 def progress(connection: Connection) -> LedgerProgress:
     """Read the progress from indexes only, whatever the size of the table is."""
-    newest, serving = _newest_and_serving(list_versions(connection))
+    newest, serving = _newest_and_serving(kept_versions(connection))
     trainers = list_trainers(connection)
     lag = 0 if newest is None or serving is None else newest - serving
     held = [t.tripped for t in trainers if t.tripped is not None]
@@ -84,8 +84,9 @@ def progress(connection: Connection) -> LedgerProgress:
 def ledger_status(connection: Connection) -> dict[str, Any]:
     """Return rows by state and their pace, versions, trainers, and the lag in versions."""
     now = database_time(connection)
-    rows, known, flow = count_by_state(connection), list_versions(connection), pace(connection, now)
-    newest, serving = _newest_and_serving(known)
+    rows, flow = count_by_state(connection), pace(connection, now)
+    newest, serving = _newest_and_serving(kept_versions(connection))
+    published, reloads = _count_versions(connection)
     ahead = trained_ahead(connection)
     return {
         "rows": rows,
@@ -94,8 +95,8 @@ def ledger_status(connection: Connection) -> dict[str, Any]:
         "versions": {
             "newest": newest,
             "serving": serving,
-            "published": sum(v.version > 0 and v.state != VersionState.RESERVED for v in known),
-            "reloads": sum(v.version > 0 and v.served_at is not None for v in known),
+            "published": published,
+            "reloads": reloads,
         },
         "trainers": [
             {
@@ -118,6 +119,14 @@ def ledger_status(connection: Connection) -> dict[str, Any]:
     }
 
 
-def _newest_and_serving(known: list[VersionRow]) -> tuple[int | None, int | None]:
-    newest = max((v.version for v in known if v.may_serve), default=None)
-    return newest, max((v.version for v in known if v.state == VersionState.SERVING), default=None)
+def _newest_and_serving(kept: list[VersionRow]) -> tuple[int | None, int | None]:
+    newest = max((v.version for v in kept if v.may_serve), default=None)
+    return newest, max((v.version for v in kept if v.state == VersionState.SERVING), default=None)
+
+
+def _count_versions(connection: Connection) -> tuple[int, int]:
+    """Return how many versions after the base were published, and how many of them have served."""
+    counts = select(func.count(), func.count(versions.c.served_at))
+    made = (versions.c.version > 0, versions.c.state != VersionState.RESERVED)
+    published, served = connection.execute(counts.where(*made)).one()
+    return published, served
