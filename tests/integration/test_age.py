@@ -6,14 +6,18 @@ SQLite counts the steps of a statement, so no clock is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Engine, event, func, select, text, update
 
 from shared.config import RewardConfig
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.tables import experiences
 from shared.reward import Signal
+from tests.support.experiences import record_ready, rows
+from tests.support.processes import run_here
 from tests.support.samples import sample
 
 TASKS, RUNS, PAST = 8, 4, 2000
@@ -41,7 +45,7 @@ WORK: dict[str, Callable[[Connection], object]] = {
 
 
 @pytest.fixture
-def ledger(tmp_path) -> Iterator[Ledger]:
+def aging(tmp_path) -> Iterator[Ledger]:
     """Runs of tasks that wait for a trainer, and a version that waits for engines."""
     opened = Ledger.open(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
     names = [(f"m{task}-{run}", f"t{task}", f"r{run}") for task in range(TASKS) for run in range(RUNS)]
@@ -85,24 +89,43 @@ def _steps(ledger: Ledger, work: Callable[[Connection], object]) -> int:
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_daily_work_reads_nothing_of_the_past(ledger, name):
-    young = _steps(ledger, WORK[name])
-    _grow_old(ledger)
-    assert young > 0 and _steps(ledger, WORK[name]) < 2 * young
+def test_daily_work_reads_nothing_of_the_past(aging, name):
+    young = _steps(aging, WORK[name])
+    _grow_old(aging)
+    assert young > 0 and _steps(aging, WORK[name]) < 2 * young
 
 
-def test_the_status_reads_no_row_for_each_old_version(ledger):
-    _grow_old(ledger)
-    rows = 0
+def test_the_status_reads_no_row_for_each_old_version(aging):
+    _grow_old(aging)
+    read = 0
 
     def count(_cursor: object, row: tuple[object, ...]) -> tuple[object, ...]:
-        nonlocal rows
-        rows += 1
+        nonlocal read
+        read += 1
         return row
 
-    with ledger.read() as connection:
+    with aging.read() as connection:
         connection.connection.driver_connection.row_factory = count
         status = queries.ledger_status(connection)
         connection.connection.driver_connection.row_factory = None
     assert status["versions"] == {"newest": PAST + 1, "serving": None, "published": PAST + 1, "reloads": PAST}
-    assert rows < PAST
+    assert read < PAST
+
+
+def test_no_transaction_of_an_archive_removes_more_than_a_thousand_rows(ledger, config, tmp_path):
+    """Writers wait for each, and SQLite's log is as large as the largest."""
+    record_ready(ledger, rows(2500))
+    with ledger.write() as connection:
+        connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
+    left = [2500]
+
+    def count(connection: Connection) -> None:
+        left.append(connection.execute(select(func.count()).select_from(experiences)).scalar_one())
+
+    event.listen(Engine, "commit", count)
+    try:
+        run_here(config, "archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
+    finally:
+        event.remove(Engine, "commit", count)
+    assert left[-1] == 0
+    assert max(before - after for before, after in pairwise(left)) <= 1000
