@@ -5,6 +5,7 @@ SQLite counts the steps of a statement, so no clock is needed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences
 from shared.reward import Signal
 from tests.support.experiences import record_ready, rows
+from tests.support.plans import plans_of
 from tests.support.processes import run_here
 from tests.support.samples import sample
 
@@ -110,6 +112,11 @@ def test_the_status_reads_no_row_for_each_old_version(aging):
         connection.connection.driver_connection.row_factory = None
     assert status["versions"] == {"newest": PAST + 1, "serving": None, "published": PAST + 1, "reloads": PAST}
     assert read < PAST
+
+
+def test_the_pace_is_read_from_the_newest_versions_and_batches(aging):
+    plans = "\n".join(plan for _, plan in plans_of(aging, lambda connection: queries.pace(connection, now=PAST)))
+    assert not re.search(r"SCAN (versions|batches|experiences USING COVERING INDEX ix_experiences_batch)", plans), plans
 
 
 def test_no_transaction_of_an_archive_removes_more_than_a_thousand_rows(ledger, config, tmp_path):

@@ -40,7 +40,8 @@ def trained_ahead(connection: Connection) -> dict[str, Ahead]:
     """Return this by the trainer's name. Trainers whose newest version is in a saved state are left out."""
     given_up = (VersionState.RESERVED, VersionState.REJECTED)
     columns = (versions.c.writer, versions.c.step, versions.c.version, versions.c.created_at)
-    later = (versions.c.version > trainers.c.version, versions.c.state.not_in(given_up))
+    oldest = select(func.min(trainers.c.version)).scalar_subquery()  # older versions are not even read
+    later = (versions.c.version > oldest, versions.c.version > trainers.c.version, versions.c.state.not_in(given_up))
     made = select(*columns).join(trainers, trainers.c.name == versions.c.writer).where(*later)
     found: dict[str, Ahead] = {}
     for writer, step, version, created_at in connection.execute(made.order_by(versions.c.version)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Column, ColumnElement, Connection, func, select
 
 from shared.experience import VersionState
 from shared.ledger.conditions import is_ready
@@ -18,6 +18,7 @@ from shared.ledger.queries.versions import VersionRow, kept_versions
 from shared.ledger.tables import batches, experiences, versions
 
 _END_ROWS = 10_000  # number of newest rows from which the pace is read
+_END_BATCHES = 1_000  # number of newest batches, and of newest versions, from which it is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +39,18 @@ def pace(connection: Connection, now: float, window_s: float = 60.0) -> Pace:
         select(func.count(), func.min(end.c.created_at)).where(end.c.created_at > now - window_s)
     ).one()
     span_s = now - since if counted == _END_ROWS else window_s  # all of them are younger than the window
-    made = select(versions.c.version).where(versions.c.created_at > now - window_s)
-    trained = connection.execute(
-        select(func.count())
-        .select_from(experiences)
-        .join(batches, batches.c.id == experiences.c.batch_id)
-        .where(batches.c.consumed_version.in_(made))
-    ).scalar_one()
+    made = select(versions.c.version).where(_newest(versions.c.version), versions.c.created_at > now - window_s)
+    consumed = select(batches.c.id).where(_newest(batches.c.id), batches.c.consumed_version.in_(made))
+    rows = select(func.count()).select_from(experiences).where(experiences.c.batch_id.in_(consumed))
+    trained = connection.execute(rows).scalar_one()
     trained += sum(ahead.trained_since(now - window_s) for ahead in trained_ahead(connection).values())
     return Pace(
         None if oldest is None else max(0.0, now - oldest), 60 * counted / max(span_s, 1e-3), 60 * trained / window_s
     )
+
+
+def _newest(number: Column[int]) -> ColumnElement[bool]:
+    return number > select(func.max(number)).scalar_subquery() - _END_BATCHES
 
 
 class Tripped(NamedTuple):
