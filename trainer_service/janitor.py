@@ -12,11 +12,12 @@ import math
 import time
 from collections.abc import Callable
 
+from shared.belonging import version_folders, version_number
 from shared.config import Config
 from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger, database_time
-from shared.ledger.queries import list_states, list_versions
+from shared.ledger.queries import find_versions, kept_versions, list_states
 from shared.log import StageLogger
 from shared.process import process_name
 from shared.versions import version_name
@@ -25,6 +26,7 @@ from trainer_service.resume import SavedState, StateStore
 
 log = StageLogger("trainer")
 _RENEWED_S = transitions.VERSION_LEASE_S / 2  # live owners renew leases within this time; a smaller jump ends none
+_NO_VERSION = 2**31  # the name of such a folder is a larger number than the ledger's column holds
 
 
 class _ClockWatch:
@@ -79,7 +81,7 @@ class Janitor:
 
     def _give_up_versions(self) -> None:
         settings = self._settings
-        unknown = [row for row in self._ledger.fetch(list_versions) if row.has_files and row.bytes is None]
+        unknown = [row for row in self._ledger.fetch(kept_versions) if row.has_files and row.bytes is None]
         sizes = {row.version: size_of(self._folder.parent / row.path) for row in unknown}
         with self._ledger.write() as connection:
             given_up = transitions.give_up_files(
@@ -95,16 +97,18 @@ class Janitor:
 
     def _delete_versions(self) -> None:
         """Delete the folders of all versions whose files the ledger has given up."""
-        rows = self._ledger.fetch(list_versions)
+        folders = version_folders(self._folder.parent)
+        numbers = [number for number in map(version_number, folders) if number < _NO_VERSION]
+        rows = self._ledger.fetch(lambda connection: find_versions(connection, numbers)).values()
         given_up = {version_name(row.version) for row in rows if row.deleted_at is not None}
-        set_aside([folder for folder in self._folder.glob("v*") if folder.name in given_up])
+        set_aside([folder for folder in folders if folder.name in given_up])
         sweep(self._folder)
 
     def _delete_states(self, current: SavedState | None) -> None:
         """Delete the states of versions without files, and all but the newest states."""
         with self._ledger.read() as connection:
             states = list_states(connection, self._name)
-            there = {row.version for row in list_versions(connection) if row.has_files}
+            there = {row.version for row in kept_versions(connection) if row.has_files}
         kept = [state for state in states if state.version in there][-self._settings.keep_states :]
         paths = {state.path for state in kept} | ({current.path} if current else set())
         self._states.clean(keep=paths)

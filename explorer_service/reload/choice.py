@@ -10,7 +10,7 @@ from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import TakeUp
 from shared.errors import VersionError
-from shared.ledger.queries import VersionRow, list_versions
+from shared.ledger.queries import VersionRow, kept_versions
 
 
 class VersionChoice:
@@ -49,7 +49,7 @@ class VersionChoice:
         """
         excluded = {failed, *damaged}
         rows = [
-            row for row in await self._reloading.fetch(list_versions) if row.version not in excluded and row.may_serve
+            row for row in await self._reloading.fetch(kept_versions) if row.version not in excluded and row.may_serve
         ]
         rows = [row for row in rows if row.version == 0 or row.kind == self._reloading.config.model.kind]
         if served is not None and any(row.version == served.version for row in rows):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 HELP = "move old rows that were trained on or discarded into files"
 FILE_ROWS = 10_000  # maximum in one file
+AT_ONCE = 1000  # rows that one transaction deletes, so that it does not block writers for long
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -69,7 +70,6 @@ def _move(
     A file is durable before its rows leave the ledger. A crash between the two leaves rows in both, and an import of
     the file skips them. A row that gets signals meanwhile stays, and goes into a later file with them.
     """
-    from shared.ledger import transitions
     from shared.ledger.conditions import is_done
     from shared.ledger.dataset import conversations, replace_whole
     from shared.ledger.queries import count_signals, oldest_done
@@ -92,10 +92,15 @@ def _move(
             except BaseException:
                 file.unlink()
                 raise
-        with ledger.write() as connection:
-            removed = transitions.remove(connection, ids, said)
         left = None if left is None else left - len(ids)
-        yield file, removed
+        yield file, sum(_remove(ledger, ids[start : start + AT_ONCE], said) for start in range(0, len(ids), AT_ONCE))
+
+
+def _remove(ledger: Ledger, ids: list[int], said: dict[int, int]) -> int:
+    from shared.ledger import transitions
+
+    with ledger.write() as connection:
+        return transitions.remove(connection, ids, said)
 
 
 def _new_file(folder: Path, name: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, FromClause, Row, and_, func, not_, or_, true
+from sqlalchemy import Column, ColumnElement, FromClause, Row, and_, func, literal_column, not_, or_, true
 
 from shared.experience import State, TrajectoryKey
 from shared.ledger.tables import experiences
@@ -67,9 +67,10 @@ def is_in(state: Column[str], name: str) -> ColumnElement[bool]:
     """Whether a row is in a state; for rows that are found by id, batch or conversation.
 
     The coalesce() excludes PostgreSQL's partial index on that state: while a snapshot is open, that index contains
-    every row that has been in the state since.
+    every row that has been in the state since. The values are part of the statement, so that the index on READY rows of
+    a task, which has the same condition, is used.
     """
-    return func.coalesce(state, "") == name
+    return func.coalesce(state, literal_column("''")) == literal_column(f"'{name}'")
 
 
 def is_ready(after_id: int = 0) -> list[ColumnElement[bool]]:

@@ -32,6 +32,7 @@ Id = BigInteger().with_variant(Integer, "sqlite")  # SQLite's rowid is an INTEGE
 # conditions of indexes; a query repeats them word for word, as text()
 WAITS = f"teaches <> 0 AND state IN ('{State.RECORDED}', '{State.CONSUMED}')"  # a commit makes the row READY
 REHEARSABLE = "(taught & 22) <> 0"  # Lesson.COMMENT, CORRECTION, DEMONSTRATION: trained on words or written answers
+IS_READY = f"coalesce(state, '') = '{State.READY}'"  # as conditions.is_in() writes it
 IS_QUARANTINED = "substr(reason, 1, 12) = 'quarantined:'"
 _EXPORTED = {"exported": True}  # info of a column that `flywheel export` writes
 
@@ -95,6 +96,7 @@ _partial_index("teaching", WAITS, experiences.c.id)
 _partial_index("rehearsable", REHEARSABLE, experiences.c.id)
 _partial_index("quarantined", IS_QUARANTINED, experiences.c.id)
 _partial_index("task", "task_id IS NOT NULL", experiences.c.task_id, experiences.c.run_id)
+_partial_index("task_ready", f"{IS_READY} AND task_id IS NOT NULL", experiences.c.task_id, experiences.c.run_id)
 _partial_index("batch", "batch_id IS NOT NULL", experiences.c.batch_id)
 _partial_index("parent", "parent_id IS NOT NULL", experiences.c.parent_id)
 _partial_index("conversation", "conversation_id IS NOT NULL", experiences.c.conversation_id)
@@ -157,6 +159,7 @@ versions = Table(
     Column("decided_at", Float),  # time of its last change of state
     Column("deleted_at", Float),  # time since which its files are deleted, or about to be
 )
+_partial_index("kept", "deleted_at IS NULL", versions.c.version)
 
 decisions = Table(  # append-only
     "decisions",

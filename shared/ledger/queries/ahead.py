@@ -42,7 +42,9 @@ def trained_ahead(connection: Connection) -> dict[str, Ahead]:
     goes on from it. If the trainer withdrew it, the rows were released.
     """
     columns = (versions.c.writer, versions.c.step, versions.c.version, versions.c.created_at, versions.c.state)
-    later = (versions.c.version > trainers.c.version, versions.c.state != VersionState.RESERVED)
+    oldest = select(func.min(trainers.c.version)).scalar_subquery()  # older versions are not even read
+    published = versions.c.state != VersionState.RESERVED
+    later = (versions.c.version > oldest, versions.c.version > trainers.c.version, published)
     query = select(*columns).join(trainers, trainers.c.name == versions.c.writer).where(*later)
     made: dict[str, list[AnyRow]] = defaultdict(list)
     for row in connection.execute(query.order_by(versions.c.version)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Column, ColumnElement, Connection, func, select
 
 from shared.experience import VersionState
 from shared.ledger.conditions import is_ready
@@ -14,10 +14,11 @@ from shared.ledger.queries.ahead import trained_ahead
 from shared.ledger.queries.lease import quarantined
 from shared.ledger.queries.rows import count_by_state, count_ready
 from shared.ledger.queries.trainers import list_trainers
-from shared.ledger.queries.versions import VersionRow, list_versions
+from shared.ledger.queries.versions import VersionRow, kept_versions
 from shared.ledger.tables import batches, experiences, versions
 
 _END_ROWS = 10_000  # number of newest rows from which the pace is read
+_END_BATCHES = 1_000  # number of newest batches, and of newest versions, from which it is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +39,18 @@ def pace(connection: Connection, now: float, window_s: float = 60.0) -> Pace:
         select(func.count(), func.min(end.c.created_at)).where(end.c.created_at > now - window_s)
     ).one()
     span_s = now - since if counted == _END_ROWS else window_s  # all of them are younger than the window
-    made = select(versions.c.version).where(versions.c.created_at > now - window_s)
-    trained = connection.execute(
-        select(func.count())
-        .select_from(experiences)
-        .join(batches, batches.c.id == experiences.c.batch_id)
-        .where(batches.c.consumed_version.in_(made))
-    ).scalar_one()
+    made = select(versions.c.version).where(_newest(versions.c.version), versions.c.created_at > now - window_s)
+    consumed = select(batches.c.id).where(_newest(batches.c.id), batches.c.consumed_version.in_(made))
+    rows = select(func.count()).select_from(experiences).where(experiences.c.batch_id.in_(consumed))
+    trained = connection.execute(rows).scalar_one()
     trained += sum(ahead.trained_since(now - window_s) for ahead in trained_ahead(connection).values())
     return Pace(
         None if oldest is None else max(0.0, now - oldest), 60 * counted / max(span_s, 1e-3), 60 * trained / window_s
     )
+
+
+def _newest(number: Column[int]) -> ColumnElement[bool]:
+    return number > select(func.max(number)).scalar_subquery() - _END_BATCHES
 
 
 class Tripped(NamedTuple):
@@ -71,7 +73,7 @@ class LedgerProgress:
 
 def progress(connection: Connection) -> LedgerProgress:
     """Read the progress from indexes only, whatever the size of the table is."""
-    newest, serving = _newest_and_serving(list_versions(connection))
+    newest, serving = _newest_and_serving(kept_versions(connection))
     trainers = list_trainers(connection)
     held = [t.tripped for t in trainers if t.tripped is not None]
     tripped = [Tripped(str(one["figure"]), str(one.get("fix", ""))) for one in held]
@@ -82,8 +84,9 @@ def progress(connection: Connection) -> LedgerProgress:
 def ledger_status(connection: Connection) -> dict[str, Any]:
     """Return rows by state and their pace, versions, trainers, and the lag in versions."""
     now = database_time(connection)
-    rows, known, flow = count_by_state(connection), list_versions(connection), pace(connection, now)
-    newest, serving = _newest_and_serving(known)
+    rows, flow = count_by_state(connection), pace(connection, now)
+    newest, serving = _newest_and_serving(kept_versions(connection))
+    published, reloads = _count_versions(connection)
     ahead = trained_ahead(connection)
     return {
         "rows": rows,
@@ -92,8 +95,8 @@ def ledger_status(connection: Connection) -> dict[str, Any]:
         "versions": {
             "newest": newest,
             "serving": serving,
-            "published": sum(v.version > 0 and v.state != VersionState.RESERVED for v in known),
-            "reloads": sum(v.version > 0 and v.served_at is not None for v in known),
+            "published": published,
+            "reloads": reloads,
         },
         "trainers": [
             {
@@ -116,6 +119,14 @@ def ledger_status(connection: Connection) -> dict[str, Any]:
     }
 
 
-def _newest_and_serving(known: list[VersionRow]) -> tuple[int | None, int | None]:
-    newest = max((v.version for v in known if v.may_serve), default=None)
-    return newest, max((v.version for v in known if v.state == VersionState.SERVING), default=None)
+def _newest_and_serving(kept: list[VersionRow]) -> tuple[int | None, int | None]:
+    newest = max((v.version for v in kept if v.may_serve), default=None)
+    return newest, max((v.version for v in kept if v.state == VersionState.SERVING), default=None)
+
+
+def _count_versions(connection: Connection) -> tuple[int, int]:
+    """Return how many versions after the base were published, and how many of them have served."""
+    counts = select(func.count(), func.count(versions.c.served_at))
+    made = (versions.c.version > 0, versions.c.state != VersionState.RESERVED)
+    published, served = connection.execute(counts.where(*made)).one()
+    return published, served

@@ -68,6 +68,12 @@ def list_versions(connection: Connection) -> list[VersionRow]:
     return [VersionRow(**row._mapping) for row in connection.execute(select(versions).order_by(versions.c.version))]
 
 
+def kept_versions(connection: Connection) -> list[VersionRow]:
+    """Return the versions whose files are not given up, oldest first, including numbers that are only reserved."""
+    kept = select(versions).where(versions.c.deleted_at.is_(None)).order_by(versions.c.version)
+    return [VersionRow(**row._mapping) for row in connection.execute(kept)]
+
+
 def any_published(connection: Connection) -> bool:
     """Whether a version was ever published, in any state since."""
     published = select(versions.c.version).where(versions.c.state != VersionState.RESERVED).limit(1)

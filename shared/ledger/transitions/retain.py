@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Float, String, and_, delete, literal, or_, se
 
 from shared.experience import Purpose, VersionState
 from shared.ledger.connect import database_time, insert_into
-from shared.ledger.queries.versions import VersionRow, list_versions
+from shared.ledger.queries.versions import VersionRow, kept_versions
 from shared.ledger.tables import trainers, version_leases, versions
 from shared.ledger.transitions.leases import acquire_lease, release_lease
 from shared.ledger.transitions.versions import is_held, skip_version
@@ -104,7 +104,7 @@ def give_up_files(
     if not acquire_lease(connection, _JANITOR, owner):
         return []
     _end_leases(connection)
-    rows = [row for row in list_versions(connection) if row.has_files]
+    rows = [row for row in kept_versions(connection) if row.has_files]
     bytes_of = {row.version: row.bytes if row.bytes is not None else sizes.get(row.version, 0) for row in rows}
     given_up: list[int] = []
     for row in _in_order(rows):

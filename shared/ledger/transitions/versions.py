@@ -75,9 +75,10 @@ def serve_version(connection: Connection, version: int, *, by: str, engine: str 
         serving = select(versions.c.version).where(here, versions.c.state == VersionState.SERVING)
         if connection.execute(serving).first() is None:
             return False
-    others = and_(versions.c.state == VersionState.SERVING, versions.c.version != version)
+    kept = versions.c.deleted_at.is_(None)
+    others = and_(kept, versions.c.state == VersionState.SERVING, versions.c.version != version)
     _move(connection, and_(others, ~is_held(connection, but=engine)), VersionState.RETIRED, by=by)
-    overtaken = and_(versions.c.version.between(1, version - 1), versions.c.state == VersionState.PUBLISHED)
+    overtaken = and_(kept, versions.c.version.between(1, version - 1), versions.c.state == VersionState.PUBLISHED)
     _move(connection, overtaken, VersionState.SKIPPED, by=by, reason=f"version {version} served before it did")
     loaded = (version_leases.c.reader == engine, version_leases.c.purpose == Purpose.LOADING)
     connection.execute(delete(version_leases).where(*loaded))
