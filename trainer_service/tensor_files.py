@@ -26,11 +26,6 @@ def name_of(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def describe(tensor: torch.Tensor) -> Tensor:
-    """Return a tensor's entry in a header."""
-    return Tensor(name_of(tensor.dtype), tuple(tensor.shape))
-
-
 def make_header(layout: Mapping[str, Tensor]) -> bytes:
     """Return the header of a file that contains these tensors in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
