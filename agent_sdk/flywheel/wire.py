@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 8.0
+_POLL_S = 0.5  # between two requests of GET /ready
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
 
@@ -228,7 +229,7 @@ def get_status(retry_s: float) -> Steps[Status]:
     return Status((yield from call_json(Ask("GET", "/status"), retry_s)))
 
 
-def get_ready(timeout_s: float, poll_s: float = 0.5) -> Steps[None]:
+def get_ready(timeout_s: float) -> Steps[None]:
     """Wait for GET /ready. Raises Unreachable or Away after timeout_s, with its last response."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -238,9 +239,9 @@ def get_ready(timeout_s: float, poll_s: float = 0.5) -> Steps[None]:
                 return
             raise Refused(answer.status, f"GET /ready: {_read_error(answer)[0]}")
         except (Away, Unreachable):
-            if time.monotonic() + poll_s > deadline:
+            if time.monotonic() + _POLL_S > deadline:
                 raise
-        yield Pause(poll_s)
+        yield Pause(_POLL_S)
 
 
 def get_run(task_id: str, run_id: str | None, retry_s: float) -> Steps[list[dict[str, Any]] | None]:
