@@ -21,8 +21,8 @@ from shared.config import AUTO
 from shared.ledger.queries import ledger_status, list_versions
 
 
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+def _json(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 async def answer_health(_request: Request, _deps: Deps) -> Response:

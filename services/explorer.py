@@ -70,7 +70,6 @@ def run_explorer(config: Config, file: Path, is_worker: bool = False) -> int:
             log.warning(doubt)
         if sum(key.role == "feedback" for key in explorer.keys) > 1 and config.trainer.max_share_per_key == 1:
             log.warning("one feedback key may set all rewards of a batch; trainer.max_share_per_key bounds its share")
-    if not is_worker:
         require_free_port(explorer.host, explorer.port, "explorer.host or explorer.port")
     ledger = Ledger.open(config.ledger_url, answering_within(explorer.ledger_timeout_s))
     try:

@@ -163,11 +163,8 @@ async def _render(engine: EngineAdmin, messages: list[Any], tools: Any) -> Token
     if not after or any(tokens[: len(prompt)] != prompt for tokens in (whole, zero)) or whole[-after:] != zero[-after:]:
         raise ValueError("the model's chat template does not write a reply after its prompt")
     reply_ids = whole[len(prompt) : len(whole) - after + 1]
-    return _as_tokens(prompt, reply_ids, (await engine.score([*prompt, *reply_ids]))[len(prompt) - 1 :])
-
-
-def _as_tokens(prompt_ids: list[int], reply_ids: list[int], logprobs: list[float]) -> Tokens:
-    return Tokens(np.array(prompt_ids, np.int32), np.array(reply_ids, np.int32), np.array(logprobs, np.float32))
+    logprobs = (await engine.score([*prompt, *reply_ids]))[len(prompt) - 1 :]
+    return Tokens(np.array(prompt, np.int32), np.array(reply_ids, np.int32), np.array(logprobs, np.float32))
 
 
 def store(

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO
 
 from shared.log import StageLogger
@@ -37,7 +37,7 @@ class Child:
     started_at: float = 0.0  # time.monotonic()
     failures: int = 0
     restart_at: float | None = None
-    readers: list[threading.Thread] = field(default_factory=list)
+    reader: threading.Thread | None = None  # of its output
 
     @property
     def alive(self) -> bool:
@@ -83,9 +83,8 @@ class Supervisor:
         )
         child.started_at, child.restart_at = time.monotonic(), None
         assert child.process.stdout is not None
-        reader = threading.Thread(target=self._copy_log, args=(child.name, child.process.stdout), daemon=True)
-        reader.start()
-        child.readers = [reader]
+        child.reader = threading.Thread(target=self._copy_log, args=(child.name, child.process.stdout), daemon=True)
+        child.reader.start()
         log.info("started", process=child.name, pid=child.process.pid)
 
     def _copy_log(self, name: str, stream: IO[bytes]) -> None:
@@ -123,8 +122,8 @@ class Supervisor:
         for stage in ([child for child in self._children if child not in engines], engines):
             _end_together(stage)
         for child in self._children:
-            for reader in child.readers:
-                reader.join(1.0)
+            if child.reader is not None:
+                child.reader.join(1.0)
         log.info("stopped")
 
 

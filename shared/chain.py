@@ -15,7 +15,7 @@ import msgspec
 
 from shared.delta import rebuild
 from shared.errors import VersionError, VersionMissing
-from shared.versions import MANIFEST, FileEntry, Manifest, delta_name, manifest_sha256, read_manifest, version_path
+from shared.versions import MANIFEST, FileEntry, Manifest, delta_name, file_entry, read_manifest, version_path
 
 MOST_DELTAS = 256  # longest chain
 _COPY_BYTES = 1024 * 1024
@@ -67,7 +67,7 @@ def copy_version(chain: list[Link], target: Path, bases: Mapping[str, Path] | No
     for link in chain[start + 1 :]:
         for name in link.manifest.whole:
             delta = _present(link.folder, delta_name(name))
-            _require(link.folder, delta_name(name), link.manifest.files[delta_name(name)], _digest(delta))
+            _require(link.folder, delta_name(name), link.manifest.files[delta_name(name)], file_entry(delta).sha256)
     for name, entry in manifest.whole.items():
         changes = [link.folder / delta_name(name) for link in chain[start + 1 :]]
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def _read_link(root: Path, version: int, sha256: str | None) -> Link:
     manifest = read_manifest(folder, sha256)
     if manifest.version != version:
         raise VersionError(f"{folder}: {MANIFEST} says version {manifest.version}")
-    return Link(folder, manifest, sha256 or manifest_sha256(folder))
+    return Link(folder, manifest, sha256 or file_entry(folder / MANIFEST).sha256)
 
 
 def _present(folder: Path, name: str) -> Path:
@@ -104,8 +104,3 @@ def _copy(source: Path, target: Path) -> str:
             digest.update(data)
             writer.write(data)
     return digest.hexdigest()
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

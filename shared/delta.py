@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import struct
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -26,12 +25,11 @@ from io import BufferedReader
 from itertools import cycle
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import VersionError
-from shared.tensors import data_start, read_bytes_of
+from shared.tensors import Tensor, data_start, make_header, read_bytes_of
 
 BLOCK_BYTES = 2 * 1024 * 1024
 _LEVEL = 1  # of zlib: higher levels are much slower and save little
@@ -51,7 +49,7 @@ def write_delta(older: Path, newer: Path, delta: Path, max_bytes: int) -> bool:
     start = data_start(newer)
     if data_start(older) != start or older.stat().st_size != newer.stat().st_size:
         return False
-    lengths: dict[str, int] = {}
+    layout: dict[str, Tensor] = {}
     with older.open("rb") as before, newer.open("rb") as after, tempfile.TemporaryFile(dir=delta.parent) as data:
         if before.read(start) != after.read(start):
             return False
@@ -61,13 +59,13 @@ def write_delta(older: Path, newer: Path, delta: Path, max_bytes: int) -> bool:
                 continue
             for part, raw in (("gaps", _gaps(changed)), ("values", _split(new[changed]))):
                 packed = zlib.compress(raw, _LEVEL)
-                lengths[f"{number}.{part}"] = len(packed)
+                layout[f"{number}.{part}"] = Tensor("U8", (len(packed),))
                 data.write(packed)
             if data.tell() > max_bytes:
                 return False
         data.seek(0)
         with delta.open("wb") as target:
-            target.write(_header(lengths))
+            target.write(make_header(layout))
             shutil.copyfileobj(data, target)
     return True
 
@@ -196,13 +194,3 @@ def _join(values: Bytes) -> Words:
     low, high = values.reshape(2, -1)
     joined: Words = low | np.left_shift(high, 8, dtype=np.uint16)
     return joined
-
-
-def _header(lengths: dict[str, int]) -> bytes:
-    entries, end = {}, 0
-    for name, length in lengths.items():
-        entries[name] = {"dtype": "U8", "shape": [length], "data_offsets": [end, end + length]}
-        end += length
-    encoded = msgspec.json.encode(entries)
-    encoded += b" " * (-len(encoded) % 8)
-    return struct.pack("<Q", len(encoded)) + encoded

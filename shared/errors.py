@@ -60,6 +60,11 @@ class DiskFull(FlywheelError):
     """The disk filled up during a write. No partial files remain."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return str(error).strip().split("\n")[0]
+
+
 def is_full(failure: Exception) -> bool:
     """Whether the operating system refused a write because the disk, or a quota, is full."""
     return isinstance(failure, OSError) and failure.errno in (errno.ENOSPC, errno.EDQUOT)

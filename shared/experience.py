@@ -104,7 +104,6 @@ class VersionState(StrEnum):
 class Purpose(StrEnum):
     """Why a version's files are kept for a reader."""
 
-    STAGING = "staging"  # an engine's host copies them
     LOADING = "loading"  # an engine is about to load them
     SERVING = "serving"  # an engine reads them while it serves
     UNLOADING = "unloading"  # an engine has or may have them, and gets no requests for them

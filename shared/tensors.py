@@ -1,13 +1,15 @@
 """The tensors of a folder: names, shapes and types according to its safetensors files.
 
-Reads only the headers, so that versions of any size are compared in milliseconds and without torch. Headers are checked
-before they are used: engines read the same files without checks.
+Reads and writes only the headers, so that versions of any size are compared in milliseconds and without torch. Headers
+are checked before they are used: engines read the same files without checks.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -35,6 +37,11 @@ class Tensor(NamedTuple):
 
     dtype: str  # in safetensors' notation, e.g. BF16
     shape: tuple[int, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        """Size of its data. Raises KeyError for an unknown type."""
+        return math.prod(self.shape) * _BITS[self.dtype] // 8
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -97,6 +104,18 @@ def read_bytes_of(file: Path) -> tuple[int, dict[str, tuple[int, int]]]:
         if entry.dtype != "U8" or len(entry.shape) != 1:
             raise VersionError(f"{file}: {name!a} is {entry.dtype} {entry.shape}, and should be a row of bytes")
     return start, {name: (start + entry.data_offsets[0], entry.shape[0]) for name, entry in entries.items()}
+
+
+def make_header(layout: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the header of a file that contains these tensors in this order."""
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, tensor in layout.items():
+        begin, end = end, end + tensor.data_bytes
+        entries[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (begin, end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def data_start(file: Path) -> int:

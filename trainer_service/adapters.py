@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shared.adapters import ADAPTER_WEIGHTS, AdapterConfig, a_name, b_name, is_target, read_adapter_config
 from shared.config import LoraConfig
-from shared.errors import StartupError, VersionError
+from shared.errors import StartupError, VersionError, first_line
 from trainer_service.logprobs import Scores
 from trainer_service.models import Actor, ValueHead, hidden_states, load_causal_lm
 from trainer_service.packing import MicroBatch
@@ -47,9 +47,9 @@ def add_adapters(model: Any, config: LoraConfig, names: list[str], seed: int) ->
             try:
                 inject_adapter_in_model(settings, model, name)
             except ValueError as exc:
-                reason = str(exc).strip().split("\n")[0]
                 raise StartupError(
-                    f"model.lora.targets={targets!r}: {reason}; name linear layers of the model, or set {ALL_LINEAR}"
+                    f"model.lora.targets={targets!r}: {first_line(exc)}; name linear layers of the model, or set "
+                    f"{ALL_LINEAR}"
                 ) from exc
     adapters = Adapters(model)
     adapters.require_served(targets)
@@ -63,8 +63,7 @@ def open_adapter(base: Path, folder: Path) -> Any:
     try:
         return PeftModel.from_pretrained(model, folder)
     except (OSError, ValueError, RuntimeError, SafetensorError) as exc:
-        reason = str(exc).strip().split("\n")[0]
-        raise StartupError(f"the adapter in {folder} cannot be loaded ({reason})") from exc
+        raise StartupError(f"the adapter in {folder} cannot be loaded ({first_line(exc)})") from exc
 
 
 class Adapters:

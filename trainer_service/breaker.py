@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sqlalchemy import Connection
+
 from shared.config import BreakerConfig, TrainerConfig
 from shared.errors import LedgerError, StartupError
 from shared.ledger import queries, transitions
@@ -119,7 +121,7 @@ class Breaker:
 
     def require_free(self) -> None:
         """Raise StartupError if the ledger says that the breaker has tripped."""
-        row = self._patient.write(lambda connection: queries.find_trainer(connection, self._name))
+        row = self._patient.write(self._find)
         if row is not None and row.tripped is not None:
             reason = row.tripped["reason"]
             raise StartupError(f"the breaker of trainer {self._name!r} has tripped: {reason}, then train again")
@@ -127,7 +129,7 @@ class Breaker:
 
     def wait(self) -> None:
         """Wait while the ledger says that the breaker has tripped. Raises Stopped."""
-        row = self._patient.write(lambda connection: queries.find_trainer(connection, self._name))
+        row = self._patient.write(self._find)
         if row is not None and row.tripped is not None:
             self._show(row.tripped)
             log.error("the breaker has tripped; nothing is published or consumed", reason=row.tripped["reason"])
@@ -141,9 +143,12 @@ class Breaker:
 
     def _read(self) -> TrainerRow | None:
         try:
-            return self._ledger.fetch(lambda connection: queries.find_trainer(connection, self._name))
+            return self._ledger.fetch(self._find)
         except LedgerError:
             return None
+
+    def _find(self, connection: Connection) -> TrainerRow | None:
+        return queries.find_trainer(connection, self._name)
 
 
 def reward_drop(rewards: Sequence[Rewards], bounds: BreakerConfig) -> float | None:

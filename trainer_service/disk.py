@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from shared.errors import first_line
 from shared.versions import fsync
 
 GIB = 1024**3
@@ -46,7 +47,7 @@ def pauses_s(first: float) -> Iterator[float]:
 def as_os_error(failure: Exception) -> OSError:
     """Convert an error of safetensors that wraps one of the operating system to an OSError."""
     number = re.search(r"os error (\d+)", str(failure))
-    return OSError(int(number[1]) if number else errno.EIO, str(failure).strip().split("\n")[0])
+    return OSError(int(number[1]) if number else errno.EIO, first_line(failure))
 
 
 def set_aside(folders: Iterable[Path]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from shared.config import HintConfig
-from shared.errors import StartupError
+from shared.errors import StartupError, first_line
 from shared.experience import Experience, choice_name
 from shared.reward import Lesson
 from trainer_service.algorithms.seam import Batch, Ints, Words
@@ -76,9 +77,8 @@ class HintWriter:
             about = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as exc:
-            reason = str(exc).strip().split("\n")[0]
             raise StartupError(
-                f"{folder} has no tokenizer that can be loaded ({reason}); add it to model.path"
+                f"{folder} has no tokenizer that can be loaded ({first_line(exc)}); add it to model.path"
             ) from exc
         return cls(tokenizer, config, getattr(about, "max_position_embeddings", None))
 
@@ -125,7 +125,7 @@ class HintWriter:
             if not len(text) or not left:
                 continue
             before, after = wording.split("{text}")
-            parts += [self._encode(before), text[:left], self._encode(f"{after}\n")]
+            parts += [_encode(self._tokenizer, before), text[:left], _encode(self._tokenizer, f"{after}\n")]
             left -= min(left, len(text))
         return np.concatenate([*parts, self._frame.after]) if len(parts) > 1 else _NOTHING
 
@@ -133,12 +133,8 @@ class HintWriter:
         """Tokenize a caller's text without special tokens."""
         limit = self._config.max_hint_tokens
         plain = text[: _LARGEST_TOKEN * limit].strip().encode(errors="replace").decode()
-        ids = self._encode(plain, split_special_tokens=True)
+        ids = _encode(self._tokenizer, plain, split_special_tokens=True)
         return ids[~np.isin(ids, list(self._frame.control))][:limit]
-
-    def _encode(self, text: str, **options: bool) -> Ints:
-        ids = self._tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"]
-        return np.asarray(ids, np.int64)
 
     def _message_in(self, row: Experience, following: Experience) -> Ints:
         """Return the tokens of the user's message after a row's reply, from the next prompt; empty if it has none."""
@@ -159,12 +155,14 @@ class HintWriter:
         return _NOTHING
 
 
+def _encode(tokenizer: Any, text: str, **options: bool) -> Ints:
+    ids = tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"]
+    return np.asarray(ids, np.int64)
+
+
 def _frame(tokenizer: Any) -> _Frame:
     """Read what a tokenizer's chat template writes; without a template, words are a paragraph of plain text."""
-
-    def encode(text: str) -> Ints:
-        return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
-
+    encode = partial(_encode, tokenizer)
     template = str(tokenizer.chat_template or "")
     added = tokenizer.get_added_vocab().items()
     control = frozenset(tokenizer.all_special_ids) | {number for text, number in added if text in template}

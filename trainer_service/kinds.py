@@ -18,6 +18,7 @@ from shared.adapters import ADAPTER_WEIGHTS, write_adapter_config
 from shared.experience import JSON
 from shared.probe import Contrast, Probe, ProbeSequence
 from shared.tensors import Tensor as Described
+from shared.tensors import make_header
 from shared.versions import Manifest, read_manifest, version_path, write_version
 from trainer_service.adapters import Adapters
 from trainer_service.file_weights import FileWeights
@@ -29,7 +30,7 @@ from trainer_service.publish import (
     weight_names,
     write_full_version,
 )
-from trainer_service.tensor_files import make_header, name_of, write_tensors
+from trainer_service.tensor_files import PYTORCH, name_of, write_tensors
 
 _CANDIDATES = 16  # sequences sampled from the adapted model, besides those of the base model
 _KEPT = 4  # of all these: an engine scores them while it serves streams
@@ -157,7 +158,7 @@ class AdapterVersions:
         layout = {name: Described(dtype, shape) for name, shape in shapes.items()}
 
         def write_files(folder: Path) -> None:
-            write_tensors(folder / ADAPTER_WEIGHTS, make_header(layout), layout, read)
+            write_tensors(folder / ADAPTER_WEIGHTS, make_header(layout, PYTORCH), layout, read)
             write_adapter_config(folder, self._adapters.describe(first.base_fingerprint))
 
         return write_version(root, manifest, write_files)

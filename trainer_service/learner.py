@@ -14,9 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shared.config import SFTConfig
 from shared.errors import DiskFull, StartupError
-from shared.experience import JSON, Experience
+from shared.experience import JSON, Experience, Sampling, Tokens
 from shared.probe import ProbeSequence
 from shared.stop_request import StopRequest
 from shared.versions import Manifest
@@ -25,7 +27,6 @@ from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.batch import make_batch
 from trainer_service.broadcast import pack_rows, unpack_rows
 from trainer_service.errors import RankLost, UpdateError
-from trainer_service.harmless import harmless_row
 from trainer_service.kinds import kind_of
 from trainer_service.ranks import Ranks, together
 from trainer_service.resume import SavedState, StateStore
@@ -37,6 +38,12 @@ _FAILURES = (UpdateError, RuntimeError, MemoryError, IndexError, ValueError)
 _REASON_LENGTH = 400  # characters
 Preparation = Callable[[list[Experience]], list[Experience]]
 Build = Callable[[], tuple[Updater, Any]]
+
+
+def harmless_row() -> Experience:
+    """Return a row that no update can fail on: three tokens that every model has, with the reward 1."""
+    tokens = Tokens(np.zeros(1, np.int32), np.array([1, 0], np.int32), np.full(2, -1.0, np.float32))
+    return Experience(0, "harmless", 0, None, None, None, "harmless", 0, 1.0, 0.0, tokens, Sampling())
 
 
 class Learner:

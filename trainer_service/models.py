@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from shared.errors import StartupError
+from shared.errors import StartupError, first_line
 from trainer_service import attention, head
 from trainer_service.logprobs import Scores, score
 from trainer_service.packing import MicroBatch
@@ -27,7 +27,7 @@ def load_causal_lm(folder: Path) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as exc:
-        reason = str(exc).strip().split("\n")[0]
+        reason = first_line(exc)
         raise StartupError(f"the model in {folder} cannot be loaded ({reason}); is it a whole causal LM?") from exc
     prepare(model)
     return model

@@ -20,7 +20,7 @@ from trainer_service.attention import Layout
 from trainer_service.logprobs import SamplingTensors
 from trainer_service.penalties import Penalties
 from trainer_service.prefix_tree import Order, fold
-from trainer_service.trajectories import Floats, TokenSequence
+from trainer_service.trajectories import TokenSequence
 
 
 class Rows(Enum):
@@ -162,11 +162,6 @@ def _collate(trajectories: Sequence[TokenSequence], order: Order, names: list[in
         lengths=[len(t.actions) for t in chosen],
         tokens_in=sum(len(t.token_ids) for t in chosen),
     )
-
-
-def gather(arrays: Sequence[Floats], micro: MicroBatch) -> Tensor:
-    """Concatenate one [A] array for each trajectory of the batch to [K], in the micro-batch's order."""
-    return torch.from_numpy(np.concatenate([arrays[index] for index in micro.members]))
 
 
 def scatter(values_K: Tensor, micro: MicroBatch, into: list[Any]) -> None:

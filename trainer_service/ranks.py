@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from shared.errors import ConfigError, StartupError
+from shared.errors import ConfigError, StartupError, first_line
 from shared.stop_request import StopRequest
 from trainer_service.broadcast import AnyArray, pack_arrays, unpack_arrays
 from trainer_service.errors import RankLost
@@ -125,7 +125,7 @@ class Ranks:
         except TimeoutError as exc:
             raise RankLost(f"rank 0 does not answer, for {self._timeout_s:g} s now (trainer.rank_timeout_s)") from exc
         except (RuntimeError, dist.DistNetworkError) as exc:
-            raise RankLost(f"rank 0 is gone ({_first_line(exc)})") from exc
+            raise RankLost(f"rank 0 is gone ({first_line(exc) or type(exc).__name__})") from exc
 
     def _wait_and_get(self, key: str) -> bytes:
         self._store.wait([key], timedelta(seconds=_LOOK_EVERY_S))
@@ -248,7 +248,7 @@ def _meet(rank: int, size: int) -> Any:
     except (RuntimeError, ValueError, OSError) as exc:
         raise StartupError(
             f"WORLD_SIZE={size}, and its ranks did not all meet at {address} within {JOIN_TIMEOUT_S:g} s "
-            f"({_first_line(exc)}); start all of them, or unset WORLD_SIZE"
+            f"({first_line(exc) or type(exc).__name__}); start all of them, or unset WORLD_SIZE"
         ) from exc
     return store
 
@@ -270,7 +270,3 @@ def _number(name: str) -> int:
     if not text.isdigit():
         raise StartupError(f"{name}={text!r} is no number; start the ranks with `flywheel trainer` or torchrun")
     return int(text)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

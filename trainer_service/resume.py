@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from shared.errors import DiskFull, StartupError, is_full
+from shared.errors import DiskFull, StartupError, first_line, is_full
 from shared.experience import JSON
 from shared.ledger.queries import TrainerRow
 from shared.log import StageLogger
@@ -95,7 +95,7 @@ class StateStore:
             fsync(self.folder)
             return SavedState(str(folder.relative_to(self._root)), _digest(folder))
         except (OSError, RuntimeError, ValueError) as exc:  # PyTorch raises RuntimeError for a full disk
-            reason = str(exc).strip().split("\n")[0]
+            reason = first_line(exc)
             kind = DiskFull if is_full(exc) else SaveError
         shutil.rmtree(folder, ignore_errors=True)
         raise kind(

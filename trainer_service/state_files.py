@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from shared.config import TrainerConfig
 from shared.errors import ConfigError, StartupError, VersionError
 from shared.experience import JSON
-from shared.tensors import Tensor, read_header
+from shared.tensors import Tensor, make_header, read_header
 from trainer_service.algorithms.registry import algorithm
 from trainer_service.algorithms.seam import Needs
 from trainer_service.backends.deepspeed import DeepSpeedBackend
-from trainer_service.tensor_files import make_header, write_tensors
+from trainer_service.tensor_files import PYTORCH, write_tensors
 
 FORMAT = 1
 PROGRESS = "state.json"
@@ -47,7 +47,7 @@ def write_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
             return state.read(parameters[name], kind)
 
         if folder is not None:
-            write_tensors(_file(folder, kind), make_header(layout), layout, read)
+            write_tensors(_file(folder, kind), make_header(layout, PYTORCH), layout, read)
         else:
             for name in layout:
                 read(name)

@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 
 from shared.config import DistillConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, first_line
 from shared.experience import Experience, LogprobArray
 from shared.log import StageLogger
 from shared.stop_request import StopRequest
@@ -62,9 +62,8 @@ def load_tokenizer(folder: str | Path, key: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as exc:
-        reason = str(exc).strip().split("\n")[0]
         raise ConfigError(
-            f"{key}={folder} has no tokenizer that can be loaded ({reason}); name a model folder"
+            f"{key}={folder} has no tokenizer that can be loaded ({first_line(exc)}); name a model folder"
         ) from exc
 
 

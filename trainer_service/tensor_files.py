@@ -6,7 +6,6 @@ A file's header precedes its data, so all names, types and shapes are known befo
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from shared.errors import VersionError
 from shared.tensors import MAX_HEADER_BYTES, Tensor, read_header
 
+PYTORCH = {"format": "pt"}  # metadata in the header of a file that PyTorch may read
 TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
@@ -24,23 +24,6 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 def name_of(dtype: torch.dtype) -> str:
     """Return the name of a dtype in safetensors."""
     return _NAMES[dtype]
-
-
-def describe(tensor: torch.Tensor) -> Tensor:
-    """Return a tensor's entry in a header."""
-    return Tensor(name_of(tensor.dtype), tuple(tensor.shape))
-
-
-def make_header(layout: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a file that contains these tensors in this order."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in layout.items():
-        begin, end = end, end + math.prod(tensor.shape) * TYPES[tensor.dtype].itemsize
-        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 def copy_header(file: Path) -> tuple[bytes, dict[str, Tensor]]:

@@ -104,12 +104,6 @@ class Trajectory:
             in_own[number] += 1
 
 
-def assemble(rows: Iterable[Experience]) -> list[TokenSequence]:
-    """Return the sequences of all trajectories of a batch with their rewards, oldest first."""
-    sequences = [sequence for trajectory in trajectories_of(rows) for sequence in trajectory.sequences]
-    return sorted(sequences, key=lambda sequence: sequence.row_ids[0])
-
-
 def trajectories_of(rows: Iterable[Experience]) -> list[Trajectory]:
     """Return the trajectories of a batch, oldest first, with the rewards of their sequences.
 
@@ -159,7 +153,7 @@ def sequence_alone(token_ids: npt.NDArray[Any], prompt: int, *, sampling: Sampli
     ids = token_ids.astype(np.int32)
     tokens = Tokens(ids[:prompt], ids[prompt:], np.full(len(ids) - prompt, -1.0, np.float32))
     how = sampling or Sampling()
-    return assemble([Experience(0, "alone", 0, None, None, None, "alone", 0, 0.0, 0.0, tokens, how)])[0]
+    return sequence_of(Experience(0, "alone", 0, None, None, None, "alone", 0, 0.0, 0.0, tokens, how))
 
 
 class _Builder:

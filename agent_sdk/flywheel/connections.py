@@ -40,36 +40,34 @@ class _Cookies(httpx.Cookies):
             super().extract_cookies(response)
 
 
-class HttpClient(httpx.Client):
+class _WithCookies:
+    """A client's property `cookies`, with these cookies."""
+
+    _found: _Cookies
+
+    @property
+    def cookies(self) -> httpx.Cookies:
+        return self._found
+
+    @cookies.setter
+    def cookies(self, cookies: Any) -> None:
+        self._found = _Cookies(cookies)
+
+
+class HttpClient(_WithCookies, httpx.Client):
     """httpx's client, which parses cookies only in responses that set some."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._found = _Cookies(options.get("cookies"))
-
-    @property
-    def cookies(self) -> httpx.Cookies:
-        return self._found
-
-    @cookies.setter
-    def cookies(self, cookies: Any) -> None:
-        self._found = _Cookies(cookies)
+        self.cookies = options.get("cookies")
 
 
-class AsyncHttpClient(httpx.AsyncClient):
+class AsyncHttpClient(_WithCookies, httpx.AsyncClient):
     """The same for asyncio."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._found = _Cookies(options.get("cookies"))
-
-    @property
-    def cookies(self) -> httpx.Cookies:
-        return self._found
-
-    @cookies.setter
-    def cookies(self, cookies: Any) -> None:
-        self._found = _Cookies(cookies)
+        self.cookies = options.get("cookies")
 
 
 class Connections:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flywheel.errors import ConfigError
 from flywheel.model import Model
-from flywheel.tools import Recording, recording
+from flywheel.tools import Recording, recorded_in
 from flywheel.workflow import Caller, Function
 
 if TYPE_CHECKING:
@@ -65,21 +66,14 @@ class Conversation:
         if self._user is None:
             reply = self._serve(messages)
             return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._store(messages, reply)
-        token = recording.set(self._recorded)
-        try:
+        with recorded_in(self._recorded):
             reply = self._agent(list(messages), self._production)
-        finally:
-            recording.reset(token)
         return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._store(messages, reply)
 
     async def _awaited(self, messages: list[Message], reply: Awaitable[Any]) -> Any:
         """Return the reply of an async agent. Without a user, the runner records the results of its tools."""
-        token = None if self._user is None else recording.set(self._recorded)
-        try:
+        with nullcontext() if self._user is None else recorded_in(self._recorded):
             return self._store(messages, await reply)
-        finally:
-            if token is not None:
-                recording.reset(token)
 
     def _store(self, messages: list[Message], reply: Any) -> Any:
         self.messages = [*messages, _as_message(reply)]

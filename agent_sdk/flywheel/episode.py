@@ -59,7 +59,7 @@ class Failures:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attempts:
     """How a run is attempted: the common parts of all runs of a learn."""
 
@@ -69,7 +69,7 @@ class Attempts:
     workflow: Caller
     judge: Caller | None
     how: LearnConfig
-    counted: list[int] = field(default_factory=lambda: [0])  # runs that ended since this start
+    counted: int = 0  # runs that ended since this start
 
     async def run(self, task: NamedTask, task_id: str, number: int) -> int:
         """Try until an attempt gives a result; after the last failure, drop the run. Each attempt is a new run.
@@ -100,7 +100,7 @@ class Attempts:
                 self.failures.succeeded()
                 return run.chats
         await self.journal.write(self._line(place, None, None, "dropped", 0.0))
-        self.counted[0] += 1
+        self.counted += 1
         return 0
 
     def _run_id(self, number: int, attempt: int) -> str:
@@ -133,7 +133,7 @@ class Attempts:
             )
             return False
         self.journal.note({"kind": "sent", "place": place})
-        self.counted[0] += 1
+        self.counted += 1
         return True
 
     @staticmethod

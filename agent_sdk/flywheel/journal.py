@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from flywheel.errors import JournalMismatch
 
 FORMAT = 1
-_Waiting = tuple[bytes, "asyncio.Future[None] | None", "asyncio.AbstractEventLoop | None"]
+_Waiting = tuple[bytes, "asyncio.Future[None] | None"]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -106,13 +106,12 @@ class Journal:
 
     def note(self, line: dict[str, Any]) -> None:
         """Queue a line whose loss would do no harm."""
-        self._lines.put((_encode(line), None, None))
+        self._lines.put((_encode(line), None))
 
     async def write(self, line: dict[str, Any]) -> None:
         """Write a line; it is durable when this returns."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        self._lines.put((_encode(line), done, loop))
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines.put((_encode(line), done))
         await done
 
     def close(self) -> None:
@@ -130,14 +129,14 @@ class Journal:
             lines = [line for line in batch if line is not None]
             error: OSError | None = None
             try:
-                self._file.write(b"".join(line for line, _, _ in lines))
+                self._file.write(b"".join(line for line, _ in lines))
                 self._file.flush()
                 os.fsync(self._file.fileno())
             except OSError as exc:
                 error = exc
-            for _, done, loop in lines:
-                if done is not None and loop is not None:
-                    loop.call_soon_threadsafe(_settle, done, error)
+            for _, done in lines:
+                if done is not None:
+                    done.get_loop().call_soon_threadsafe(_settle, done, error)
             if len(lines) < len(batch):
                 return
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ from flywheel.model import Model
 from flywheel.run import Credit, check_credit
 from flywheel.selection import Call, Chooser, SamplingRate, Selected, Selection, as_selection, current_mark
 from flywheel.shadow import Agent, Replay, Shadow, ShadowOptions, Stats
-from flywheel.tools import ReadOnlyTools, Recording, recording
+from flywheel.tools import ReadOnlyTools, Recording, recorded_in
 from flywheel.transport import current_run
 from flywheel.workflow import Caller, Function, is_async
 
@@ -117,24 +118,16 @@ class TrainingRunner:
         @functools.wraps(agent)
         async def asynchronous(request: Any) -> Any:
             chosen = self._before(request)
-            token = recording.set(chosen[2]) if chosen is not None else None
-            try:
+            with nullcontext() if chosen is None else recorded_in(chosen[2]):
                 reply = await agent(request, production)
-            finally:
-                if token is not None:
-                    recording.reset(token)
             self._after(trainee, chosen, reply)
             return reply
 
         @functools.wraps(agent)
         def synchronous(request: Any) -> Any:
             chosen = self._before(request)
-            token = recording.set(chosen[2]) if chosen is not None else None
-            try:
+            with nullcontext() if chosen is None else recorded_in(chosen[2]):
                 reply = agent(request, production)
-            finally:
-                if token is not None:
-                    recording.reset(token)
             self._after(trainee, chosen, reply)
             return reply
 

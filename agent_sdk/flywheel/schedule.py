@@ -180,7 +180,7 @@ class Learning:
         if not self._eval_tasks or version == self._evaluated or (is_over and not first):
             return
         found = await try_serving(self.attempts.client, self._trial, self._eval_tasks)
-        found = replace(found, after_runs=len(self.attempts.journal.ended) + self.attempts.counted[0])
+        found = replace(found, after_runs=len(self.attempts.journal.ended) + self.attempts.counted)
         self._evaluated = self.report.version_last = found.version
         if self.how.progress:
             erase = "\r\x1b[K" if sys.stderr.isatty() else ""
@@ -205,7 +205,7 @@ async def show(learning: Learning) -> None:
     live, began = sys.stderr.isatty(), time.monotonic()
     while True:
         await asyncio.sleep(1.0 if live else 10.0)
-        done, seconds = learning.attempts.counted[0], time.monotonic() - began
+        done, seconds = learning.attempts.counted, time.monotonic() - began
         left_s = (learning.planned - done) * seconds / max(1, done)
         left_s = min(left_s, max(0.0, (learning.how.seconds or math.inf) - seconds))
         status = learning.pacer.status

@@ -13,7 +13,8 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -29,6 +30,16 @@ _declared: dict[str, bool] = {}  # whether a tool only reads, by name: chats con
 recording: ContextVar[Recording | None] = ContextVar("flywheel_recording", default=None)
 _NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _CARRY = 200  # characters of a piece that are searched again together with the next one
+
+
+@contextmanager
+def recorded_in(calls: Recording | None) -> Iterator[None]:
+    """Record the tool calls of a block; None: record none."""
+    token = recording.set(calls)
+    try:
+        yield
+    finally:
+        recording.reset(token)
 
 
 def declare(name: str, *, read_only: bool) -> None:
@@ -95,8 +106,7 @@ def _guarded(function: F, name: str, read_only: bool) -> F:
         _record(name, arguments(args, kwargs), result)
         return result
 
-    wrapped: Any = asynchronous if is_async(function) else synchronous
-    return wrapped  # type: ignore[no-any-return]
+    return asynchronous if is_async(function) else synchronous  # type: ignore[return-value]
 
 
 def _policy(name: str, read_only: bool) -> ShadowGuard | None:
@@ -109,8 +119,7 @@ def _policy(name: str, read_only: bool) -> ShadowGuard | None:
 
 
 def _record(name: str, arguments: Mapping[str, Any], result: Any) -> None:
-    found = recording.get()
-    if found is None:
+    if (found := recording.get()) is None:
         return
     try:
         found.append((name, _canonical(arguments), copy.deepcopy(result)))
@@ -148,16 +157,14 @@ def _guard_one(given: Any) -> Any:
     declare(name, read_only=read_only)
     if inspect.isroutine(given):
         return _guarded(given, name, read_only)
-    guarded, found = copy.copy(given), False
-    for attribute in _CALLS:
-        function = getattr(given, attribute, None)
-        if callable(function):
-            object.__setattr__(guarded, attribute, _guarded(function, name, read_only))
-            found = True
-    if not found:
+    called = {attribute: function for attribute in _CALLS if callable(function := getattr(given, attribute, None))}
+    if not called:
         raise ConfigError(
             f"tool {name}: its function cannot be found; wrap it in @flywheel.tool(read_only={read_only})"
         )
+    guarded = copy.copy(given)
+    for attribute, function in called.items():
+        object.__setattr__(guarded, attribute, _guarded(function, name, read_only))
     return guarded
 
 

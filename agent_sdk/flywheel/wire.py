@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 8.0
+_POLL_S = 0.5  # between two requests of GET /ready
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
 
@@ -164,9 +165,13 @@ def call_json(ask: Ask, retry_s: float) -> Steps[dict[str, Any]]:
     """Send a request whose response is a JSON object. Raises Refused, Away and Unreachable."""
     answer = yield from exchange(ask, retry_s)
     if answer.status >= 400:
-        message, code, param = _read_error(answer)
-        raise Refused(answer.status, f"{ask.method} {ask.path}: {message}", code=code, param=param)
+        raise _refusal(ask, answer)
     return read_object(answer)
+
+
+def _refusal(ask: Ask, answer: Answer) -> Refused:
+    message, code, param = _read_error(answer)
+    return Refused(answer.status, f"{ask.method} {ask.path}: {message}", code=code, param=param)
 
 
 def read_object(answer: Answer) -> dict[str, Any]:
@@ -193,14 +198,14 @@ def send_feedback(body: Mapping[str, Any], key: str | None, unknown_ok: bool, re
     """POST /feedback. Raises NothingKnown, unless unknown_ok, if the explorer knows none of the targets."""
     if key is not None and not _KEY.fullmatch(key):
         raise ConfigError(f"idempotency_key={key!r}: give 1 to 80 letters, digits, _ or -")
-    answer = yield from exchange(Ask("POST", "/feedback", encode(body), key or uuid.uuid4().hex), retry_s)
+    ask = Ask("POST", "/feedback", encode(body), key or uuid.uuid4().hex)
+    answer = yield from exchange(ask, retry_s)
     content = read_object(answer)
     if answer.status == 404 and "receipts" in content:
         if not unknown_ok:
             raise NothingKnown("the explorer knows none of the targets of this feedback", receipts=content["receipts"])
     elif answer.status >= 400:
-        message, code, param = _read_error(answer)
-        raise Refused(answer.status, f"POST /feedback: {message}", code=code, param=param)
+        raise _refusal(ask, answer)
     receipts = tuple(Receipt(one["msg_id"], one["state"]) for one in content.get("receipts", []))
     return Receipts(int(content.get("applied", 0)), receipts)
 
@@ -224,7 +229,7 @@ def get_status(retry_s: float) -> Steps[Status]:
     return Status((yield from call_json(Ask("GET", "/status"), retry_s)))
 
 
-def get_ready(timeout_s: float, poll_s: float = 0.5) -> Steps[None]:
+def get_ready(timeout_s: float) -> Steps[None]:
     """Wait for GET /ready. Raises Unreachable or Away after timeout_s, with its last response."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -234,21 +239,20 @@ def get_ready(timeout_s: float, poll_s: float = 0.5) -> Steps[None]:
                 return
             raise Refused(answer.status, f"GET /ready: {_read_error(answer)[0]}")
         except (Away, Unreachable):
-            if time.monotonic() + poll_s > deadline:
+            if time.monotonic() + _POLL_S > deadline:
                 raise
-        yield Pause(poll_s)
+        yield Pause(_POLL_S)
 
 
 def get_run(task_id: str, run_id: str | None, retry_s: float) -> Steps[list[dict[str, Any]] | None]:
     """GET /runs: the recorded rows of a run; None if the explorer has no such route."""
     query = {"task_id": task_id, **({} if run_id is None else {"run_id": run_id})}
-    answer = yield from exchange(Ask("GET", "/runs", query=query), retry_s)
-    if answer.status in (404, 405, 501):
-        return None
-    if answer.status >= 400:
-        message, code, param = _read_error(answer)
-        raise Refused(answer.status, f"GET /runs: {message}", code=code, param=param)
-    content = read_object(answer)
+    try:
+        content = yield from call_json(Ask("GET", "/runs", query=query), retry_s)
+    except Refused as exc:
+        if exc.status in (404, 405, 501):
+            return None
+        raise
     return list(content.get("rows") or [])
 
 

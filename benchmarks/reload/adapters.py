@@ -38,7 +38,7 @@ class AdapterPublisher:
         from trainer_service.publish import as_published, compute_probe
 
         with self._ledger.write() as connection:
-            self.version = transitions.reserve_version(connection, writer="trainer", kind="lora")
+            self.version = transitions.reserve_version(connection, writer="trainer")
         weights = self._tensors(self.version)
         lora, base = self._config.model.lora, self._base
         alone = base.probe.sequences[:SEQUENCES]

@@ -6,8 +6,9 @@ import numpy as np
 
 from benchmarks.trainer.cases import Row, distinct_tokens, rows
 from benchmarks.trainer.worker import experiences, packing_figures
+from trainer_service.algorithms.seam import Batch
 from trainer_service.packing import pack
-from trainer_service.trajectories import assemble
+from trainer_service.trajectories import trajectories_of
 
 BUDGET = 4096  # trainer.max_tokens_per_micro_batch's default
 
@@ -21,7 +22,7 @@ def figures() -> dict[str, float]:
 
 
 def _packed(made: list[Row], budget: int) -> dict[str, float]:
-    sequences = assemble(experiences(made))
+    sequences = Batch.of(trajectories_of(experiences(made))).sequences
     return packing_figures(pack(sequences, range(len(sequences)), budget), budget)
 
 

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.trainer.cases import Row, rows
 from benchmarks.trainer.clock import STEPS, seconds
 from shared.experience import Experience, Sampling, Tokens
+from trainer_service.algorithms.seam import Batch
 from trainer_service.models import prepare, score_actions
 from trainer_service.packing import MicroBatch, Rows, pack
-from trainer_service.trajectories import assemble
+from trainer_service.trajectories import trajectories_of
 
 Step = Callable[[Any, list[Row]], Iterator[Tensor]]
 
@@ -48,7 +49,7 @@ def packing_figures(micros: Sequence[MicroBatch], max_tokens: int) -> dict[str, 
 
 def ours(budget: int, kind: Rows) -> Step:
     def losses(model: Any, found: list[Row]) -> Iterator[Tensor]:
-        trajectories = assemble(experiences(found))
+        trajectories = Batch.of(trajectories_of(experiences(found))).sequences
         micros = pack(trajectories, range(len(trajectories)), budget, kind)
         figures.update(packing_figures(micros, budget))
         for micro in micros:

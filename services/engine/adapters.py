@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import re
-import struct
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +11,10 @@ from pathlib import Path
 
 from shared.adapters import ADAPTER_WEIGHTS, AdapterConfig, a_name, b_name, is_target, write_adapter_config
 from shared.config import Config
-from shared.tensors import Tensor, read_tensors
+from shared.tensors import Tensor, make_header, read_tensors
 
 _IN_A_LAYER = re.compile(r"\.\d+\..*\.weight$")
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +68,15 @@ def write_zeros(config: Config, base: dict[str, Tensor], folder: Path) -> None:
     }
     if lora.targets != "all-linear":
         modules = {name: tensor for name, tensor in modules.items() if is_target(name, list(lora.targets))}
-    header, end = {}, 0
+    layout: dict[str, Tensor] = {}
     for name, (saved, (outputs, inputs)) in modules.items():
-        dtype = saved if saved in _BYTES else "BF16"
-        for tensor, shape in ((a_name(name), [lora.rank, inputs]), (b_name(name), [outputs, lora.rank])):
-            begin, end = end, end + math.prod(shape) * _BYTES[dtype]
-            header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    encoded = json.dumps(header).encode()
+        dtype = saved if saved in _TYPES else "BF16"
+        layout[a_name(name)] = Tensor(dtype, (lora.rank, inputs))
+        layout[b_name(name)] = Tensor(dtype, (outputs, lora.rank))
+    header = make_header(layout)
     with (folder / ADAPTER_WEIGHTS).open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        file.truncate(8 + len(encoded) + end)
+        file.write(header)
+        file.truncate(len(header) + sum(tensor.data_bytes for tensor in layout.values()))
     targets = sorted({name.rpartition(".")[2] for name in modules})
     write_adapter_config(
         folder, AdapterConfig(base_model_name_or_path="", r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)

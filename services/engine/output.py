@@ -15,7 +15,6 @@ from shared.log import StageLogger
 
 log = StageLogger("engine")
 
-
 _MOST_LINES = 2000  # of the last output, and of the output about vLLM's end
 _NEAR_THE_END = 40  # lines
 
@@ -31,10 +30,7 @@ _LOGGED = re.compile(r"^(?:\(\w+ pid=\d+\) )?[A-Z]+ \d\d-\d\d [\d:]+ (?:\[\S+\] 
 
 
 class EngineOutput:
-    """vLLM's log: copied to a file in root_dir, and searched for the reason when vLLM ends.
-
-    The log of the previous run is kept next to it, as `previous`.
-    """
+    """The output of one run of vLLM. The log of the previous run is kept next to it, as `previous`."""
 
     def __init__(self, stream: IO[bytes] | None, file: Path) -> None:
         assert stream is not None

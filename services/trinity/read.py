@@ -39,7 +39,7 @@ def read(files: Sequence[Path], environ: Mapping[str, str]) -> tuple[Given, list
 
 def _given(file: Path) -> Given:
     try:
-        return _flat(_tree(file))
+        return Given(_leaves(_tree(file)))
     except RecursionError as exc:
         raise ConfigError(f"{file} is nested too deeply, or a value contains itself; correct it") from exc
 
@@ -63,11 +63,7 @@ def _tree(file: Path) -> dict[str, Any]:
     return tree
 
 
-def _flat(tree: Any, prefix: str = "") -> Given:
-    return Given(_leaves(tree, prefix))
-
-
-def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value with its dotted key. A list of plain values is one value; an empty section, too."""
     if isinstance(tree, list) and any(isinstance(item, dict | list) for item in tree):
         tree = dict(enumerate(tree))

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from shared.config.base import NUMBER, Count, Finite, Flag, NonNegative, Positive, Share
-from shared.config.surrogate import AlgorithmConfig, Bounds, RewardSignals, SurrogateConfig, require_ascending
+from shared.config.base import NUMBER, Bounds, Count, Finite, Flag, NonNegative, Positive, Share, require_ascending
+from shared.config.surrogate import AlgorithmConfig, RewardSignals, SurrogateConfig
 from shared.config.taught import DistillConfig, HintConfig
 
 

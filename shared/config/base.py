@@ -21,6 +21,7 @@ NUMBER = BeforeValidator(_refuse_flag)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), NUMBER]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), NUMBER]
 Finite = Annotated[float, Field(allow_inf_nan=False), NUMBER]
+Bounds = tuple[Finite, Finite]  # lower and upper
 Share = Annotated[float, Field(ge=0, le=1), NUMBER]
 Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
 Count = Annotated[int, Field(ge=1, le=10**12, strict=True)]  # fits into a database integer
@@ -33,6 +34,12 @@ class Section(BaseModel):
     """Frozen; unknown keys are errors; the string after a field is its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def require_ascending(key: str, bounds: Bounds | None) -> None:
+    """Raise ValueError unless the lower bound comes first."""
+    if bounds is not None and bounds[0] >= bounds[1]:
+        raise ValueError(f"{key}={list(bounds)}: the lower bound comes first; swap them")
 
 
 def require_distinct(setting: str, values: Iterable[str]) -> None:

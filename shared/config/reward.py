@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from shared.config.base import Finite, Section
+from shared.config.base import Bounds, Finite, Section, require_ascending
 
 
 class RewardConfig(Section):
@@ -16,16 +16,15 @@ class RewardConfig(Section):
     """The reward for the rating "down"."""
     metrics: dict[str, Finite] = Field(default_factory=dict)
     """Weight of each metric in the sum, by its name; other metrics are stored and ignored."""
-    clip: tuple[Finite, Finite] | None = None
+    clip: Bounds | None = None
     """Lowest and highest reward of a row; null: unbounded."""
-    accept: tuple[Finite, Finite] | None = (-100.0, 100.0)
+    accept: Bounds | None = (-100.0, 100.0)
     """Lowest and highest reward that a caller may send; others are answered with 400, and so are, if `clip` is null,
     metrics whose weighted value is outside this range. null: any finite number. Set the range of your rewards: one far
     outside it outweighs all others of its batch."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> RewardConfig:
-        for key, bounds in (("clip", self.clip), ("accept", self.accept)):
-            if bounds is not None and bounds[0] >= bounds[1]:
-                raise ValueError(f"reward.{key}={list(bounds)!r}: the lower bound comes first; swap them")
+        require_ascending("reward.clip", self.clip)
+        require_ascending("reward.accept", self.accept)
         return self

@@ -6,9 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from shared.config.base import NUMBER, Count, Finite, Flag, NonNegative, Positive, Section
-
-Bounds = tuple[Finite, Finite]  # lower and upper
+from shared.config.base import NUMBER, Bounds, Count, Flag, NonNegative, Positive, Section, require_ascending
 
 RewardSignals = frozenset({"reward", "rating", "metric"})
 
@@ -106,9 +104,3 @@ class SurrogateConfig(AlgorithmConfig):
                 f"{key}.importance_cap={self.importance_cap:g}; lower it"
             )
         require_ascending(f"{key}.geometric_mask", self.geometric_mask)
-
-
-def require_ascending(key: str, bounds: Bounds | None) -> None:
-    """Raise ValueError unless the lower bound comes first."""
-    if bounds is not None and bounds[0] >= bounds[1]:
-        raise ValueError(f"{key}={list(bounds)}: the lower bound comes first; swap them")

@@ -16,14 +16,14 @@ from shared.ledger.tables import batches, metadata, row_counts, signals
 _CHUNK = 1000  # rows
 
 
-def bring_to_head(connection: Connection) -> bool:
-    """Run the missing migrations inside the caller's transaction. Returns whether there were any.
+def bring_to_head(connection: Connection) -> None:
+    """Run the missing migrations inside the caller's transaction.
 
     Raises LedgerError if a newer Flywheel created the database, or if it has foreign tables.
     """
     at = schema_version(connection)
     if at == HEAD:
-        return False
+        return
     if at is not None and at > HEAD:
         raise LedgerError(
             f"the ledger has schema {at}, this Flywheel knows {HEAD}: a newer one made it; upgrade this one"
@@ -31,7 +31,6 @@ def bring_to_head(connection: Connection) -> bool:
     if at is None and inspect(connection).has_table("experiences"):
         raise LedgerError("the database has a table `experiences` that is not ours; name an empty database")
     run_steps(connection, HEAD)
-    return True
 
 
 def run_steps(connection: Connection, target: str) -> None:

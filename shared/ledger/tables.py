@@ -230,7 +230,7 @@ explorers = Table(
     "explorers",
     metadata,
     Column("id", String(64), primary_key=True),  # new at each start
-    Column("acknowledged", LargeBinary, nullable=False),  # JSON: engine → [generation, seeded requests there]
+    Column("acknowledged", LargeBinary, nullable=False),  # JSON: shared.ledger.queries.Followed by engine
     Column("settings", LargeBinary),  # JSON: settings in which all explorers must agree, by their keys
     Column("heartbeat_at", Float, nullable=False),
 )
@@ -241,7 +241,7 @@ engines = Table(
     Column("url", String(400), primary_key=True),  # for a loopback address, prefixed with the machine's name
     Column("owner", String(64)),  # the explorer that changes its version
     Column("owner_until", Float, nullable=False),  # Unix seconds
-    Column("state", String(12), nullable=False),  # as explorer_service.engines.pool.EngineState
+    Column("state", String(12), nullable=False),  # as explorer_service.engines.engine.EngineState
     Column("version", Integer),
     Column("generation", Integer, nullable=False),  # number of changes of its state
     # the generation in which requests in flight were last sampled by weights that failed their proof

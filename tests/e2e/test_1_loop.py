@@ -22,11 +22,11 @@ from shared.experience import Sampling, Tokens
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences, payloads
 from tests.e2e.conftest import DEFAULT_REPETITION_PENALTY, ENGINE_START_S, Live
+from tests.support.batches import assemble
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.servers import free_port
 from trainer_service.models import load_causal_lm, score_actions
 from trainer_service.packing import pack
-from trainer_service.trajectories import assemble
 
 pytestmark = pytest.mark.engine
 LOGPROB_TOLERANCE = 1e-4  # the largest difference seen is about 1e-6

@@ -30,7 +30,7 @@ from tests.e2e.conftest import Live
 from tests.support.processes import REPOSITORY, run_here
 from tests.support.tool_model import CITIES, GREETING, SUMMARY
 from trainer_service.answers import answer_tokenizer
-from trainer_service.harmless import harmless_row
+from trainer_service.learner import harmless_row
 
 pytestmark = pytest.mark.engine
 CLIENTS = REPOSITORY / "tests" / "clients"

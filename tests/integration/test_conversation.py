@@ -165,7 +165,7 @@ def test_feedback_of_scope_conversation_reaches_all_turns(explorer):
 
 
 def test_a_linked_conversation_whose_tokens_extend_each_other_is_trained_as_one_trajectory(explorer, scripted_engine):
-    from trainer_service.trajectories import assemble
+    from tests.support.batches import assemble
 
     script = scripted_engine.script
     _, messages = turn(explorer, FIRST)

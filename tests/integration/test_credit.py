@@ -15,12 +15,13 @@ from shared.experience import Experience, Lease
 from shared.ledger import queries, transitions
 from shared.ledger.tables import experiences, signals
 from shared.reward import SCORES
+from tests.support.batches import assemble, gather
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer
 from trainer_service.algorithms.advantages import gae
 from trainer_service.models import load_causal_lm, score_actions
-from trainer_service.packing import gather, pack
-from trainer_service.trajectories import TokenSequence, assemble
+from trainer_service.packing import pack
+from trainer_service.trajectories import TokenSequence
 
 RUN = {"task_id": "task", "run_id": "1"}
 

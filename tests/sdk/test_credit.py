@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.test_credit import lease, returns
 from tests.sdk.conftest import rows, said
-from trainer_service.trajectories import assemble
+from tests.support.batches import assemble
 
 HI = [{"role": "user", "content": "hi"}]
 

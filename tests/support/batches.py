@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from shared.experience import Experience, Sampling, Tokens
-from trainer_service.algorithms.seam import Algorithm, Batch, Memory, Precomputed
+from trainer_service.algorithms.seam import Algorithm, Batch, Floats, Memory, Precomputed
 from trainer_service.batch import make_batch
 from trainer_service.logprobs import Scores
-from trainer_service.packing import pack
+from trainer_service.packing import MicroBatch, pack
 from trainer_service.parts import Part, Work
 from trainer_service.ranks import Ranks
 from trainer_service.shares import bound_shares, keys_of
@@ -28,6 +28,17 @@ def array(*values: float) -> np.ndarray:
 def rows_batch(rows: Iterable[Experience]) -> Batch:
     """The batch that the trainer makes from claimed rows."""
     return make_batch(list(rows))
+
+
+def assemble(rows: Iterable[Experience]) -> list[TokenSequence]:
+    """The sequences of all trajectories of a batch with their rewards, oldest first."""
+    sequences = [sequence for trajectory in trajectories_of(rows) for sequence in trajectory.sequences]
+    return sorted(sequences, key=lambda sequence: sequence.row_ids[0])
+
+
+def gather(arrays: Sequence[Floats], micro: MicroBatch) -> torch.Tensor:
+    """One [A] array for each trajectory of the batch, concatenated to [K], in the micro-batch's order."""
+    return torch.from_numpy(np.concatenate([arrays[index] for index in micro.members]))
 
 
 def sequence(

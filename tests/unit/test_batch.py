@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from shared.experience import Experience, Sampling, Tokens
+from tests.support.batches import assemble
 from trainer_service.algorithms.advantages import gae
 from trainer_service.batch import make_batch
-from trainer_service.trajectories import TokenSequence, assemble, trajectories_of
+from trainer_service.trajectories import TokenSequence, trajectories_of
 
 
 def row(

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from benchmarks.trainer.worker import packing_figures
 from shared.experience import Sampling
 from tests.support import architectures
+from tests.support.batches import gather
 from trainer_service import attention, head
 from trainer_service.models import ActorCritic, ValueHead, prepare, score_actions
-from trainer_service.packing import Rows, gather, pack, scatter
+from trainer_service.packing import Rows, pack, scatter
 from trainer_service.trajectories import TokenSequence, sequence_alone
 
 

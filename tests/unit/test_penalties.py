@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from shared.experience import Experience, Sampling, Tokens
+from tests.support.batches import assemble
 from trainer_service.logprobs import at_temperature
 from trainer_service.packing import pack
 from trainer_service.penalties import Penalties, penalized
-from trainer_service.trajectories import assemble
 
 VOCABULARY = 40
 

@@ -14,11 +14,11 @@ from services import cli
 from services.trinity import table
 from services.trinity.convert import THEIR_DEFAULTS, convert, exists
 from services.trinity.key import Fate, Given, expand
-from services.trinity.page import fill, tables
 from services.trinity.read import read
 from shared.config import Config, load_config
 from tests.support.servers import RunningExplorer, free_port, write_scripted_version
 from tests.support.trinity_files import EXPLORER, KINDS, REACT, TRAINER, as_yaml, converted
+from tests.support.trinity_page import fill, tables
 
 PAGE = Path(__file__).parents[2] / "docs/trinity.md"
 FILES = {**{name: as_yaml(keys) for name, keys in KINDS.items()}, "react": REACT, "explorer": EXPLORER}
@@ -245,7 +245,7 @@ def test_no_key_is_in_two_rows_and_every_target_exists():
 
 def test_the_page_has_the_tables_that_the_command_converts_by():
     page = PAGE.read_text(encoding="utf-8")
-    assert fill(page) == page, "write services.trinity.page.fill of docs/trinity.md back to it"
+    assert fill(page) == page, "write tests.support.trinity_page.fill of docs/trinity.md back to it"
     assert all(text in page for text in tables().values())
 
 

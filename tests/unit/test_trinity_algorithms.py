@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from services.trinity.algorithms import TRINITY, TRL
-from services.trinity.page import tables
 from shared.config import ALGORITHMS
 from tests.support.trinity_files import converted
+from tests.support.trinity_page import tables
 
 
 @pytest.fixture(autouse=True)

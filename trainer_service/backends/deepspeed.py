@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, first_line
 from shared.experience import JSON
 from trainer_service.backends.optimizer_state import OptimizerState
 from trainer_service.ranks import Ranks, is_lost
@@ -153,7 +153,7 @@ def _refusal(error: Exception, config: JSON) -> str:
         message = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
         reason = "DeepSpeed has no such key" if first["type"] == "extra_forbidden" else message
         return f"{name}={first['input']!r}: {reason}; correct it"
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    reason = first_line(error) or type(error).__name__
     return f"trainer.deepspeed: DeepSpeed refuses its configuration ({reason}); correct it"
 
 

@@ -27,6 +27,3 @@ class JsonLines:
                 if file.read(1) != b"\n":
                     file.write(b"\n")
             file.write(msgspec.json.encode(record.as_json()) + b"\n")
-
-    def close(self) -> None:
-        pass

@@ -63,9 +63,6 @@ class TrainerMetrics:
         if tripped is not None:
             self._tripped.labels(*(str(tripped.get(name, "")) for name in ("figure", "setting", "fix"))).set(1)
 
-    def close(self) -> None:
-        pass
-
 
 class MetricsServer:
     """Serves the metrics at GET /metrics until `close`."""

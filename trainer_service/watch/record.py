@@ -72,7 +72,7 @@ class Record:
 
 
 class Sink(Protocol):
-    """An output for records. Its errors are logged and do not stop training."""
+    """An output for records that may fail or block. Its errors are logged and do not stop training."""
 
     def write(self, record: Record) -> None: ...
 

@@ -37,7 +37,7 @@ class Watch:
         settings = config.watch
         outside = _output_factories(settings, config.name, folder)
         self._metrics = TrainerMetrics()
-        self._sinks: dict[str, Sink] = {"Prometheus": self._metrics}
+        self._sinks: dict[str, TrainerMetrics | JsonLines] = {"Prometheus": self._metrics}
         if settings.jsonl:
             self._sinks["JSONL"] = JsonLines(folder, int(settings.jsonl_mb * 1e6))
         self._endpoint = None if settings.port is None else MetricsServer(settings, self._metrics)

@@ -17,6 +17,7 @@ from shared.ledger.queries.trainers import list_trainers
 from shared.ledger.queries.versions import VersionRow, kept_versions
 from shared.ledger.tables import batches, experiences, versions
 
+_MINUTE_S = 60.0
 _END_ROWS = 10_000  # number of newest rows from which the pace is read
 _END_BATCHES = 1_000  # number of newest batches, and of newest versions, from which it is read
 
@@ -30,22 +31,22 @@ class Pace:
     trained_per_minute: float
 
 
-def pace(connection: Connection, now: float, window_s: float = 60.0) -> Pace:
+def pace(connection: Connection, now: float) -> Pace:
     """Return the pace of the last minute from the newest rows only, whatever the size of the table is."""
     ready = select(experiences.c.created_at).where(*is_ready()).order_by(experiences.c.id)
     oldest = connection.execute(ready.limit(1)).scalar()
     end = select(experiences.c.created_at).order_by(experiences.c.id.desc()).limit(_END_ROWS).subquery()
     counted, since = connection.execute(
-        select(func.count(), func.min(end.c.created_at)).where(end.c.created_at > now - window_s)
+        select(func.count(), func.min(end.c.created_at)).where(end.c.created_at > now - _MINUTE_S)
     ).one()
-    span_s = now - since if counted == _END_ROWS else window_s  # all of them are younger than the window
-    made = select(versions.c.version).where(_newest(versions.c.version), versions.c.created_at > now - window_s)
+    span_s = now - since if counted == _END_ROWS else _MINUTE_S  # all of them are younger than a minute
+    made = select(versions.c.version).where(_newest(versions.c.version), versions.c.created_at > now - _MINUTE_S)
     consumed = select(batches.c.id).where(_newest(batches.c.id), batches.c.consumed_version.in_(made))
     rows = select(func.count()).select_from(experiences).where(experiences.c.batch_id.in_(consumed))
     trained = connection.execute(rows).scalar_one()
-    trained += sum(ahead.trained_since(now - window_s) for ahead in trained_ahead(connection).values())
+    trained += sum(ahead.trained_since(now - _MINUTE_S) for ahead in trained_ahead(connection).values())
     return Pace(
-        None if oldest is None else max(0.0, now - oldest), 60 * counted / max(span_s, 1e-3), 60 * trained / window_s
+        None if oldest is None else max(0.0, now - oldest), _MINUTE_S * counted / max(span_s, 1e-3), float(trained)
     )
 
 

@@ -22,6 +22,7 @@ from shared.ledger.tables import WAITS, experiences
 from shared.reward import Lesson
 
 _AT_ONCE = 50  # rows with signals whose trajectories become READY together
+_EXPIRED_AT_ONCE = 2_000  # rows
 _COLUMNS = ("id", "task_id", "run_id", "key_group", "conversation_id", "state", "teaches", "taught", "feedback_key")
 _MAY_WAIT = (State.RECORDED, State.CONSUMED)
 
@@ -104,14 +105,14 @@ def _still_in(*states: State) -> ColumnElement[bool]:
     return or_(*(is_in(experiences.c.state, state) for state in states))
 
 
-def expire(connection: Connection, *, before: float, at_most: int = 2_000) -> int:
+def expire(connection: Connection, *, before: float) -> int:
     """RECORDED → DISCARDED for rows recorded before this time, Unix seconds, that no commit would make READY.
 
-    Returns their number, up to `at_most`, so that no transaction blocks writers for long.
+    Returns their number, up to _EXPIRED_AT_ONCE, so that no transaction blocks writers for long.
     """
     silent = experiences.c.teaches == 0
     old = (experiences.c.state == State.RECORDED, silent, experiences.c.created_at < before, *_has_no_taught_mate())
-    query = select(experiences.c.id).where(*old).order_by(experiences.c.id).limit(at_most)
+    query = select(experiences.c.id).where(*old).order_by(experiences.c.id).limit(_EXPIRED_AT_ONCE)
     reason = "expired: nothing that is learned from was said in time"
     ids = connection.execute(query).scalars().all()
     return _set(connection, ids, _still_in(State.RECORDED), silent, state=State.DISCARDED, reason=reason)

@@ -26,10 +26,11 @@ _UNPROVEN = and_(versions.c.state.in_((VersionState.PUBLISHED, VersionState.SKIP
 _MAY_BE_REJECTED = versions.c.state.in_((*MAY_SERVE, VersionState.SKIPPED))
 
 
-def reserve_version(connection: Connection, *, writer: str, kind: str = "full") -> int:
+def reserve_version(connection: Connection, *, writer: str) -> int:
     """Reserve a version number for this trainer until it publishes it; the trainer writes nothing before that.
 
-    Returns a number again that it reserved before and did not publish, because it died.
+    The row's kind and step are set when it is published. Returns a number again that it reserved before and did not
+    publish, because it died.
     """
     own = (versions.c.writer == writer, versions.c.state == VersionState.RESERVED)
     held: int | None = connection.execute(select(func.min(versions.c.version)).where(*own)).scalar()
@@ -39,7 +40,7 @@ def reserve_version(connection: Connection, *, writer: str, kind: str = "full") 
         highest = connection.execute(select(func.max(versions.c.version))).scalar()
         version: int = 0 if highest is None else highest + 1
         now = database_time(connection)
-        row = {"version": version, "kind": kind, "path": version_path(version), "step": 0, "created_at": now}
+        row = {"version": version, "kind": "full", "path": version_path(version), "step": 0, "created_at": now}
         state = {"state": VersionState.RESERVED, "decided_at": now, "writer": writer}
         made = insert_into(connection, versions).values(**row, **state).returning(versions.c.version)
         if connection.execute(made.on_conflict_do_nothing()).first() is not None:  # else another trainer inserted it

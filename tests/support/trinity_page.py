@@ -1,4 +1,4 @@
-"""The tables of docs/trinity.md, from the tables that the command uses; a test compares them with the page."""
+"""The tables of docs/trinity.md, from the tables that `flywheel convert-config` uses."""
 
 from __future__ import annotations
 
