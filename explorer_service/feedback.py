@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from sqlalchemy import Connection
@@ -32,6 +32,7 @@ from explorer_service.feedback_limits import (
     FIND_TIMEOUT_S,
     MAX_ROWS,
     SLICE_COST,
+    check_choice,
     check_rewards,
     check_signals,
     check_targets,
@@ -54,12 +55,12 @@ class FeedbackBody(msgspec.Struct):
     task_id: str | int | None = None
     run_id: str | int | None = None
     reward: float | None = None
-    rating: Literal["up", "down"] | None = None
+    rating: str | None = None
     metrics: dict[str, float] | None = None
     comment: str | None = None
     correction: str | None = None
     preferred_over: list[str] | None = None
-    scope: Literal["message", "conversation"] | None = None
+    scope: str | None = None
     each: bool | None = None  # the signals are for each message, not for the whole
 
 
@@ -97,6 +98,8 @@ class Answer(msgspec.Struct):
 def parse_feedback(raw: bytes, rule: RewardConfig) -> tuple[FeedbackBody, list[Signal]]:
     """Parse the targets and signals. Raises ApiError 400 with the field's name."""
     body = decode_typed(raw, _decode_feedback)
+    check_choice("rating", body.rating, ("up", "down"))
+    check_choice("scope", body.scope, ("message", "conversation"))
     signals = _signals(body)
     if not body.msg_ids and read_id(body.task_id, "task_id") is None:
         raise bad_request("name the targets: msg_ids, or task_id with or without run_id", "msg_ids")
@@ -126,7 +129,7 @@ def _signals(body: FeedbackBody) -> list[Signal]:
 def _keyed_request(request: Request, key_name: str | None, raw: bytes) -> KeyedRequest | None:
     """Return the digests of the caller and its idempotency key, and of the body; None: no such key was sent."""
     given = request.headers.get("idempotency-key")
-    if given is None:
+    if not given:
         return None
     caller = f"key {key_name}" if key_name is not None else f"address {request.client.host if request.client else ''}"
     key = hashlib.sha256(f"{caller}\x00{given}".encode("utf-8", "surrogateescape")).hexdigest()

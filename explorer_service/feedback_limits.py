@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from explorer_service.api.errors import bad_request
 from shared.config import RewardConfig
@@ -19,6 +19,12 @@ MAX_ROWS = 100_000  # of a task, a run or conversations
 FIND_TIMEOUT_S = 60.0  # to find the rows, in many statements, each with its own limit
 SLICE_COST = 50.0  # of one transaction; see cost_of_row
 AT_ONCE_COST = 50.0  # of named messages in one transaction, with all their choices
+
+
+def check_choice(field: str, value: str | None, allowed: Collection[str]) -> None:
+    """Raise ApiError 400 if a field has none of the allowed values."""
+    if value is not None and value not in allowed:
+        raise bad_request(f"{field} must be {' or '.join(allowed)}", field)
 
 
 def check_targets(msg_ids: Sequence[str]) -> None:

@@ -93,7 +93,7 @@ class EnginePool:
 
     async def _wait_for(self, version: int | None, affinity: int, avoid: Collection[str]) -> Engine:
         if self.waiting >= self._max_waiting:
-            raise NoEngine(f"{self.waiting} chats already wait for an engine; try again", "overloaded")
+            raise NoEngine(f"chats that already wait for an engine: {self.waiting}; try again", "overloaded")
         self.waiting += 1
         try:
             async with asyncio.timeout(self._wait_s):

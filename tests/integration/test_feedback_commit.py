@@ -106,6 +106,28 @@ def test_a_wrong_field_is_the_param_of_the_error(explorer, path, body, field):
     assert reply.status_code == 400 and reply.json()["error"]["param"] == field
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rating": "UP"}, "rating must be up or down"),
+        ({"rating": ""}, "rating must be up or down"),
+        ({"reward": 1, "scope": "run"}, "scope must be message or conversation"),
+    ],
+)
+def test_the_error_of_a_wrong_choice_names_the_right_ones(explorer, given, message):
+    reply = feedback(explorer, msg_ids=["chatcmpl-1"], **given)
+    assert reply.status_code == 400 and reply.json()["error"]["message"] == message
+
+
+def test_an_empty_idempotency_key_is_none(explorer):
+    known = new_message(explorer)
+    for reward in (1, 2):
+        reply = explorer.http.post(
+            "/feedback", json={"msg_ids": [known], "reward": reward}, headers={"Idempotency-Key": ""}
+        )
+        assert reply.status_code == 200, reply.text
+
+
 def test_fields_that_feedback_and_commit_do_not_have_are_named_in_the_answer(explorer):
     name = new_message(explorer)
     given = {"msg_ids": [name], "reward": 1.0, "scop": "conversation", "run": "r7"}
