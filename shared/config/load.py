@@ -105,7 +105,10 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
             if not isinstance(node, dict):
                 raise ConfigError(f"environment variable {variable}: {part!r} is not a section; set it in the file")
         try:
-            node[leaf] = (text or None) if variable in ENV_PLAIN_TEXT else yaml.load(text, _Loader)
+            if variable in ENV_PLAIN_TEXT:
+                node[leaf] = None if text in ("", "null") else text
+            else:
+                node[leaf] = yaml.load(text, _Loader)
         except _NamedTwice as exc:
             raise ConfigError(
                 f"the value of environment variable {variable} names {exc.key} twice; name it once"

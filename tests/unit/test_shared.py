@@ -50,6 +50,12 @@ def test_environment_variables_override_the_file(tmp_path):
     assert config.ledger_url == "postgresql+psycopg://u:p@db/x"
 
 
+@pytest.mark.parametrize("text", ["", "null"])
+def test_an_environment_variable_without_a_value_restores_the_default(tmp_path, text):
+    file = write(tmp_path, "model: {path: /m}\ndatabase_url: postgresql://u:p@db/x")
+    assert load_config(file, {"FLYWHEEL_DATABASE_URL": text}).database_url is None
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
