@@ -35,7 +35,7 @@ class Membership:
         self.differing: dict[str, str] = {}  # by explorer: the differences of its settings
         self.is_alone = True  # as of the last heartbeat
         self.heartbeat_at = 0.0  # time.monotonic(): when the last stored heartbeat was sent
-        self._noticed_at = 0.0  # time.monotonic(): when the others, if there were any at the first one, know this one
+        self.noticed_at = 0.0  # time.monotonic(): when the others, if there were any at the first one, know this one
         self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
         self.on_first_other: Callable[[], Awaitable[None]] | None = None  # called when it is no longer alone
@@ -66,7 +66,7 @@ class Membership:
         others, self.owned = await self._writer.write(beat)
         was_alone, self.is_alone = self.is_alone, not others
         if not self.heartbeat_at and others:
-            self._noticed_at = time.monotonic() + NOTICED_S
+            self.noticed_at = time.monotonic() + NOTICED_S
         self.heartbeat_at = sent_at
         if was_alone and others and self.on_first_other is not None:
             try:
@@ -81,7 +81,7 @@ class Membership:
 
         One that was alone does so at its next heartbeat.
         """
-        await asyncio.sleep(max(0.0, self._noticed_at - time.monotonic()))
+        await asyncio.sleep(max(0.0, self.noticed_at - time.monotonic()))
 
     def _note_differences(self, others: dict[str, dict[str, Any]]) -> None:
         """Log once for each other explorer how its settings differ."""

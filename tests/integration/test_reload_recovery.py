@@ -14,7 +14,7 @@ from shared.ledger import transitions
 from shared.ledger.queries import read_engine
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, reject, shown, states, take_the_turn
-from tests.support.servers import publish, served, wait_until
+from tests.support.servers import publish, served, wait_joined, wait_until
 
 database_url = sqlite_alone  # nothing here depends on the database
 
@@ -140,7 +140,7 @@ def test_an_engine_with_seeded_requests_of_any_explorer_finishes_them_before_it_
     both = [start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready() for _ in range(2)]
     publish(both[0], 0)
     wait_until(lambda: states(both[0])[0] == "SERVING")
-    wait_until(lambda: not any(explorer.deps.membership.is_alone for explorer in both))
+    wait_joined(both)
     owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
     script = scripted_engine.script
     script.pause_modes.clear()

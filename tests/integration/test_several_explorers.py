@@ -17,13 +17,13 @@ from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.tables import engines, experiences
 from tests.support.processes import Process, descendants, wait_for, write_config
-from tests.support.servers import RunningExplorer, free_port, make_config, publish, served, wait_until
+from tests.support.servers import RunningExplorer, free_port, make_config, publish, served, wait_joined, wait_until
 
 
 @pytest.fixture
 def both(scripted_engine, start_explorer) -> list[RunningExplorer]:
     started = [start_explorer([scripted_engine.url]).wait_ready() for _ in range(2)]
-    wait_until(lambda: not any(explorer.deps.membership.is_alone for explorer in started))
+    wait_joined(started)
     return started
 
 
@@ -141,7 +141,6 @@ def test_a_stream_that_began_before_there_was_another_explorer_is_waited_for_too
 
 def test_a_caller_who_leaves_while_the_others_are_told_of_its_stream_leaves_no_stream_behind(both):
     first, second = both
-    wait_until(lambda: not any(one.deps.membership.is_alone for one in both))
     first.http.post("/run/t/1/chat", json={"messages": []}).raise_for_status()
     with first.ledger.write() as connection:  # somebody else's transaction
         if connection.dialect.name == "postgresql":

@@ -16,7 +16,7 @@ from shared.experience import Tokens
 from shared.ledger.tables import engines, experiences, payloads
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, shown
-from tests.support.servers import RunningExplorer, publish, served, wait_until
+from tests.support.servers import RunningExplorer, publish, served, wait_joined, wait_until
 
 database_url = sqlite_alone  # nothing here depends on the database
 
@@ -28,7 +28,7 @@ def owner_first(scripted_engine, start_explorer) -> list[RunningExplorer]:
     publish(started[0], 0)
     publish(started[0], 1, -2.0)
     wait_until(lambda: all(served(explorer) == "1" for explorer in started))
-    wait_until(lambda: not any(explorer.deps.membership.is_alone for explorer in started))
+    wait_joined(started)
     return sorted(started, key=lambda explorer: not shown(explorer)["owned"])
 
 
@@ -165,7 +165,7 @@ def test_streams_outlive_an_owner_that_died_in_a_load_of_which_the_engine_says_n
     for version in (0, 1):
         publish(both[0], version, -1.0 - version)
         wait_until(lambda version=version: all(served(explorer) == str(version) for explorer in both))
-    wait_until(lambda: not any(explorer.deps.membership.is_alone for explorer in both))
+    wait_joined(both)
     owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
     script, loads, asked = scripted_engine.script, [], threading.Event()
     script.gap_s, script.tells_weights = 0.5, True

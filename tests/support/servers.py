@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.01)
+
+
+def wait_joined(explorers: Sequence[RunningExplorer]) -> None:
+    """Wait until they know of each other, so that none delays streams or feedback."""
+    members = [explorer.deps.membership for explorer in explorers]
+    wait_until(lambda: all(not one.is_alone and time.monotonic() >= one.noticed_at for one in members))
 
 
 TENSORS = {"embed.weight": ("F32", [2, 3]), "head.weight": ("F32", [3])}

@@ -69,7 +69,7 @@ def test_a_version_that_is_not_on_disk_any_more_is_a_404_that_names_those_that_a
     assert reply.json()["error"]["message"] == "version 1 is not on disk any more; on disk: [0, 2]"
     assert explorer.chat(model="agent@7").json()["error"]["message"].startswith("version 7 does not exist")
     with explorer.ledger.write() as connection:
-        assert transitions.reserve_version(connection, writer="trainer", kind="lora") == 3
+        assert transitions.reserve_version(connection, writer="trainer") == 3
     assert explorer.chat(model="agent@3").json()["error"]["message"].startswith("version 3 is not published yet")
 
 
