@@ -23,7 +23,7 @@ from shared.process import process_name
 log = StageLogger("explorer")
 
 HEARTBEAT_S = 2.0
-NOTICED_S = 1.5 * HEARTBEAT_S  # each explorer learns of another one at its next heartbeat
+NOTICED_S = 1.5 * HEARTBEAT_S  # an explorer learns of a new one at its next heartbeat, if that is not late
 
 
 class Membership:
@@ -35,7 +35,7 @@ class Membership:
         self.differing: dict[str, str] = {}  # by explorer: the differences of its settings
         self.is_alone = True  # as of the last heartbeat
         self.heartbeat_at = 0.0  # time.monotonic(): when the last stored heartbeat was sent
-        self.noticed_at = 0.0  # time.monotonic(): when the others, if there were any at the first one, know this one
+        self.noticed_at = 0.0  # time.monotonic(): from then on the others know this explorer
         self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
         self.on_first_other: Callable[[], Awaitable[None]] | None = None  # called when it is no longer alone
@@ -77,9 +77,9 @@ class Membership:
         self._note_differences(others)
 
     async def noticed(self) -> None:
-        """Wait until the others have noticed this explorer, announced their streams, and look for its own.
+        """Wait until the others know this explorer: they announce their streams then, and wait for its streams.
 
-        One that was alone does so at its next heartbeat.
+        An explorer that was alone before did neither.
         """
         await asyncio.sleep(max(0.0, self.noticed_at - time.monotonic()))
 

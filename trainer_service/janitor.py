@@ -26,7 +26,7 @@ from trainer_service.resume import SavedState, StateStore
 
 log = StageLogger("trainer")
 _RENEWED_S = transitions.VERSION_LEASE_S / 2  # live owners renew leases within this time; a smaller jump ends none
-_NO_VERSION = 2**31  # the name of such a folder is a larger number than the ledger's column holds
+_LARGEST_VERSION = 2**31 - 1  # of the ledger's column; a folder with a larger number is no version's
 
 
 class _ClockWatch:
@@ -98,7 +98,7 @@ class Janitor:
     def _delete_versions(self) -> None:
         """Delete the folders of all versions whose files the ledger has given up."""
         folders = version_folders(self._folder.parent)
-        numbers = [number for number in map(version_number, folders) if number < _NO_VERSION]
+        numbers = [number for number in map(version_number, folders) if number <= _LARGEST_VERSION]
         rows = self._ledger.fetch(lambda connection: find_versions(connection, numbers)).values()
         given_up = {version_name(row.version) for row in rows if row.deleted_at is not None}
         set_aside([folder for folder in folders if folder.name in given_up])
