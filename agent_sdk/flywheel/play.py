@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from flywheel.model import Model
 
-# in the errors of OpenAI's API and vLLM (vllm/renderers/params.py), and of vLLM (vllm/v1/engine/input_processor.py)
-_CONTEXT_IS_FULL = ("maximum context length", "maximum model length")
+# In the errors of OpenAI's API and vLLM (vllm/renderers/params.py), and of vLLM for a prompt that just fits
+# (vllm/v1/engine/input_processor.py; vllm/sampling_params.py, which gets the rest of the context as max_tokens).
+_CONTEXT_IS_FULL = ("maximum context length", "maximum model length", "max_tokens must be at least 1, got 0")
 
 
 class TextEnvironment(Protocol):

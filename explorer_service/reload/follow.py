@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.engine import Engine, EngineState
@@ -45,7 +44,7 @@ class EngineFollower:
             names = await self._read_names(row.version)
             if row.version not in names:  # the engine was moved meanwhile
                 return
-            await self._serve(row.version, names, EngineState(row.state), time.monotonic() - row.switched_ago_s)
+            await self._serve(row.version, names, EngineState(row.state), row.switched_at)
         elif row.state == EngineState.RELOADING:
             await self._hold_back()
         elif engine.is_open or engine.state is EngineState.UNAVAILABLE:

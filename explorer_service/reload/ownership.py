@@ -121,9 +121,8 @@ class EngineLeases:
         switched_at = self._switched_at.get(url)
 
         def write(connection: Connection) -> int | None:
-            ago_s = None if switched_at is None else time.monotonic() - switched_at
             moved = transitions.set_engine_state(
-                connection, key, own, state, version, spoiled=spoiled, switched_ago_s=ago_s
+                connection, key, own, state, version, spoiled=spoiled, switched_at=switched_at
             )
             if moved is not None and also is not None:
                 also(connection)

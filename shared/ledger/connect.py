@@ -224,6 +224,12 @@ def database_time(connection: Connection) -> float:
     return float(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())::float8").scalar_one())
 
 
+def database_clock(connection: Connection) -> float:
+    """Return by how many seconds `database_time` is ahead of this process's time.monotonic()."""
+    before, now = time.monotonic(), database_time(connection)
+    return now - (before + time.monotonic()) / 2
+
+
 def placeholder(connection: Connection) -> str:
     """Return the driver's placeholder for a parameter."""
     return "?" if connection.dialect.paramstyle == "qmark" else "%s"

@@ -118,6 +118,24 @@ def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_h
     assert lost and stream.sampled() == ((1.0, 2.0), (1, 2))
 
 
+def test_a_stream_that_ends_after_a_reload_names_both_versions_at_an_explorer_that_reads_the_ledger_slowly(
+    owner_first, scripted_engine
+):
+    script, other = scripted_engine.script, owner_first[1]
+    script.gap_s, script.reload_s, script.tells_weights, script.reply_ids = 1.0, 1.0, True, [11, 12]
+    leases, read = other.deps.leases, other.deps.leases.read
+
+    async def read_slowly(url):
+        row = await read(url)
+        await asyncio.sleep(script.reload_s if row.version == 2 else 0.0)
+        return row
+
+    leases.read = read_slowly
+    with Stream(other) as stream:
+        publish(owner_first[0], 2, -3.0)
+    assert stream.sampled() == ((1.0, 2.0), (1, 2))
+
+
 def test_streams_of_all_explorers_wait_for_an_engine_that_answers_nobody_while_it_loads(owner_first, scripted_engine):
     script = scripted_engine.script
     script.gap_s, script.tells_weights = 0.5, True

@@ -46,8 +46,11 @@ async def test_an_episode_without_an_end_is_cut_off(explorer):
     assert played.messages[0] == {"role": "user", "content": "begin None"}
 
 
-# vLLM's two errors: for more tokens than the context holds, and for as many
-@pytest.mark.parametrize("too_long", ["model's maximum context length is 9", "longer than the maximum model length"])
+# vLLM's errors: for more tokens than the context holds, and for as many, with and without max_tokens
+FULL = ("maximum context length is 9", "longer than the maximum model length", "max_tokens must be at least 1, got 0")
+
+
+@pytest.mark.parametrize("too_long", FULL)
 async def test_an_episode_ends_where_its_history_fills_the_models_context(too_long, explorer, scripted_engine):
     scripted_engine.script.most_messages, scripted_engine.script.too_long = 6, too_long
     async with flywheel.AsyncClient(explorer.url) as client:

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, literal, select
+from sqlalchemy import ColumnElement, Connection, select
 
 from shared.ledger.conditions import in_group, in_parts
-from shared.ledger.connect import database_time
+from shared.ledger.connect import database_clock, database_time
 from shared.ledger.tables import calibrations, engines, explorers, open_streams
 
 LIVE_S = 6.0  # age of a heartbeat up to which an explorer is live
@@ -25,7 +25,7 @@ class EngineRow:
     version: int | None
     generation: int
     spoiled: int  # the generation in which weights that failed their proof last sampled requests in flight
-    switched_ago_s: float  # time since its weights were last replaced
+    switched_at: float  # time.monotonic() of this process: when its weights were last replaced
 
 
 class Followed(msgspec.Struct, array_like=True, frozen=True):
@@ -44,10 +44,11 @@ def live_explorers(connection: Connection) -> dict[str, dict[str, Followed]]:
 
 def read_engine(connection: Connection, url: str) -> EngineRow | None:
     """Return the engine's row, or None before any explorer has acquired it."""
-    ago_s = (literal(database_time(connection)) - engines.c.switched_at).label("switched_ago_s")
-    columns = [engines.c[field.name] for field in fields(EngineRow) if field.name != ago_s.name]
-    row = connection.execute(select(*columns, ago_s).where(engines.c.url == url)).one_or_none()
-    return None if row is None else EngineRow(**row._mapping)
+    columns = [engines.c[field.name] for field in fields(EngineRow)]
+    row = connection.execute(select(*columns).where(engines.c.url == url)).one_or_none()
+    if row is None:
+        return None
+    return EngineRow(**{**row._mapping, "switched_at": row.switched_at - database_clock(connection)})
 
 
 def owned_engines(connection: Connection, explorer: str) -> frozenset[str]:

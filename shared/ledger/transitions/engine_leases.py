@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, or_, update
 
-from shared.ledger.connect import database_time, insert_into, placeholder
+from shared.ledger.connect import database_clock, database_time, insert_into, placeholder
 from shared.ledger.tables import engines
 
 ENGINE_LEASE_S = 6.0  # how long an owner without a heartbeat keeps an engine
@@ -40,19 +40,19 @@ def set_engine_state(
     version: int | None,
     *,
     spoiled: bool = False,
-    switched_ago_s: float | None = None,
+    switched_at: float | None = None,
 ) -> int | None:
     """Store the engine's state, as its owner. Returns its generation; None: the explorer no longer owns it.
 
-    spoiled: the requests in flight were sampled by weights that failed their proof. switched_ago_s: time since the
-    weights were replaced.
+    spoiled: the requests in flight were sampled by weights that failed their proof. switched_at:
+    time.monotonic(), when the weights were replaced.
     """
     generation = engines.c.generation + 1
     values: dict[str, Any] = {"state": state, "version": version, "generation": generation}
     if spoiled:
         values["spoiled"] = generation
-    if switched_ago_s is not None:
-        values["switched_at"] = database_time(connection) - switched_ago_s
+    if switched_at is not None:
+        values["switched_at"] = switched_at + database_clock(connection)
     mine = (engines.c.url == url, engines.c.owner == explorer)
     changed = update(engines).where(*mine).values(values).returning(engines.c.generation)
     return connection.execute(changed).scalar()
