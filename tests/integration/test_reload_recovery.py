@@ -144,7 +144,7 @@ def test_an_engine_with_seeded_requests_of_any_explorer_finishes_them_before_it_
     owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
     script = scripted_engine.script
     script.pause_modes.clear()
-    script.delay_s, asked = 0.5, {"owner": owner, "follower": other, "neither": owner}[is_seeded_at]
+    script.delay_s, asked = 1.5, {"owner": owner, "follower": other, "neither": owner}[is_seeded_at]
     more = {} if is_seeded_at == "neither" else {"seed": 7}
     chat = threading.Thread(target=asked.chat, kwargs=more)
     chat.start()

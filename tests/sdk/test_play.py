@@ -109,7 +109,7 @@ def test_learn_ends_at_its_time_limit_and_finishes_running_runs(explorer, tmp_pa
     options: dict[str, Any] = {"require_trainer": False, "progress": False, "folder": tmp_path / "runs"}
     tasks = [{"n": n} for n in range(5)]
     report = flywheel.learn(
-        play, tasks, url=explorer.url, epochs=100_000, seconds=1.0, at_once=4, max_ready_rows=10**6, **options
+        play, tasks, url=explorer.url, epochs=100_000, seconds=2.0, at_once=4, max_ready_rows=10**6, **options
     )
     assert report.stopped == "time"
     assert report.runs == report.rewarded > 4
