@@ -62,7 +62,7 @@ def test_worlds_rewards_and_agents_under_their_own_python():
     start(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, f"--rootdir={REPOSITORY}"),
         *("-o", "python_files=check_*.py", str(REPOSITORY / "tests" / "examples")),
-        limit_s=240,
+        limit_s=400,
     )
 
 
@@ -101,7 +101,7 @@ def test_who_ends_the_command_ends_the_example(tmp_path):
 def test_an_example_evaluates_learns_and_reports_on_a_server_that_runs(name, tools_live: Live, tmp_path):
     url = str(tools_live.http.base_url)
     options = ("--url", url, "--minutes", "0.5", "--held-out", "4")
-    found = play(name, tmp_path / "run", *options, limit_s=180)
+    found = play(name, tmp_path / "run", *options, limit_s=300)
     assert found["after"]["version"] >= found["before"]["version"] + 2
     assert found["before"]["failed"] == found["after"]["failed"] == 0
     assert found["runs"] > 8
