@@ -47,7 +47,7 @@ def start_house(engines, start_explorer) -> Callable[..., House]:
         for engine in engines:
             engine.script.tells_weights, engine.script.reply_ids = True, LONG
             engine.script.logprobs = [-0.5] * len(LONG)
-            engine.script.reload_s = 0.02  # labels are told apart by the middle of the pause
+            engine.script.reload_s = 0.02  # labels are told apart by the middle of the load
             engine.script.starts_on = house.explorers[0].config.root / "versions" / "v000001"
         return house
 

@@ -67,7 +67,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         for engine in engines:
             engine.script.tells_weights, engine.script.reply_ids = True, LONG
             engine.script.logprobs = [-0.5] * len(LONG)
-            engine.script.reload_s = 0.02  # labels are told apart by the middle of the pause
+            engine.script.reload_s = 0.02  # labels are told apart by the middle of the load
             engine.script.starts_on = config.root / "versions" / "v000001"
         yield house
         assert process.stop(30) == 0

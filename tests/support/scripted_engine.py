@@ -295,6 +295,6 @@ class ScriptedEngine:
                 event["choices"][0]["logprobs"] = {"content": [{"token": "t", "logprob": self._told(body)}]}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             script.events += 1
-            await asyncio.sleep(script.gap_s if 0 < number < len(events) - 1 else 0.0)  # tokens begin at event 0
+            await asyncio.sleep(script.gap_s if 0 < number < len(events) - 1 else 0.0)  # event 0: the first token
         await response.write(b"data: [DONE]\n\n")
         return response

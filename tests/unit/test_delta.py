@@ -59,7 +59,7 @@ def pairs(draw):
 
 
 @SETTINGS
-@given(pairs(), st.sampled_from([8, 64, 1024, deltas.BLOCK_BYTES]))
+@given(pairs(), st.sampled_from([2, 64, 1024, deltas.BLOCK_BYTES]))
 def test_what_is_rebuilt_is_the_newer_file_bit_for_bit(tmp_path, pair, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deltas, "BLOCK_BYTES", block)

@@ -95,7 +95,7 @@ def test_rows_name_the_version_that_sampled_them_while_versions_come_and_pins_go
                 reply = http.post("/chat", json=body)
                 if reply.status_code == 404 and pin is not None and pin > 2:
                     continue  # it is not published yet
-                if reply.status_code == 503 and (pin is not None or "ledger_unavailable" in reply.text):
+                if reply.status_code == 503 and pin is not None:
                     continue  # five versions are asked for, and there is room for four: it is another one's turn
                 version = reply.headers.get("X-Flywheel-Version", reply.text)
                 content = reply.json()["choices"][0]["logprobs"]["content"] if reply.status_code == 200 else []
