@@ -42,7 +42,7 @@ def start(*arguments: str, limit_s: float) -> str:
         timeout=limit_s,
         check=False,
     )
-    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-16000:]
     return ended.stdout
 
 
@@ -58,9 +58,10 @@ def play(name: str, root: Path, *options: str, limit_s: float) -> dict[str, Any]
 
 
 def test_worlds_rewards_and_agents_under_their_own_python():
-    # a run of its own: the worlds are not installed beside the product
+    # a run of its own: the worlds are not installed beside the product; a test that hangs ends it and shows its stacks
     start(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, f"--rootdir={REPOSITORY}"),
+        *("-o", "faulthandler_timeout=150", "-o", "faulthandler_exit_on_timeout=true"),
         *("-o", "python_files=check_*.py", str(REPOSITORY / "tests" / "examples")),
         limit_s=400,
     )
