@@ -37,6 +37,7 @@ def is_section(name: str) -> bool:
     return any(row[: len(parts)] == parts for row in _rows())
 
 
+@cache
 def nearest(name: str) -> str | None:
     """Return the most similar known key."""
     known = [".".join(parts) for parts in _rows() if parts[-1] != "**"]

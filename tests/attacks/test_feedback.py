@@ -49,7 +49,7 @@ class Customers:
 
     def _chat(self) -> None:
         with httpx.Client(base_url=self._url, timeout=30) as http:
-            while not self._enough.is_set():
+            while not self._enough.wait(0.01):
                 reply = http.post("/chat", json={"messages": [{"role": "user", "content": "hi"}]})
                 self.answered += 1
                 if reply.status_code != 200:
