@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import Live
 from tests.support.processes import REPOSITORY
 from tests.support.servers import wait_until
 
@@ -98,6 +99,17 @@ def test_who_ends_the_command_ends_the_example(tmp_path):
         finally:
             for left in programs_with(str(tmp_path)):
                 os.kill(left, signal.SIGKILL)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_evaluates_learns_and_reports_on_a_server_that_runs(name, tools_live: Live, tmp_path):
+    url = str(tools_live.http.base_url)
+    options = ("--url", url, "--minutes", "0.5", "--held-out", "4")
+    found = play(name, tmp_path / "run", *options, limit_s=300)
+    assert found["after"]["version"] >= found["before"]["version"] + 2
+    assert found["before"]["failed"] == found["after"]["failed"] == 0
+    assert found["runs"] > 8
 
 
 @pytest.mark.engine

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import Live
 from tests.e2e.test_7_examples import FULL, play, start
 
 AIMS = {"webshop": ("reward", 0.30, ("--loop",)), "email_search": ("right", 0.30, ())}
@@ -22,6 +23,12 @@ def shadow(root: Path, *options: str, limit_s: float) -> dict[str, Any]:
     assert found["refunds_paid"] == found["refunds_by_production"] > 0
     assert (root / "report.html").read_text().count("<polyline") == 2
     return found
+
+
+@pytest.mark.engine
+def test_production_is_untouched_by_a_shadow_that_can_do_nothing(tools_live: Live, tmp_path):
+    found = shadow(tmp_path / "run", "--url", str(tools_live.http.base_url), "--minutes", "0.2", limit_s=300)
+    assert found["production_calls"] > 10
 
 
 @pytest.mark.engine
