@@ -68,7 +68,7 @@ def test_worlds_rewards_and_agents_under_their_own_python():
     start(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, f"--rootdir={REPOSITORY}"),
         *("-o", "python_files=check_*.py", str(REPOSITORY / "tests" / "examples")),
-        limit_s=900,  # a minute alone; several where other tests' processes leave it little of the processor
+        limit_s=900,  # other tests' processes may leave it little of the processor
     )
 
 
