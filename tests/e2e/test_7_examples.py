@@ -31,7 +31,7 @@ EXAMPLES = (*AIMS, "webshop", "email_search")
 
 
 def start(*arguments: str, limit_s: float) -> str:
-    """What a program prints; the end of its output if it fails, and with it the stacks of one that hangs."""
+    """What a program prints. An error shows the end of its output and, if it hangs, the stacks of its threads."""
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agent_sdk")])
     process = subprocess.Popen(
         [str(PYTHON), *arguments],
