@@ -54,9 +54,15 @@ class AnswerTokenizer:
         self._n_after = len(self._encode(template.after))
 
     def with_corrections(self, rows: Sequence[Experience]) -> list[Experience]:
-        """Add the tokens of the last correction to each row; a correction of a whole is about its last reply."""
-        last: dict[TrajectoryKey, int] = {trajectory_key(row): row.id for row in sorted(rows, key=lambda row: row.id)}
-        return [self._correct(row, is_last=last[trajectory_key(row)] == row.id) for row in rows]
+        """Add the tokens of the last correction to each row; a correction of a whole is about its last reply.
+
+        Turns that follow the correction, and are in the batch too, do not belong to that whole.
+        """
+        last: dict[TrajectoryKey, int] = {}
+        for row in sorted(rows, key=lambda row: row.id):
+            if any(signal.kind == "correction" and signal.scope != "message" for signal in row.signals):
+                last[trajectory_key(row)] = row.id
+        return [self._correct(row, is_last=last.get(trajectory_key(row)) == row.id) for row in rows]
 
     def _correct(self, row: Experience, *, is_last: bool) -> Experience:
         corrections = [

@@ -128,6 +128,14 @@ def test_of_several_corrections_the_last_one_counts_and_that_of_a_whole_is_about
     assert silent == rows[2]
 
 
+def test_a_correction_of_a_whole_is_about_the_last_reply_that_it_was_sent_for(tokenizer):
+    whole = (Signal("correction", text="the answer", scope="conversation"),)
+    rows = [row([5], None, id=1, signals=whole), row([5], None, id=2, signals=whole), row([5], None, id=3)]
+    first, corrected, later = answers(tokenizer).with_corrections(rows)
+    assert tokenizer.decode(corrected.correction).endswith("the answer<|im_end|>")
+    assert (first, later) == (rows[0], rows[2])
+
+
 def test_a_template_that_writes_no_answer_after_its_prompt_is_refused_in_one_line(tokenizer):
     broken = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     for template in ("{{ raise_exception('no') }}", "{{ add_generation_prompt }}", "always the same"):
