@@ -123,7 +123,11 @@ class Trainer:
     def _learn(self, lease: Lease) -> bool:
         """Update the weights, and publish a version if one is due. Returns False if the rows were released."""
         try:
-            record = self._train(lease)
+            rows = self._learner.prepare(lease.rows)
+        except Stopped:  # nothing was trained on; versions that no state contains are saved before the end
+            return True
+        try:
+            record = self._train(lease, rows)
         except UpdateError as error:
             self._undo(lease, str(error))
             return False
@@ -137,9 +141,12 @@ class Trainer:
             self._write(self._release_unsaved)
         return trip is None
 
-    def _train(self, lease: Lease) -> Record:
-        """Update the weights with one batch and return its measurements. Raises UpdateError and Stopped."""
-        progress, rows = self._progress, self._learner.prepare(lease.rows)
+    def _train(self, lease: Lease, rows: list[Experience]) -> Record:
+        """Update the weights with one batch and return its measurements. Raises UpdateError and Stopped.
+
+        rows: the batch's, prepared.
+        """
+        progress = self._progress
         self._mark_updating(lease, True)
         progress.batch_ids.append(lease.batch_id)
         ahead = len(progress.batch_ids) - 1

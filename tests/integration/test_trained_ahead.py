@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,15 @@ from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import ledger_status, list_versions
 from shared.ledger.tables import batches, versions
-from tests.support.experiences import record_ready, rows
+from shared.stop_request import StopRequest
+from shared.versions import Manifest, read_manifest
+from tests.support.experiences import record_ready, rows, trainer_config
 from tests.support.processes import run_here
+from tests.support.servers import write_scripted_version
+from trainer_service.errors import Stopped
+from trainer_service.loop import Trainer
+from trainer_service.resume import SavedState, StateStore
+from trainer_service.watch.writer import Watch
 
 ABOUT: dict[str, Any] = {"kind": "full", "trainer": "t"}
 
@@ -111,3 +119,53 @@ def test_versions_that_an_engine_rejected_are_counted_while_the_trainer_goes_on_
             assert transitions.reject_version(connection, version, "other logprobs", by="engine e0")
     (trainer,) = status(ledger)["trainers"]
     assert (trainer["at_step"], trainer["at_version"], trainer["rows_waiting_for_state"]) == (2, 2, 4)
+
+
+class StoppedAtTheTeacher:
+    """A learner without models. A stop is requested while the second batch waits for a teacher."""
+
+    vocabulary, context, trained_bytes = 10, None, 0
+    costs = {"tokens_in": 0.0, "tokens_computed": 0.0, "precompute_seconds": 0.0, "train_seconds": 0.0}
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop, self._batches = stop, 0
+        self.saved: SavedState | None = None
+
+    def prepare(self, rows: list[Any]) -> list[Any]:
+        self._batches += 1
+        if self._batches > 1:
+            self._stop.set()
+            raise Stopped
+        return rows
+
+    def train(self, rows: list[Any], **about: int) -> dict[str, float]:
+        return {"rows": float(len(rows))}
+
+    def write_version(self, root: Path, *, version: int, **about: Any) -> Manifest:
+        return read_manifest(write_scripted_version(root, version, -1.0))
+
+    def save(self, version: int) -> SavedState:
+        self.saved = SavedState(f"trainer/trainer/state-{version:06d}", None)
+        return self.saved
+
+
+def test_a_stop_during_the_wait_for_a_teacher_saves_what_no_state_contains(tmp_path):
+    config = trainer_config(tmp_path, tmp_path, batch_size=2, save_every=3, min_free_disk_gb=0)
+    stop = StopRequest()
+    with (
+        contextlib.closing(Ledger.open(config.ledger_url)) as ledger,
+        contextlib.closing(StateStore(config.root, "trainer")) as states,
+        contextlib.closing(Watch(config.trainer, states.folder)) as watch,
+    ):
+        write_scripted_version(tmp_path, 0, -1.0)
+        with ledger.write() as connection:
+            transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        record_ready(ledger, rows(4))
+        learner: Any = StoppedAtTheTeacher(stop)
+        trainer = Trainer(config, ledger, learner, states, stop, watch)
+        trainer.resume(None, 0)
+        assert not trainer.run()
+        found = status(ledger)
+    assert learner.saved == SavedState("trainer/trainer/state-000001", None)
+    assert found["trainers"][0]["version"] == 1
+    assert (found["rows"]["CONSUMED"], found["rows"]["READY"]) == (2, 2)
