@@ -99,6 +99,7 @@ class Claimer:
                 group_rows=config.max_trajectory_rows,
                 whole=whole,
                 next_messages="hint" in config.parts and config.hint.next_message is not None,
+                at_most_behind=config.max_staleness_versions,
                 **(self._group if whole == "task" else {}),
             )
             self._unanswered = batch_id

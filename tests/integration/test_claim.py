@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sqlalchemy import event, select, text
+from sqlalchemy import event, select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from shared.config import TrainerConfig
@@ -20,7 +20,7 @@ from shared.ledger.queries import Pace, count_by_state, pace, quarantined
 from shared.ledger.queries.lease import DEATHS_TOLERATED
 from shared.ledger.tables import experiences
 from shared.stop_request import StopRequest
-from tests.support.experiences import record_ready, rows
+from tests.support.experiences import record_ready, rows, samples_of
 from trainer_service.claim import Claimer
 
 
@@ -159,16 +159,31 @@ def test_a_publish_whose_answer_was_lost_can_be_repeated_and_only_that(ledger):
         assert count_by_state(connection)["CONSUMED"] == 2
 
 
-def test_rows_of_versions_far_behind_are_discarded_and_not_trained_on(ledger):
+def publish_versions(ledger: Ledger, count: int) -> None:
     with ledger.write() as connection:
-        for version in range(8):
-            parent = version - 1 if version else None
-            transitions.publish(connection, version=version, parent=parent, kind="full", step=version)
+        for version in range(count):
+            transitions.publish(connection, version=version, parent=None, kind="full", step=version)
+
+
+def test_rows_of_versions_far_behind_are_discarded_and_not_trained_on(ledger):
+    publish_versions(ledger, 8)
     record_ready(ledger, rows(4, version=1, name="old") + rows(4, version=4, name="new"))
     lease = claimer(ledger, batch_size=4, max_staleness_versions=3).next()
     assert names(lease) == ["new0", "new1", "new2", "new3"]
     with ledger.read() as connection:
         assert count_by_state(connection)["DISCARDED"] == 4
+
+
+def test_a_row_of_a_version_far_behind_is_not_claimed_with_a_late_turn_of_its_trajectory(ledger):
+    publish_versions(ledger, 8)
+    with ledger.write() as connection:
+        transitions.record(connection, samples_of(rows(1, version=1, name="old")))
+        connection.execute(update(experiences).values(conversation_id="a"))
+    record_ready(ledger, rows(1, version=7, name="other"))
+    mine = claimer(ledger, batch_size=1, max_staleness_versions=3)
+    assert names(mine.next()) == ["other0"]
+    record_ready(ledger, [replace(row, conversation_id="a") for row in rows(1, version=7, name="late")])
+    assert names(mine.next()) == ["late0"]
 
 
 def test_one_key_fills_only_its_share_of_a_batch(ledger):
@@ -207,15 +222,8 @@ def test_a_batch_that_fails_is_tried_again_and_halved_until_the_bad_row_stands_a
                 transitions.fail_update(connection, lease.batch_id, "it is bad")
             else:
                 trained += names(lease)
-                transitions.publish(
-                    connection,
-                    version=len(sizes),
-                    parent=None,
-                    kind="full",
-                    step=1,
-                    trainer="trainer",
-                    batch_ids=[lease.batch_id],
-                )
+                about = {"version": len(sizes), "parent": None, "kind": "full", "step": 1, "trainer": "trainer"}
+                transitions.publish(connection, **about, batch_ids=[lease.batch_id])
         mine.search_anew()
     assert sizes == [8, 8, 4, 4, 2, 1, 1, 2]
     assert trained == ["m0", "m1", "m2", "m3", "m4", "m6", "m7"]

@@ -125,11 +125,11 @@ class StoppedAtTheTeacher:
     """A learner without models. A stop is requested while the second batch waits for a teacher."""
 
     vocabulary, context, trained_bytes = 10, None, 0
-    costs = {"tokens_in": 0.0, "tokens_computed": 0.0, "precompute_seconds": 0.0, "train_seconds": 0.0}
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop, self._batches = stop, 0
         self.saved: SavedState | None = None
+        self.costs = dict.fromkeys(("tokens_in", "tokens_computed", "precompute_seconds", "train_seconds"), 0.0)
 
     def prepare(self, rows: list[Any]) -> list[Any]:
         self._batches += 1

@@ -51,6 +51,7 @@ def claim(
     runs_of_task: int = 1,
     wait_s: float | None = None,
     next_messages: bool = False,
+    at_most_behind: int | None = None,
 ) -> int | None:
     """READY → LEASED for the oldest rows, as one batch of `owner`. A trajectory's READY rows are claimed together.
 
@@ -62,9 +63,12 @@ def claim(
     share_per_key: largest part of `at_most` whose rewards one key has set; this limit may split a trajectory.
     next_messages: whether the user's next message is learned from, if the row with it is in the batch.
     after_id: start after this row; older rows of a trajectory are claimed with it.
+    at_most_behind: leave rows that `discard_stale` would discard, wherever they are; None: none.
     Returns the batch's id, or None, and changes nothing, if fewer than `at_least` rows are available.
     """
     eligible: list[ColumnElement[bool]] = [_IS_READY]
+    if at_most_behind is not None:
+        eligible.append(not_(_is_stale(at_most_behind)))
     if share_per_key < 1:
         eligible.append(experiences.c.id.in_(_first_of_each_key(max(1, int(share_per_key * at_most)))))
     now = database_time(connection)
@@ -232,11 +236,15 @@ def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int 
 
     Rows that were trained on something before become CONSUMED again instead. Returns their number.
     """
-    newest = select(func.max(versions.c.version)).where(versions.c.state.in_(MAY_SERVE)).scalar_subquery()
-    stale = (*is_ready(after_id), experiences.c.version < newest - at_most_behind)
+    stale = (*is_ready(after_id), _is_stale(at_most_behind))
     reason = f"stale: more than {at_most_behind} versions behind (trainer.max_staleness_versions)"
     state = case((experiences.c.consumed_version.is_(None), State.DISCARDED), else_=State.CONSUMED)
     return connection.execute(update(experiences).where(*stale).values(state=state, teaches=0, reason=reason)).rowcount
+
+
+def _is_stale(at_most_behind: int) -> ColumnElement[bool]:
+    newest = select(func.max(versions.c.version)).where(versions.c.state.in_(MAY_SERVE)).scalar_subquery()
+    return experiences.c.version < func.coalesce(newest, 0) - at_most_behind
 
 
 def close_empty_batch(connection: Connection, batch_id: int) -> None:
