@@ -104,3 +104,10 @@ class SurrogateConfig(AlgorithmConfig):
                 f"{key}.importance_cap={self.importance_cap:g}; lower it"
             )
         require_ascending(f"{key}.geometric_mask", self.geometric_mask)
+
+    def check_in_use(self, key: str) -> None:
+        super().check_in_use(key)
+        for name, other, value in (("mirror_coef", "surrogate", "opmd"), ("mean_tokens", "mean", "constant")):
+            given = getattr(self, other)
+            if name in self.model_fields_set and given != value:
+                raise ValueError(f"{key}.{name} is set, and {key}.{other}={given}; it is for {value} alone; remove it")

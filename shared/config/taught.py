@@ -22,6 +22,7 @@ class TaughtConfig(SurrogateConfig):
     """What losses average over: all tokens that the teacher scores."""
 
     def check_in_use(self, key: str) -> None:
+        super().check_in_use(key)
         for name in ("outlier_bound", "normalize_rewards"):
             if name in self.model_fields_set:
                 raise ValueError(f"{key}.{name} is set, and no reward is learnt from here; remove it")
@@ -99,6 +100,9 @@ class DistillConfig(TaughtConfig):
             raise ValueError(
                 f"{key}: path={self.path!r} and url={self.url!r}; set one of them, to where the teacher is"
             )
+        for name in ("model", "key_env", "timeout_s", "requests_in_flight"):
+            if self.url is None and name in self.model_fields_set:
+                raise ValueError(f"{key}.{name} is set, and {key}.url is not; it is for a server alone; remove it")
         if self.url is not None and not _is_address(self.url):
             raise ValueError(f"{key}.url={self.url!r} is no address; write http://HOST:PORT, without /v1")
 

@@ -105,6 +105,18 @@ from trainer_service.backends.deepspeed import has_bf16
             "{algorithm: auto, hint: {teacher: version}, deepspeed: {zero_optimization: {stage: 3}}}",
             "trainer.hint.teacher=version needs whole weights",
         ),
+        (
+            "{algorithm: grpo, grpo: {mirror_coef: 0.5}}",
+            "trainer.grpo.mirror_coef is set, and trainer.grpo.surrogate=clip; it is for opmd alone; remove it",
+        ),
+        (
+            "{algorithms: {hint: 1, ppo: 1}, hint: {mean_tokens: 64}}",
+            "trainer.hint.mean_tokens is set, and trainer.hint.mean=tokens; it is for constant alone; remove it",
+        ),
+        (
+            "{algorithm: distill, distill: {path: teacher, key_env: KEY}}",
+            "trainer.distill.key_env is set, and trainer.distill.url is not; it is for a server alone; remove it",
+        ),
         ("{rehearse: 0.1}", "trainer.rehearse=0.1: sft and hint alone learn again, hint with a top_k"),
         ("{algorithm: hint, rehearse: 1, hint: {top_k: 0}}", "trainer.rehearse=1: sft and hint alone learn"),
         ("{algorithm: hint, rehearse: 4.5}", "rehearse"),
