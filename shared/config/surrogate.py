@@ -77,7 +77,8 @@ class SurrogateConfig(AlgorithmConfig):
     """Bound on the distance of a turn's return from the batch's median, as a multiple of the median distance; null: no
     bound."""
     normalize_rewards: Flag = False
-    """Divide rewards by their running standard deviation, so that `kl_coef` does not depend on their scale."""
+    """Divide rewards by the running standard deviation of turns' returns, so that `kl_coef` does not depend on their
+    scale."""
     importance: Literal["token", "sequence"] = "token"
     """Whether tokens or whole sequences have importance weights, from the sampler's policy to the trainer's."""
     importance_cap: Positive = 2.0

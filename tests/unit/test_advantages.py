@@ -118,6 +118,17 @@ def test_normalized_rewards_have_a_running_deviation_of_one_and_keep_their_sign(
     assert memory["rewards"] == pytest.approx({"sequences": 3, "mean": 100, "variance": 80000 / 3})
 
 
+@pytest.mark.parametrize("merges", [True, False])
+def test_normalized_rewards_of_runs_do_not_depend_on_whether_their_turns_merged(merges):
+    """Two runs of two turns with the outcomes 1 and 3: every turn has its run's outcome as its return."""
+    config = ReinforcePPConfig(kl_coef=0, outlier_bound=None, normalize_rewards=True)
+    given = [([0, 1], [0, 1]), ([0, 3], [0, 1])] if merges else [([r], [0]) for r in (1, 1, 3, 3)]
+    runs = [sequence(rewards, ends=ends) for rewards, ends in given]
+    batch = batch_of(*runs)
+    rewards = shaped_rewards(batch, one_each(range(len(runs))), precomputed(batch), config, {})
+    assert [float(one.sum()) for one in rewards] == ([1, 3] if merges else [1, 1, 3, 3])
+
+
 def test_rewards_without_a_deviation_are_not_divided_by_it():
     config = ReinforcePPConfig(kl_coef=0, normalize_rewards=True)
     batch = batch_of(sequence([2.0]))

@@ -45,7 +45,7 @@ from trainer_service.algorithms.surrogates import divergence
 from trainer_service.trajectories import Trajectory
 
 Span = tuple[int, int, int]  # actions: index of a sequence of the units, first action, index after the last
-_REWARDS = 1024  # sequences over which the deviation of rewards is taken
+_REWARDS = 1024  # sequences over which the deviation of their turns' returns is taken
 _SAME = 1e-6  # a smaller standard deviation, relative to the mean, is a rounding error
 
 
@@ -122,8 +122,8 @@ def given_rewards(batch: Batch, units: list[Unit], config: SurrogateConfig, memo
     rewards = bound_outliers([s.rewards for s in sequences], [s.ends for s in sequences], config.outlier_bound)
     if not config.normalize_rewards:
         return rewards
-    given = [r[s.ends] for r, s in zip(rewards, sequences, strict=True)]
-    _, std = running_moments(memory.setdefault("rewards", {}), given, _REWARDS)
+    earned = [r[s.ends][::-1].cumsum() for r, s in zip(rewards, sequences, strict=True)]  # whether or not turns merged
+    _, std = running_moments(memory.setdefault("rewards", {}), earned, _REWARDS)
     return rewards if is_zero(std, 0.0) else [r / np.float32(std) for r in rewards]
 
 
