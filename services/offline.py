@@ -64,12 +64,11 @@ def _read(config: Config, file: Path, model: Path) -> list[Experience]:
 def _work(
     config: Config, ranks: Ranks, stop: StopRequest, *, rows: list[Experience], epochs: int, lasts: bool = True
 ) -> None:
-    from trainer_service.choice import chosen_for
     from trainer_service.errors import Stopped
     from trainer_service.offline import OfflineTrainer
 
     try:
-        with resumed(chosen_for(config, rows), ranks, stop, OfflineTrainer) as trainer:
+        with resumed(config, ranks, stop, OfflineTrainer, rows) as trainer:
             trainer.train(rows, epochs, stop, lasts=lasts)
     except Stopped as exc:
         raise StartupError("asked to stop before all epochs were done; nothing was published") from exc

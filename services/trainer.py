@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shared.chain import copy_version, read_chain
 from shared.config import Config, is_loopback
 from shared.errors import ConfigError, StartupError, VersionError
-from shared.experience import Purpose
+from shared.experience import Experience, Purpose
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions, live_trainers
@@ -80,9 +80,11 @@ def lead(config: Config, ranks: Ranks, stop: StopRequest) -> None:
 
 
 @contextlib.contextmanager
-def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> Iterator[T]:
-    """Yield a trainer with its ledger, folder and models, resumed from its state."""
-    from trainer_service.choice import chosen
+def resumed(
+    config: Config, ranks: Ranks, stop: StopRequest, kind: type[T], rows: Sequence[Experience] | None = None
+) -> Iterator[T]:
+    """Yield a trainer with its ledger, folder and models, resumed from its state. rows: those of a file to train on."""
+    from trainer_service.choice import chosen, chosen_for
     from trainer_service.learner import Learner
     from trainer_service.leftovers import remove_leftovers
     from trainer_service.publish import ensure_base_version
@@ -98,7 +100,7 @@ def resumed(config: Config, ranks: Ranks, stop: StopRequest, kind: type[T]) -> I
         with contextlib.closing(StateStore(config.root, config.trainer.name)) as states:
             row = remove_leftovers(config.root, ledger, config.trainer.name)
             warn_of_others(ledger, config.trainer.name)
-            config = chosen(config, ledger, row, stop)
+            config = chosen(config, ledger, row, stop) if rows is None else chosen_for(config, rows, row)
             saved = None if row is None else row.state_path
             if saved is not None:
                 require_same_critic(config.root / saved, config.trainer)

@@ -75,14 +75,15 @@ def chosen(config: Config, ledger: Ledger, row: TrainerRow | None, stop: StopReq
             raise Stopped
 
 
-def chosen_for(config: Config, rows: Iterable[Experience]) -> Config:
-    """Return the configuration with a choice by the signals of these rows."""
+def chosen_for(config: Config, rows: Iterable[Experience], row: TrainerRow | None) -> Config:
+    """Return the configuration with a choice by the signals of these rows, besides the trainer's choice in its row."""
     rows = list(rows)
     kinds = _learnable(Counter(signal.kind for row in rows for signal in row.signals), config)
     if not is_open(config.trainer):
         return config
     runs = {(row.task_id, row.run_id) for row in rows if row.task_id is not None}
-    algorithms = choose(kinds, repeats=len(runs) >= 2 * len({task for task, _ in runs}) > 0)
+    before = None if row is None or row.chosen is None else row.chosen["algorithms"]
+    algorithms = choose(kinds, repeats=len(runs) >= 2 * len({task for task, _ in runs}) > 0, before=before)
     log.info("algorithms chosen by what was said", algorithms=_shown(algorithms), kinds=_shown(kinds))
     return with_choice(config, algorithms)
 

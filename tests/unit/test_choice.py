@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shared.config import ALGORITHMS, CHOICES, TrainerConfig
-from trainer_service.choice import choose
+from shared.ledger.queries import TrainerRow
+from shared.reward import Signal
+from tests.support.experiences import rows, trainer_config
+from trainer_service.choice import choose, chosen_for
 
 
 @pytest.mark.parametrize(
@@ -33,6 +38,15 @@ def test_an_earlier_choice_is_kept_and_missing_algorithms_are_added():
     assert choose({"comment"}, repeats=True, before={"kto": 1.0}) == {"kto": 1.0, "hint": 0.5}
     assert choose({"reward"}, repeats=False, before={"kto": 1.0}) == {"reinforce_pp": 1.0, "kto": 1.0}
     assert choose({"rating"}, repeats=True, before={"reinforce_pp": 1.0}) == {"reinforce_pp": 1.0}
+
+
+def test_training_on_a_file_keeps_the_choice_of_the_trainer_that_continues_from_it(tmp_path):
+    config = trainer_config(tmp_path, tmp_path, algorithm="auto")
+    of_file = [replace(row, signals=(Signal("correction", text="so"),)) for row in rows(2)]
+    assert chosen_for(config, of_file, None).trainer.algorithms == {"sft": 0.2}
+    chosen = {"algorithms": {"reinforce_pp": 1.0}}
+    row = TrainerRow("trainer", 3, 3, "s", None, None, None, None, chosen, {}, alive=False, heartbeat_at=0.0)
+    assert chosen_for(config, of_file, row).trainer.algorithms == {"reinforce_pp": 1.0, "sft": 0.2}
 
 
 def test_what_may_be_chosen_is_learnt_from_by_explorers_and_its_sections_are_taken():
