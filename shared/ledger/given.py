@@ -230,9 +230,9 @@ def _check(signal: _ExportedSignal) -> None:
         _finite(signal.value, f"a {kind} without a finite number")
     elif kind == "rating" and signal.text not in ("up", "down"):
         raise ValueError("a rating that is neither up nor down")
-    elif kind != "demonstration" and not signal.text:
+    elif kind != "demonstration" and signal.text is None:
         raise ValueError(f"a {kind} without a text")
-    if kind == "metric" and not signal.name:
+    if kind == "metric" and signal.name is None:
         raise ValueError("a metric without a name")
     if "\0" in (signal.text or ""):
         raise ValueError(f"NUL in a {kind}")
