@@ -67,6 +67,20 @@ def test_a_row_comes_back_with_an_empty_comment_and_a_metric_whose_name_is_empty
     assert [tuple(row) for row in found] == [(one.kind, one.name, one.text) for one in said]
 
 
+def test_a_chat_with_damaged_tokens_comes_back_from_an_archive_neither_as_a_row_nor_as_a_demonstration(
+    ledger, config, tmp_path: Path, capsys
+):
+    damaged = Tokens(np.array([1], np.int32), np.array([2, 3], np.int32), np.array([-0.5], np.float32))
+    texts = {"request": b'{"messages": []}', "reply": b'{"content": "hello"}'}
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("m", tokens=damaged, quarantine="damaged", **texts)])
+    run_here(config, "archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
+    (file,) = (tmp_path / "archive").iterdir()
+    assert [row["messages"][0]["content"] for row in read_rows(file)] == ["hello"]
+    assert run_here(config, "import", str(file)) == 1
+    assert "0 imported, 0 known, 1 unusable" in capsys.readouterr().err
+
+
 def test_training_on_a_file_keeps_runs_of_one_name_apart_by_group(tmp_path: Path, model):
     run, groups = {**ROW, "reward": 1.0, "task_id": "t", "run_id": "0"}, [None, "shops", "inns"]
     lines = [{**run, "msg_id": f"m{number}", "key_group": group} for number, group in enumerate(groups)]
