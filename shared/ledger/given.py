@@ -154,8 +154,10 @@ def tokens_of(row: dict[str, Any]) -> tuple[Tokens, Sampling]:
     if "top_k" in sampling:
         sampling["top_k"] = min(max(sampling["top_k"], 0), LARGEST_TOP_K)  # as of a chat
     prompt_ids, reply_ids = (_token_ids(row[name]) for name in ("prompt_ids", "reply_ids"))
-    tokens = Tokens(prompt_ids, reply_ids, np.array(row["logprobs"], np.float32))
-    return tokens, Sampling(**sampling)
+    logprobs = np.array(row["logprobs"], np.float32)
+    if any(array.ndim != 1 for array in (prompt_ids, reply_ids, logprobs)):
+        raise CorruptTokens("its prompt_ids, reply_ids or logprobs are lists within a list")
+    return Tokens(prompt_ids, reply_ids, logprobs), Sampling(**sampling)
 
 
 def _token_ids(given: Sequence[int]) -> TokenArray:

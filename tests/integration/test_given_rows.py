@@ -41,6 +41,7 @@ BAD = [
     ({"reward": True}, "reward is no finite number"),
     ({"messages": "hello"}, "messages is no list of messages"),
     ({"tools": "[{"}, "tools is no list"),
+    *(({name: [GOOD[name]]}, "lists within a list") for name in ("prompt_ids", "reply_ids", "logprobs")),
     ({"logprobs": None}, "logprobs is no list, and a row with prompt_ids needs one; add it, or give messages alone"),
     *(({"reward": None, "signals": [signal]}, said) for signal, said in SIGNALS),
 ]
