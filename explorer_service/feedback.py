@@ -81,8 +81,9 @@ async def answer_feedback(request: Request, deps: Deps) -> Response:
     answer.ignored = ignored_fields(raw, body) or msgspec.UNSET
     for state, count in Counter(receipt.state for receipt in answer.receipts).items():
         deps.metrics.feedback_receipts.labels(state).inc(count)
-    content = msgspec.json.encode(agentscope_java_answer(request, answer))
-    return Response(content, 200 if answer.status == "success" else 404, media_type="application/json")
+    if answer.status != "success":
+        return Response(msgspec.json.encode(answer), 404, media_type="application/json")
+    return Response(msgspec.json.encode(agentscope_java_answer(request, answer)), media_type="application/json")
 
 
 class Answer(msgspec.Struct):

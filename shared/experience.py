@@ -23,6 +23,7 @@ from shared.reward import EVERY_LESSON, Lesson, Signal
 TokenArray = npt.NDArray[np.int32]
 LogprobArray = npt.NDArray[np.float32]
 
+LARGEST_TOP_K = 2**31 - 1  # maximum of the ledger's column; like all values above the vocabulary, it has no effect
 _last_stamp = 0  # microseconds
 
 

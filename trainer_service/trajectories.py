@@ -79,7 +79,7 @@ class Trajectory:
     unmerged: Counter[str] = field(default_factory=Counter)  # number of later turns that started a sequence, by reason
     key_group: str | None = None  # separates equal task ids of different groups of keys
     key: str | None = None  # key that scored the newest scored turn
-    msg_id: str = ""  # id of its first message; without a task, other choices of that message are other attempts
+    msg_id: str = ""  # id of its first message; without a task, its choices for one prompt are attempts of one group
 
     @property
     def has_alternatives(self) -> bool:

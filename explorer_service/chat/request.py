@@ -20,10 +20,9 @@ from explorer_service.chat.conversation import Digest, conversation_affinity, re
 from explorer_service.engines.dispatch import EngineRequest
 from explorer_service.traffic.router import Route, Router
 from shared.config import ExplorerConfig
-from shared.experience import Sampling, new_message_id
+from shared.experience import LARGEST_TOP_K, Sampling, new_message_id
 
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises lower values to this, except 0, which is greedy
-_LARGEST_TOP_K = 2**31 - 1  # maximum of the ledger's column; like all values above the vocabulary, it has no effect
 # Parts of a message that vLLM accepts and that the prompt's token ids do not contain.
 _NOT_TEXT = frozenset((
     "prompt_embeds", "image_url", "image_embeds", "image_pil", "input_image", "input_audio", "audio_url",
@@ -262,7 +261,7 @@ def _number(body: dict[str, Any], name: str) -> float | None:
         return None
     if name == "temperature" and 0 < number < _LOWEST_TEMPERATURE:
         return _LOWEST_TEMPERATURE
-    return min(max(int(number), 0), _LARGEST_TOP_K) if name == "top_k" else number
+    return min(max(int(number), 0), LARGEST_TOP_K) if name == "top_k" else number
 
 
 def _is_false(value: Any) -> bool:

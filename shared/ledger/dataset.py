@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from sqlalchemy import ColumnElement, Connection, select
 
 from shared.errors import StartupError
-from shared.experience import Sampling, Tokens, choice_name
+from shared.experience import CorruptTokens, Sampling, Tokens, choice_name
 from shared.ledger.conditions import in_parts
 from shared.ledger.prefix import load_tokens
 from shared.ledger.tables import experiences, payloads, signals, versions
@@ -33,6 +34,7 @@ _SIGNAL = [column.name for column in signals.c if column.name not in ("id", "msg
 PACKED = ("tools", "signals", "trained")  # stored as JSON in Parquet
 _MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")
 _ENCODE = msgspec.json.encode
+_NO_TOKENS = Tokens(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 def conversations(
@@ -44,7 +46,8 @@ def conversations(
     """Yield each row as {messages, tools, and the exported columns}, oldest first; None for a row without text.
 
     with_tokens: add {prompt_ids, reply_ids, logprobs, sampling, signals, trained, tokenizer}; a row without text then
-    has null messages. tokenizer: digest of the tokenizer.
+    has null messages, and a row with text and damaged tokens has no ids, so that an import leaves it out.
+    tokenizer: digest of the tokenizer.
     """
     more = (experiences.c.id, experiences.c.taught, versions.c.manifest_sha256, payloads.c.request, payloads.c.reply)
     query = select(*_EXPORTED, *_SAMPLING, *more)
@@ -57,6 +60,8 @@ def conversations(
         requests = _requests(connection, rows)
         for row in rows:
             conversation, tokens = _conversation(row, requests.get(row.msg_id)), loaded.get(row.id)
+            if isinstance(tokens, CorruptTokens) and conversation is not None:
+                tokens = _NO_TOKENS
             if isinstance(tokens, Tokens):
                 about = {**_tokens(row, tokens), "signals": logs.get((row.msg_id, row.choice), [])}
                 about |= {"trained": _trained(row), "tokenizer": tokenizer}

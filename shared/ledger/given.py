@@ -18,7 +18,7 @@ import numpy as np
 
 from shared.config import RewardConfig
 from shared.errors import StartupError
-from shared.experience import CorruptTokens, Sampling, TokenArray, Tokens
+from shared.experience import LARGEST_TOP_K, CorruptTokens, Sampling, TokenArray, Tokens
 from shared.ledger.dataset import CHUNK, PACKED
 from shared.ledger.tables import experiences, signals
 from shared.reward import Kind, Lesson, Scope, Signal
@@ -151,9 +151,13 @@ def tokens_of(row: dict[str, Any]) -> tuple[Tokens, Sampling]:
         if not isinstance(row.get(name), list):
             raise ValueError(f"{name} is no list, and a row with prompt_ids needs one; add it, or give messages alone")
     sampling = {name: type(getattr(Sampling(), name))(value) for name, value in (row.get("sampling") or {}).items()}
+    if "top_k" in sampling:
+        sampling["top_k"] = min(max(sampling["top_k"], 0), LARGEST_TOP_K)  # as of a chat
     prompt_ids, reply_ids = (_token_ids(row[name]) for name in ("prompt_ids", "reply_ids"))
-    tokens = Tokens(prompt_ids, reply_ids, np.array(row["logprobs"], np.float32))
-    return tokens, Sampling(**sampling)
+    logprobs = np.array(row["logprobs"], np.float32)
+    if any(array.ndim != 1 for array in (prompt_ids, reply_ids, logprobs)):
+        raise CorruptTokens("its prompt_ids, reply_ids or logprobs are lists within a list")
+    return Tokens(prompt_ids, reply_ids, logprobs), Sampling(**sampling)
 
 
 def _token_ids(given: Sequence[int]) -> TokenArray:
@@ -230,9 +234,9 @@ def _check(signal: _ExportedSignal) -> None:
         _finite(signal.value, f"a {kind} without a finite number")
     elif kind == "rating" and signal.text not in ("up", "down"):
         raise ValueError("a rating that is neither up nor down")
-    elif kind != "demonstration" and not signal.text:
+    elif kind != "demonstration" and signal.text is None:
         raise ValueError(f"a {kind} without a text")
-    if kind == "metric" and not signal.name:
+    if kind == "metric" and signal.name is None:
         raise ValueError("a metric without a name")
     if "\0" in (signal.text or ""):
         raise ValueError(f"NUL in a {kind}")

@@ -104,6 +104,18 @@ def test_another_choice_keeps_the_request_when_the_one_it_is_stored_with_is_remo
     assert [one is not None for one in stored] == [True, False]
 
 
+def test_an_erased_run_of_one_choice_leaves_the_feedback_and_the_texts_of_the_others(explorer):
+    msg_id = explorer.chat(n=3).json()["id"]
+    for choice in range(3):
+        run = {"task_id": "t", "run_id": f"{choice}"}
+        explorer.http.post("/feedback", json={"msg_ids": [f"{msg_id}#{choice}"], "comment": "private", **run})
+    for left in ([1, 2], [2]):
+        assert run_here(explorer.config, "erase", "--task", "t", "--run", str(left[0] - 1)) == 0
+        with explorer.ledger.read() as connection:
+            assert connection.execute(select(signals.c.choice).order_by(signals.c.choice)).scalars().all() == left
+            assert [row["choice"] for row in conversations(connection, []) if row is not None] == left
+
+
 def test_a_leased_row_that_is_erased_waits_for_no_comment_that_comes_after_it(ledger):
     record(ledger, "m")
     say(ledger, "m", UP, COMMENT)

@@ -185,6 +185,14 @@ def test_agentscope_javas_training_client_is_understood(explorer):
     assert full.json() == {"status": "success", "committed": 0, "ready": 1}
 
 
+def test_agentscope_javas_training_client_gets_the_error_when_all_targets_are_unknown(explorer):
+    body = b'{"msg_ids": ["unknown"], "reward": 1}'
+    request = explorer.http.build_request("POST", "/feedback", content=body, headers={"User-Agent": "okhttp/5.3.2"})
+    del request.headers["Accept"]
+    answer = explorer.http.send(request)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_target")
+
+
 def test_keys_and_roles_decide_who_may_do_what(
     scripted_engine: ScriptedEngine, start_explorer: Callable[..., RunningExplorer], monkeypatch: pytest.MonkeyPatch
 ):

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from shared.errors import ConfigError, StartupError
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_rows
+from shared.ledger.tables import experiences
 from tests.support.processes import run_here
 from tests.support.servers import make_config
 from trainer_service.export import read_export
@@ -39,6 +41,7 @@ BAD = [
     ({"reward": True}, "reward is no finite number"),
     ({"messages": "hello"}, "messages is no list of messages"),
     ({"tools": "[{"}, "tools is no list"),
+    *(({name: [GOOD[name]]}, "lists within a list") for name in ("prompt_ids", "reply_ids", "logprobs")),
     ({"logprobs": None}, "logprobs is no list, and a row with prompt_ids needs one; add it, or give messages alone"),
     *(({"reward": None, "signals": [signal]}, said) for signal, said in SIGNALS),
 ]
@@ -72,6 +75,18 @@ def test_training_on_a_file_leaves_the_same_rows_out(wrong, tmp_path: Path, mode
     config = make_config(tmp_path, ["http://127.0.0.1:1"])
     kept = {row.msg_id for row in read_export(file, config, model)}
     assert kept == ({"good", "bad"} if {"messages", "tools"} & wrong.keys() else {"good"})
+
+
+def test_a_top_k_that_means_all_tokens_is_stored_as_that_of_a_chat(config, tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{**GOOD, "msg_id": f"m{top_k}", "sampling": {"top_k": top_k}} for top_k in (-1, 20, 10**10)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    assert run_here(config, "import", str(file)) == 0
+    ledger = Ledger.open(config.ledger_url)
+    with ledger.read() as connection:
+        stored_k = connection.execute(select(experiences.c.top_k).order_by(experiences.c.id)).scalars().all()
+    ledger.close()
+    assert stored_k == [0, 20, 2**31 - 1]
 
 
 def test_numbers_that_are_not_finite_come_in_by_no_parquet_file(config, tmp_path: Path, capsys):

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from explorer_service.chat.conversation import read_prompt
+from explorer_service.feedback import parse_feedback
 from shared.config import RewardConfig
 from shared.experience import Tokens, trajectory_key
 from shared.ledger import transitions
@@ -20,6 +21,7 @@ from shared.ledger.given import read_rows, signals_of
 from shared.ledger.queries import count_rows
 from shared.ledger.tables import experiences, payloads, signals
 from shared.reward import Signal
+from tests.support.lessons import record, say
 from tests.support.processes import run_here
 from tests.support.samples import sample
 from tests.support.servers import make_config
@@ -50,6 +52,33 @@ def test_rows_come_back_to_their_key_and_its_group_and_are_erased_by_it(ledger, 
     assert run_here(config, "import", str(tmp_path / name)) == 0
     assert columns(ledger, "msg_id", "key_name", "key_group") == before
     assert run_here(config, "erase", "--key", "shop") == 0
+
+
+def test_a_row_comes_back_with_an_empty_comment_and_a_metric_whose_name_is_empty(ledger, config, tmp_path: Path):
+    body = b'{"msg_ids": ["m"], "rating": "up", "comment": "", "correction": "", "metrics": {"": 1}}'
+    _, said = parse_feedback(body, RewardConfig())
+    record(ledger, "m")
+    assert say(ledger, "m", *said) == "applied"
+    run_here(config, "export", "--tokens", "--out", str(tmp_path / "rows.jsonl"))
+    emptied(ledger)
+    assert run_here(config, "import", str(tmp_path / "rows.jsonl")) == 0
+    with ledger.read() as connection:
+        found = connection.execute(select(signals.c.kind, signals.c.name, signals.c.text).order_by(signals.c.id)).all()
+    assert [tuple(row) for row in found] == [(one.kind, one.name, one.text) for one in said]
+
+
+def test_a_chat_with_damaged_tokens_comes_back_from_an_archive_neither_as_a_row_nor_as_a_demonstration(
+    ledger, config, tmp_path: Path, capsys
+):
+    damaged = Tokens(np.array([1], np.int32), np.array([2, 3], np.int32), np.array([-0.5], np.float32))
+    texts = {"request": b'{"messages": []}', "reply": b'{"content": "hello"}'}
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("m", tokens=damaged, quarantine="damaged", **texts)])
+    run_here(config, "archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
+    (file,) = (tmp_path / "archive").iterdir()
+    assert [row["messages"][0]["content"] for row in read_rows(file)] == ["hello"]
+    assert run_here(config, "import", str(file)) == 1
+    assert "0 imported, 0 known, 1 unusable" in capsys.readouterr().err
 
 
 def test_training_on_a_file_keeps_runs_of_one_name_apart_by_group(tmp_path: Path, model):

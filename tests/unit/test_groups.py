@@ -103,6 +103,15 @@ def test_choices_of_a_message_without_a_task_are_a_group_also_where_one_of_them_
     assert (figures["groups"], figures["groups_of_one"]) == (2, 1)
 
 
+def test_choices_of_a_message_for_different_prompts_are_not_compared():
+    """A plain completion takes several prompts: here two, with two choices each."""
+    said = [(1, (1, 2), 1.0), (2, (1, 2), 0.0), (3, (8, 9), 5.0), (4, (8, 9), 3.0)]
+    rows = [replace(row(n, None, None, reward, prompt=p), msg_id="m", choice=n - 1) for n, p, reward in said]
+    got, figures = advantages(RLOO(RLOOConfig(**FREE)), rows)
+    assert [one[0] for one in got] == [1, -1, 2, -2]
+    assert figures["groups"] == 2
+
+
 def test_a_run_in_several_sequences_is_one_run():
     """Its turns did not merge; the outcome counts once, and all of its tokens have the run's advantage."""
     broken = [row(n, "a", "0", 1.0, outcome=1.0, prompt=(n, 9), parent_id=f"m{n - 1}") for n in (1, 2, 3)]

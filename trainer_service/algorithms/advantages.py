@@ -179,8 +179,8 @@ def attempts(
     """Return the attempts of a batch. units: one for each sequence. prompt_tokens: length of a system prompt's prefix.
 
     Attempts at one task form a group. Without a task, the alternatives of a trajectory form one, and so do trajectories
-    that start with choices of one message. Turns of a group are compared if equally many turns precede them in their
-    trajectories.
+    that start with choices of one message for one prompt. Turns of a group are compared if equally many turns precede
+    them in their trajectories.
     """
     rewards, penalties = given_rewards(batch, units, config, memory), kl_penalties(units, precomputed, config)
     earned = [returns(one, 1.0) for one in rewards]
@@ -191,9 +191,9 @@ def attempts(
             continue
         own = [number[place] for place in places]
         task = None if trajectory.task_id is None else (trajectory.key_group, trajectory.task_id)
-        prompt = trajectory.sequences[0].token_ids[: min(prompt_tokens, int(trajectory.sequences[0].actions[0]))]
-        levels = ("", _digest("prompt", prompt.tolist()), *(() if task is None else (_digest("task", task),)))
-        group = task or trajectory.msg_id or position
+        prompt = trajectory.sequences[0].token_ids[: int(trajectory.sequences[0].actions[0])].tolist()
+        levels = ("", _digest("prompt", prompt[:prompt_tokens]), *(() if task is None else (_digest("task", task),)))
+        group = task or (trajectory.msg_id or position, *prompt)
         for turn, spans in _parts(trajectory, own, [len(rewards[one]) for one in own], by_turn=by_turn):
             first, begin, _ = spans[0]
             penalty = sum(float(penalties[one][start:].sum()) for one, start, _ in spans) if penalties else 0.0

@@ -38,8 +38,9 @@ def erase(
     rows = list(connection.execute(query.limit(MAX_PARAMETERS).with_for_update()))  # nothing more is said of them
     ids, names = [row.id for row in rows], sorted({row.msg_id for row in rows})
     lock_tokens(connection, ids)
+    _delete_signals(connection, ids)
+    _move_requests(connection, ids)
     connection.execute(delete(payloads).where(payloads.c.experience_id.in_(ids)))
-    connection.execute(delete(signals).where(signals.c.msg_id.in_(names)))
     of_them = experiences.c.id.in_(ids)
     connection.execute(update(experiences).where(of_them).values(teaches=0, taught=int(EVERY_LESSON)))
     untrained = experiences.c.state.in_((State.RECORDED, State.READY))
@@ -90,25 +91,31 @@ def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] |
         if said is not None:
             now = count_signals(connection, gone)
             gone = [row_id for row_id in gone if now.get(row_id, 0) == said.get(row_id, 0)]
-        mine = experiences.c.id.in_(gone)
-        names = select(experiences.c.msg_id).where(mine)
-        its_choice = and_(experiences.c.msg_id == signals.c.msg_id, experiences.c.choice == signals.c.choice)
-        theirs = select(experiences.c.id).where(its_choice, mine).exists()
-        connection.execute(delete(signals).where(signals.c.msg_id.in_(names), theirs))
+        _delete_signals(connection, gone)
         inline_prefix(connection, gone)
         _move_requests(connection, gone)
         connection.execute(delete(payloads).where(payloads.c.experience_id.in_(gone)))
-        removed += connection.execute(delete(experiences).where(mine)).rowcount
+        removed += connection.execute(delete(experiences).where(experiences.c.id.in_(gone))).rowcount
     return removed
 
 
+def _delete_signals(connection: Connection, ids: Sequence[int]) -> None:
+    """Delete the signals about these rows; those about other choices of the same messages stay."""
+    mine = experiences.c.id.in_(ids)
+    names = select(experiences.c.msg_id).where(mine)
+    its_choice = and_(experiences.c.msg_id == signals.c.msg_id, experiences.c.choice == signals.c.choice)
+    theirs = select(experiences.c.id).where(its_choice, mine).exists()
+    connection.execute(delete(signals).where(signals.c.msg_id.in_(names), theirs))
+
+
 def _move_requests(connection: Connection, doomed: Sequence[int]) -> None:
-    """Move a request that is stored with a choice to be deleted to another choice of the message that remains."""
+    """Move a request that is stored with a choice to be deleted to another choice that keeps its texts."""
     other = experiences.alias("other")
     same_message = and_(other.c.msg_id == experiences.c.msg_id, other.c.id.not_in(doomed))
     heirs = (
         select(experiences.c.id, func.min(other.c.id).label("heir"))
         .join(other, same_message)
+        .join(payloads, payloads.c.experience_id == other.c.id)  # an erased choice has none
         .where(experiences.c.id.in_(doomed))
         .group_by(experiences.c.id)
     )
