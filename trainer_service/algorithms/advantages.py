@@ -193,7 +193,7 @@ def attempts(
         task = None if trajectory.task_id is None else (trajectory.key_group, trajectory.task_id)
         prompt = trajectory.sequences[0].token_ids[: int(trajectory.sequences[0].actions[0])].tolist()
         levels = ("", _digest("prompt", prompt[:prompt_tokens]), *(() if task is None else (_digest("task", task),)))
-        group = task or (trajectory.msg_id or position, *prompt)
+        group = task or (trajectory.msg_id or position, _digest("prompt", prompt))
         for turn, spans in _parts(trajectory, own, [len(rewards[one]) for one in own], by_turn=by_turn):
             first, begin, _ = spans[0]
             penalty = sum(float(penalties[one][start:].sum()) for one, start, _ in spans) if penalties else 0.0
