@@ -174,8 +174,10 @@ class EngineController:
     async def _bring_in(self, newest: VersionRow) -> None:
         """Serve the newest version; until it is loaded, or while it is missing or failed here, the last good one."""
         engine, target = self._engine, None
-        rises = engine.is_open and engine.version is not None and newest.version > engine.version
-        if rises and time.monotonic() < self._paused_at + self._settings.min_interval_s:
+        is_withdrawn = engine.is_open and await self._choice.is_withdrawn(engine.version, newest.version)
+        rises = engine.is_open and newest.version > (engine.version or 0)
+        is_good = self._served is not None and not is_withdrawn
+        if rises and is_good and time.monotonic() < self._paused_at + self._settings.min_interval_s:
             return
         if not self._backoff.wait_s(newest.version):
             try:
@@ -187,7 +189,6 @@ class EngineController:
         if target is not None and await self._has(target):
             await self._serve(target)
             return
-        is_withdrawn = newest.version < (engine.version or 0)  # the version that the engine serves
         is_unproven = not engine.is_open or (is_withdrawn if target is None else self._served is None)
         if is_unproven and (target is None or self._adapters is None):
             good = await self._choice.find_good(newest.version, self._served)
