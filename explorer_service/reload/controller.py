@@ -204,7 +204,11 @@ class EngineController:
         if self._engine.is_open and self._engine.version != target.version:
             return False
         served = self._served if self._engine.is_open else None  # also after a newer version's take-up failed
-        return (served is not None and served.version == target.version) or await self._take_up.holds(target)
+        if (served is not None and served.version == target.version) or await self._take_up.holds(target):
+            return True
+        if self._adapters is None and await self._health.is_contradicted(target):
+            await self._distrust(f"it does not prove version {target.version}")
+        return False
 
     async def _replace(self, target: TargetVersion, newest: VersionRow) -> None:
         version = target.version

@@ -15,7 +15,7 @@ from explorer_service.engines.admin import HEALTH_TIMEOUT_S
 from shared.experience import Tokens
 from shared.ledger.tables import engines, experiences, payloads
 from tests.support.postgres import sqlite_alone
-from tests.support.reloads import SETTINGS, shown
+from tests.support.reloads import SETTINGS, announced, shown
 from tests.support.servers import RunningExplorer, publish, served, wait_joined, wait_until
 
 database_url = sqlite_alone  # nothing here depends on the database
@@ -98,7 +98,42 @@ def test_streams_of_all_explorers_end_when_the_owner_finds_other_weights(owner_f
         assert "weights_unproven" in stream.lines[-1]
 
 
+def test_a_new_owner_that_finds_other_weights_gives_the_engine_no_chats_until_it_has_the_right_ones(
+    owner_first, scripted_engine
+):
+    first, second, _ = owner_first
+    script, leases, acquire = scripted_engine.script, second.deps.leases, second.deps.leases.acquire
+    staged = threading.Event()
+
+    async def acquire_with_other_weights(url):
+        if (is_owner := await acquire(url)) and not script.hung:
+            script.hung.add("/flywheel/stage")
+            script.on_call["/flywheel/stage"] = staged.set
+            scripted_engine._hold(first.config.root / "versions/v000000")
+            script.label = "0:" + "0" * 16
+        return is_owner
+
+    leases.acquire = acquire_with_other_weights
+    hand_over(first, second)
+    assert staged.wait(20)
+    assert shown(second)["state"] == "checking" and announced(second) == ("checking", None)
+    script.hung.clear()
+    wait_until(lambda: all(shown(explorer)["state"] == "serving" for explorer in owner_first))
+    assert (served(second), script.loaded) == ("1", "v000001")
+
+
 def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_had_just_broken_off(
+def test_a_stream_goes_on_when_the_first_version_replaces_what_its_engine_was_started_with(
+    scripted_engine, start_explorer
+):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    scripted_engine.script.gap_s = 1.0
+    with Stream(explorer) as stream:
+        publish(explorer, 0)
+        wait_until(lambda: scripted_engine.script.loaded == "v000000")
+    assert stream.lines[-1] == "data: [DONE]"
+
+
     owner_first, scripted_engine
 ):
     script, other = scripted_engine.script, owner_first[1]
