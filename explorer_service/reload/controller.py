@@ -131,7 +131,7 @@ class EngineController:
         if newest is None:
             await self._serve_unproven()
         elif served and engine.is_open and engine.version == served.version and not self._is_announced():
-            await self._serve(served)  # a reload was announced, but not begun
+            await self._serve(served, again=True)  # a reload was announced, but not begun
         elif engine.state is not EngineState.SERVING or engine.version != newest.version or self._served is None:
             await self._bring_in(newest)
         if self._adapters is not None and engine.is_open:
@@ -235,7 +235,7 @@ class EngineController:
         except TurnLost as error:
             log.warning("version not taken up yet", version=version, engine=self._engine.name, reason=str(error))
             if was_open and self._served is not None:
-                await self._serve(self._served)
+                await self._serve(self._served, again=True)
         except StageFailed as error:
             await self._stay(version, error)
         except NotOwner:
@@ -258,21 +258,21 @@ class EngineController:
             await self._take_up.run(good, None)
         is_technical = isinstance(error, LoadUndone) and error.is_technical
         await (self._blame.count if is_technical else self._blame.condemn)(target, str(error))
-        await self._serve(good)
+        await self._serve(good, again=True)
 
     async def _stay(self, version: int, error: EngineError | VersionError) -> None:
         """Handle a failure before the engine was changed: it continues to serve, if it is open."""
         self._note_failure(version, error)
         if self._engine.is_open and self._served is not None:
-            await self._serve(self._served)
+            await self._serve(self._served, again=True)
 
     def _note_failure(self, version: int, error: EngineError | VersionError) -> None:
         log.error("version not taken up", version=version, engine=self._engine.name, reason=str(error))
         self._reloading.metrics.reload_failures.labels(failure_name(error)).inc()
         self._backoff.note(version, str(error))
 
-    async def _serve(self, target: TargetVersion, **fields: float) -> None:
-        """Open the engine, which has proven the target, unless the target was rejected meanwhile."""
+    async def _serve(self, target: TargetVersion, *, again: bool = False, **fields: float) -> None:
+        """Open the engine, which has proven the target, unless that was rejected meanwhile. again: no new take-up."""
         engine, version, newest = self._engine, target.version, self._reloading.poller.newest()
         if newest is not None and version == newest.version:
             self._backoff.forget(version)
@@ -296,5 +296,5 @@ class EngineController:
             return
         self._served = target
         self._pool.serve(engine, self._take_up.names(version), target.defaults, degraded, version)
-        self._reloading.metrics.reloads.labels("served").inc()
+        self._reloading.metrics.reloads.labels("served").inc(0 if again else 1)
         log.info("version in service", version=version, engine=engine.name, **fields)
