@@ -167,9 +167,9 @@ class EngineController:
 
     async def _withdraw(self, reason: str) -> None:
         self._pool.withdraw(self._engine, reason)
-        if self._is_owner and not self._leases.has_told(self._engine.url, EngineState.UNAVAILABLE, None):
+        if self._is_owner:
             with contextlib.suppress(LedgerError, NotOwner):  # the others check the engine's health, too
-                await self._leases.announce(self._engine.url, EngineState.UNAVAILABLE, None)
+                self._is_owner = await self._leases.report_away(self._engine.url)
 
     async def _bring_in(self, newest: VersionRow) -> None:
         """Serve the newest version; until it is loaded, or while it is missing or failed here, the last good one."""

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import select, update
 
 from explorer_service.engines.admin import HEALTH_TIMEOUT_S
+from explorer_service.errors import EngineUnavailable
 from shared.experience import Tokens
 from shared.ledger.tables import engines, experiences, payloads
 from tests.support.postgres import sqlite_alone
@@ -122,7 +123,6 @@ def test_a_new_owner_that_finds_other_weights_gives_the_engine_no_chats_until_it
     assert (served(second), script.loaded) == ("1", "v000001")
 
 
-def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_had_just_broken_off(
 def test_a_stream_goes_on_when_the_first_version_replaces_what_its_engine_was_started_with(
     scripted_engine, start_explorer
 ):
@@ -134,6 +134,7 @@ def test_a_stream_goes_on_when_the_first_version_replaces_what_its_engine_was_st
     assert stream.lines[-1] == "data: [DONE]"
 
 
+def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_had_just_broken_off(
     owner_first, scripted_engine
 ):
     script, other = scripted_engine.script, owner_first[1]
@@ -240,6 +241,21 @@ def test_streams_outlive_an_owner_that_died_in_a_load_of_which_the_engine_says_n
     with Stream(other) as stream:
         publish(owner, 2, -3.0)
     assert stream.sampled() == ((1.0, 2.0), (1, 2))
+
+
+def test_an_owner_that_does_not_reach_its_engine_leaves_it_to_an_explorer_that_does(owner_first):
+    first, *others = owner_first
+    admin = first.deps.dispatcher._health_checks["e0"].__self__
+
+    async def fail() -> None:
+        raise EngineUnavailable("no route to host")
+
+    admin.check_health = fail
+    wait_until(lambda: shown(first)["state"] == "unavailable")
+    wait_until(lambda: any(shown(other)["owned"] for other in others))
+    wait_until(lambda: all(shown(other)["state"] == "serving" for other in others))
+    del admin.check_health
+    wait_until(lambda: shown(first)["state"] == "serving" and not shown(first)["owned"])
 
 
 def test_an_engine_that_broke_a_chat_off_serves_again_while_it_waits_for_its_turn(
