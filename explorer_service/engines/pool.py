@@ -140,7 +140,7 @@ class EnginePool:
             if is_pinned:
                 known, what = able, f"no engine for version {version}"
             if not able:
-                served = sorted({v for e in self.engines for v in e.versions})
+                served = sorted({v for e in self.serving for v in e.versions})
                 reasons = (e.refused[version] for e in self.engines if version in e.refused)
                 why = next((f" ({without_addresses(reason)})" for reason in reasons), "")
                 raise VersionNotServed(f"version {version} is not in service{why}; in service: {served}")

@@ -59,6 +59,7 @@ class AdapterController:
             return
         await self._forget_given_up()
         pins = await self._read_pins(self._engine.version)
+        self._forget_ended(pins)
         await self.bring_in_pins(pins)
         must_announce = await self._retire_all_but({self._engine.version, *pins})
         if must_announce or self._engine.versions != self._take_up.names(0):  # lost adapters were loaded again
@@ -118,6 +119,16 @@ class AdapterController:
             del refused[version]
             self._backoff.retry(version)
             self._deadly.retry(version)
+
+    def _forget_ended(self, pins: Collection[int]) -> None:
+        """Forget why versions are refused that nobody pins any more: the next request for one waits for a new try.
+
+        Not if the engine died of it repeatedly.
+        """
+        refused = self._engine.refused
+        for version in [v for v in refused if v not in pins and not self._has_to_wait(v)]:
+            if not self._deadly.reason(version):
+                del refused[version]
 
     async def _bring_in(self, version: int) -> str | None:
         """Load and prove a version. Returns None, or why the engine does not serve it."""

@@ -10,7 +10,8 @@ from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import TakeUp
 from shared.errors import VersionError
-from shared.ledger.queries import VersionRow, kept_versions
+from shared.experience import VersionState
+from shared.ledger.queries import VersionRow, find_versions, kept_versions
 
 
 class VersionChoice:
@@ -39,6 +40,13 @@ class VersionChoice:
         if target is None and (reason := self._judge.overdue(row)) is not None:
             raise StageFailed(reason)
         return target
+
+    async def is_withdrawn(self, served: int | None, newest: int) -> bool:
+        """Whether the version that an engine serves was given up. newest: the newest that may serve."""
+        if served is None or served >= newest:
+            return served is not None and served > newest
+        row = (await self._reloading.fetch(lambda c: find_versions(c, [served]))).get(served)
+        return row is not None and row.state == VersionState.REJECTED
 
     async def find_good(
         self, failed: int, served: TargetVersion | None, damaged: Collection[int] = ()

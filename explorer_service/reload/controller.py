@@ -131,7 +131,7 @@ class EngineController:
         if newest is None:
             await self._serve_unproven()
         elif served and engine.is_open and engine.version == served.version and not self._is_announced():
-            await self._serve(served)  # a reload was announced, but not begun
+            await self._serve(served, again=True)  # a reload was announced, but not begun
         elif engine.state is not EngineState.SERVING or engine.version != newest.version or self._served is None:
             await self._bring_in(newest)
         if self._adapters is not None and engine.is_open:
@@ -167,15 +167,17 @@ class EngineController:
 
     async def _withdraw(self, reason: str) -> None:
         self._pool.withdraw(self._engine, reason)
-        if self._is_owner and not self._leases.has_told(self._engine.url, EngineState.UNAVAILABLE, None):
+        if self._is_owner:
             with contextlib.suppress(LedgerError, NotOwner):  # the others check the engine's health, too
-                await self._leases.announce(self._engine.url, EngineState.UNAVAILABLE, None)
+                self._is_owner = await self._leases.report_away(self._engine.url)
 
     async def _bring_in(self, newest: VersionRow) -> None:
         """Serve the newest version; until it is loaded, or while it is missing or failed here, the last good one."""
         engine, target = self._engine, None
-        rises = engine.is_open and engine.version is not None and newest.version > engine.version
-        if rises and time.monotonic() < self._paused_at + self._settings.min_interval_s:
+        is_withdrawn = engine.is_open and await self._choice.is_withdrawn(engine.version, newest.version)
+        rises = engine.is_open and newest.version > (engine.version or 0)
+        is_good = self._served is not None and not is_withdrawn
+        if rises and is_good and time.monotonic() < self._paused_at + self._settings.min_interval_s:
             return
         if not self._backoff.wait_s(newest.version):
             try:
@@ -187,7 +189,6 @@ class EngineController:
         if target is not None and await self._has(target):
             await self._serve(target)
             return
-        is_withdrawn = newest.version < (engine.version or 0)  # the version that the engine serves
         is_unproven = not engine.is_open or (is_withdrawn if target is None else self._served is None)
         if is_unproven and (target is None or self._adapters is None):
             good = await self._choice.find_good(newest.version, self._served)
@@ -203,7 +204,11 @@ class EngineController:
         if self._engine.is_open and self._engine.version != target.version:
             return False
         served = self._served if self._engine.is_open else None  # also after a newer version's take-up failed
-        return (served is not None and served.version == target.version) or await self._take_up.holds(target)
+        if (served is not None and served.version == target.version) or await self._take_up.holds(target):
+            return True
+        if self._adapters is None and await self._health.is_contradicted(target):
+            await self._distrust(f"it does not prove version {target.version}")
+        return False
 
     async def _replace(self, target: TargetVersion, newest: VersionRow) -> None:
         version = target.version
@@ -230,7 +235,7 @@ class EngineController:
         except TurnLost as error:
             log.warning("version not taken up yet", version=version, engine=self._engine.name, reason=str(error))
             if was_open and self._served is not None:
-                await self._serve(self._served)
+                await self._serve(self._served, again=True)
         except StageFailed as error:
             await self._stay(version, error)
         except NotOwner:
@@ -253,21 +258,21 @@ class EngineController:
             await self._take_up.run(good, None)
         is_technical = isinstance(error, LoadUndone) and error.is_technical
         await (self._blame.count if is_technical else self._blame.condemn)(target, str(error))
-        await self._serve(good)
+        await self._serve(good, again=True)
 
     async def _stay(self, version: int, error: EngineError | VersionError) -> None:
         """Handle a failure before the engine was changed: it continues to serve, if it is open."""
         self._note_failure(version, error)
         if self._engine.is_open and self._served is not None:
-            await self._serve(self._served)
+            await self._serve(self._served, again=True)
 
     def _note_failure(self, version: int, error: EngineError | VersionError) -> None:
         log.error("version not taken up", version=version, engine=self._engine.name, reason=str(error))
         self._reloading.metrics.reload_failures.labels(failure_name(error)).inc()
         self._backoff.note(version, str(error))
 
-    async def _serve(self, target: TargetVersion, **fields: float) -> None:
-        """Open the engine, which has proven the target, unless the target was rejected meanwhile."""
+    async def _serve(self, target: TargetVersion, *, again: bool = False, **fields: float) -> None:
+        """Open the engine, which has proven the target, unless that was rejected meanwhile. again: no new take-up."""
         engine, version, newest = self._engine, target.version, self._reloading.poller.newest()
         if newest is not None and version == newest.version:
             self._backoff.forget(version)
@@ -291,5 +296,5 @@ class EngineController:
             return
         self._served = target
         self._pool.serve(engine, self._take_up.names(version), target.defaults, degraded, version)
-        self._reloading.metrics.reloads.labels("served").inc()
+        self._reloading.metrics.reloads.labels("served").inc(0 if again else 1)
         log.info("version in service", version=version, engine=engine.name, **fields)

@@ -61,6 +61,16 @@ class EngineHealth:
             return None  # unknown for now
         return None if label in (None, served.label) else label
 
+    async def is_contradicted(self, target: TargetVersion) -> bool:
+        """Whether an open engine, which does not prove the target that it serves, holds other weights.
+
+        Not if it has no label, or serves the weights that it was started with, which nobody has proven.
+        """
+        if not self._engine.is_open:
+            return False
+        label = await self._admin.read_label()
+        return label == target.label or (label is not None and target.version != 0)
+
 
 @asynccontextmanager
 async def while_open(engine: Engine) -> AsyncIterator[None]:

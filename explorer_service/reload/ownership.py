@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 
 from sqlalchemy import Connection
 
+from explorer_service.engines.engine import EngineState
 from explorer_service.errors import NotOwner
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.membership import Membership
@@ -134,6 +135,24 @@ class EngineLeases:
         self._spoiled.discard(url)
         self._announced[url] = _Announced(state, version, generation)
         return generation
+
+    async def report_away(self, url: str) -> bool:
+        """Announce once that the engine does not answer. Returns whether this explorer still owns it.
+
+        If another explorer has followed that announcement, it reaches the engine: this one releases it. Raises
+        NotOwner, LedgerError.
+        """
+        if not self.has_told(url, EngineState.UNAVAILABLE, None):
+            await self.announce(url, EngineState.UNAVAILABLE, None)
+            return True
+        told, key, own = self._announced[url].generation, self.key(url), self._membership.id
+        if all(other.generation < told for other in await self.read_followed(url)):
+            return True
+        self._announced.pop(url, None)
+        self.forget(url)
+        await self._writer.write(lambda c: transitions.release_engine(c, key, own))
+        log.warning("another explorer reaches the engine; this one gives it up", engine=key)
+        return False
 
     def has_told(self, url: str, state: str, version: int | None) -> bool:
         """Whether this explorer's last announcement of the engine is this one."""

@@ -139,6 +139,28 @@ def test_a_withdrawn_version_does_not_serve_on_for_the_interval_between_two_relo
     wait_until(lambda: served(explorer) == "0")
 
 
+def test_a_version_that_is_rejected_while_a_newer_one_waits_for_the_interval_is_replaced_at_once(
+    scripted_engine, start_explorer
+):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS | {"min_interval_s": 600.0}).wait_ready()
+    for version in (1, 2):
+        publish(explorer, version, -1.0 - version)
+        wait_until(lambda: served(explorer) == "1")
+    reject(explorer, 1)
+    wait_until(lambda: served(explorer) == "2")
+
+
+def test_a_version_that_is_rejected_while_a_newer_one_is_missing_does_not_serve_on(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    for version in (0, 1):
+        publish(explorer, version, -1.0 - version)
+        wait_until(lambda version=version: served(explorer) == str(version))
+    with explorer.ledger.write() as connection:
+        transitions.publish(connection, version=2, parent=1, kind="full", step=2)
+    reject(explorer, 1)
+    wait_until(lambda: served(explorer) == "0")
+
+
 def test_versions_that_fail_one_after_the_other_pause_an_engine_no_more_often_than_good_ones(
     scripted_engine, start_explorer
 ):

@@ -81,3 +81,15 @@ def test_a_version_that_is_not_taken_up_is_counted_by_the_reason(fault, reason, 
     others = {"stage", "load", "timeout", "probe", "death", "refused", "unsound"} - {reason}
     assert not any(value(explorer, f'failures_total{{reason="{other}"}}') for other in others)
     assert value(explorer, 'versions_total{result="rejected"}') == 1
+
+
+def test_an_engine_that_goes_on_serving_what_it_has_is_counted_as_no_take_up(explorer, scripted_engine):
+    for version in (0, 1):
+        publish(explorer, version, -1.0 - version)
+        wait_until(lambda version=version: served(explorer) == str(version))
+    before = value(explorer, 'versions_total{result="served"}')
+    scripted_engine.script.refused.add("/flywheel/stage")
+    publish(explorer, 2, -3.0)
+    wait_until(lambda: explorer.http.get("/status").json()["engines"][0]["state"] == "degraded")
+    wait_until(lambda: value(explorer, 'failures_total{reason="stage"}') >= 1)
+    assert value(explorer, 'versions_total{result="served"}') == before

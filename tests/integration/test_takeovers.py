@@ -12,10 +12,11 @@ import pytest
 from sqlalchemy import select, update
 
 from explorer_service.engines.admin import HEALTH_TIMEOUT_S
+from explorer_service.errors import EngineUnavailable
 from shared.experience import Tokens
 from shared.ledger.tables import engines, experiences, payloads
 from tests.support.postgres import sqlite_alone
-from tests.support.reloads import SETTINGS, shown
+from tests.support.reloads import SETTINGS, announced, shown
 from tests.support.servers import RunningExplorer, publish, served, wait_joined, wait_until
 
 database_url = sqlite_alone  # nothing here depends on the database
@@ -96,6 +97,41 @@ def test_streams_of_all_explorers_end_when_the_owner_finds_other_weights(owner_f
         script.label = "0:" + "0" * 16
     for stream in (own, other):
         assert "weights_unproven" in stream.lines[-1]
+
+
+def test_a_new_owner_that_finds_other_weights_gives_the_engine_no_chats_until_it_has_the_right_ones(
+    owner_first, scripted_engine
+):
+    first, second, _ = owner_first
+    script, leases, acquire = scripted_engine.script, second.deps.leases, second.deps.leases.acquire
+    staged = threading.Event()
+
+    async def acquire_with_other_weights(url):
+        if (is_owner := await acquire(url)) and not script.hung:
+            script.hung.add("/flywheel/stage")
+            script.on_call["/flywheel/stage"] = staged.set
+            scripted_engine._hold(first.config.root / "versions/v000000")
+            script.label = "0:" + "0" * 16
+        return is_owner
+
+    leases.acquire = acquire_with_other_weights
+    hand_over(first, second)
+    assert staged.wait(20)
+    assert shown(second)["state"] == "checking" and announced(second) == ("checking", None)
+    script.hung.clear()
+    wait_until(lambda: all(shown(explorer)["state"] == "serving" for explorer in owner_first))
+    assert (served(second), script.loaded) == ("1", "v000001")
+
+
+def test_a_stream_goes_on_when_the_first_version_replaces_what_its_engine_was_started_with(
+    scripted_engine, start_explorer
+):
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    scripted_engine.script.gap_s = 1.0
+    with Stream(explorer) as stream:
+        publish(explorer, 0)
+        wait_until(lambda: scripted_engine.script.loaded == "v000000")
+    assert stream.lines[-1] == "data: [DONE]"
 
 
 def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_had_just_broken_off(
@@ -205,6 +241,21 @@ def test_streams_outlive_an_owner_that_died_in_a_load_of_which_the_engine_says_n
     with Stream(other) as stream:
         publish(owner, 2, -3.0)
     assert stream.sampled() == ((1.0, 2.0), (1, 2))
+
+
+def test_an_owner_that_does_not_reach_its_engine_leaves_it_to_an_explorer_that_does(owner_first):
+    first, *others = owner_first
+    admin = first.deps.dispatcher._health_checks["e0"].__self__
+
+    async def fail() -> None:
+        raise EngineUnavailable("no route to host")
+
+    admin.check_health = fail
+    wait_until(lambda: shown(first)["state"] == "unavailable")
+    wait_until(lambda: any(shown(other)["owned"] for other in others))
+    wait_until(lambda: all(shown(other)["state"] == "serving" for other in others))
+    del admin.check_health
+    wait_until(lambda: shown(first)["state"] == "serving" and not shown(first)["owned"])
 
 
 def test_an_engine_that_broke_a_chat_off_serves_again_while_it_waits_for_its_turn(

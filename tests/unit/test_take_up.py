@@ -155,6 +155,15 @@ def test_a_loopback_url_of_another_machine_is_another_engine(monkeypatch):
     assert engine_key(local) != here
 
 
+async def test_a_version_that_is_not_in_service_is_not_listed_among_those_that_are():
+    pool = EnginePool([EngineAddress(name=name, url=f"http://{name}") for name in ("e0", "e1")], 1.0)
+    for engine, version in zip(pool.engines, (1, 2), strict=True):
+        pool.serve(engine, {version: "agent"}, Sampling())
+    pool.close(pool.engines[0], "taking up version 2")
+    with pytest.raises(VersionNotServed, match=r"version 1 is not in service; in service: \[2\]"):
+        await pool.acquire(1)
+
+
 @pytest.mark.parametrize("state", ["away", "lost this chat"])
 async def test_a_pinned_version_that_one_engine_refuses_is_unavailable_while_the_other_engine_is_away(state):
     pool = EnginePool([EngineAddress(name=name, url=f"http://{name}") for name in ("e0", "e1")], 1.0, adapters=True)

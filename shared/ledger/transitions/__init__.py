@@ -16,7 +16,13 @@ from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pi
 from shared.ledger.transitions.claim import Whole, claim, close_empty_batch, discard_stale, extend_lease, give_back
 from shared.ledger.transitions.commit import commit, commit_part, expire
 from shared.ledger.transitions.counts import merge_counts
-from shared.ledger.transitions.engine_leases import ENGINE_LEASE_S, acquire_engine, confirm_engine, set_engine_state
+from shared.ledger.transitions.engine_leases import (
+    ENGINE_LEASE_S,
+    acquire_engine,
+    confirm_engine,
+    release_engine,
+    set_engine_state,
+)
 from shared.ledger.transitions.erase import Erased, erase, forget_answers_about, remove
 from shared.ledger.transitions.failures import fail_update, mark_updating, quarantine
 from shared.ledger.transitions.feedback import (
@@ -73,8 +79,8 @@ __all__ = [
     "fail_update", "fail_version", "forget_answers", "forget_answers_about", "forget_states", "give_back",
     "give_up_files", "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts", "open_stream",
     "pin_version", "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record",
-    "record_state", "reject_version", "release_lease", "release_version", "remember_answer", "remove", "renew_lease",
-    "renew_pin", "report_trouble", "reserve_version", "reset_breaker", "restore_trained", "retry_version",
-    "serve_version", "set_engine_state", "sign_off", "skip_version", "tag_version", "trip_breaker", "untag_version",
-    "withdraw_versions",
+    "record_state", "reject_version", "release_engine", "release_lease", "release_version", "remember_answer", "remove",
+    "renew_lease", "renew_pin", "report_trouble", "reserve_version", "reset_breaker", "restore_trained",
+    "retry_version", "serve_version", "set_engine_state", "sign_off", "skip_version", "tag_version", "trip_breaker",
+    "untag_version", "withdraw_versions",
 ]  # fmt: skip

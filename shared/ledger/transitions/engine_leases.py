@@ -70,6 +70,12 @@ def renew_engines(connection: Connection, explorer: str, now: float) -> None:
     connection.exec_driver_sql(_RENEWALS[placeholder(connection)], (now + ENGINE_LEASE_S, explorer))
 
 
+def release_engine(connection: Connection, url: str, explorer: str) -> None:
+    """Release an engine, if the explorer owns it."""
+    mine = (engines.c.url == url, engines.c.owner == explorer)
+    connection.execute(update(engines).where(*mine).values(owner=None, owner_until=0.0))
+
+
 def release_engines(connection: Connection, explorer: str) -> None:
     """Release all engines that the explorer owns."""
     connection.execute(update(engines).where(engines.c.owner == explorer).values(owner=None, owner_until=0.0))

@@ -51,6 +51,17 @@ def test_a_skipped_version_that_an_engine_has_proven_is_not_failed_for_later_tim
     assert state(explorer, 1) == "SKIPPED"
 
 
+def test_a_request_for_a_version_that_once_failed_to_load_has_it_loaded_again(start, scripted_engine):
+    explorer, refused = start(unpin_after_s=0.2), scripted_engine.script.refused
+    publish_and_wait(explorer, 1, 2)
+    wait_until(lambda: held(scripted_engine) == ["agent@2"])
+    refused.add("/v1/load_lora_adapter")
+    assert explorer.chat(model="agent@1").status_code == 404
+    refused.clear()
+    wait_until(lambda: not explorer.deps.pool.pinned and not engine(explorer).refused)
+    assert said(explorer.chat(model="agent@1")) == "v000001"
+
+
 def test_a_failed_version_that_an_operator_lets_engines_retry_is_loaded_at_once(start, scripted_engine):
     explorer, script = start(timeout_s=0.3, retry_s=1.0), scripted_engine.script
     publish_unserved(explorer, scripted_engine)
