@@ -98,6 +98,14 @@ def test_a_demo_lasts_a_time(minutes, monkeypatch, capsys):
     assert main(["demo", "--minutes", "0.5"]) == 0
 
 
+@pytest.mark.parametrize("option", [["--minutes", "1"], ["--seed", "3"], ["--root", "here"], ["--json"]], ids=str)
+def test_an_option_before_the_name_of_an_example_is_not_ignored(option, monkeypatch, capsys):
+    monkeypatch.setattr("services.commands.demo.run_example", lambda *_: pytest.fail("it was started without it"))
+    assert main(["demo", *option, "frozen_lake"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"flywheel: {option[0]} stands before 'frozen_lake'") and said.count("\n") == 1
+
+
 def test_up_needs_a_part_to_run(config):
     (Path(config.model.path)).mkdir(parents=True)
     (Path(config.model.path) / "config.json").write_text("{}")
