@@ -152,6 +152,19 @@ def written(folder: Path, text: str) -> Path:
             "model.path='~nobody-here/m': nobody-here has no home folder here; write the",
         ),
         ("root_dir: ~nobody-here/d\nmodel: {path: x}", "root_dir='~nobody-here/d': nobody-here has no home folder"),
+        ("model:\n\tpath: x", r"column 1: found character '\t' that cannot start any token; indent with spaces"),
+        ("model: {path: x", "expected ',' or '}', but got '<stream end>'; correct that line"),
+        ("model: {path: x}\n# \x1b[0m", "is not YAML at line 2: it holds the invisible character U+001B; delete it"),
+        (
+            "model: {path: x, kind: lora, lora: {targets: q_proj}}",
+            "model.lora.targets='q_proj' names no layers; write all-linear, or a list such as [q_proj, v_proj]",
+        ),
+        ("model: {path: x, kind: lora, lora: {targets: [lm_head]}}", "model.lora.targets: 'lm_head' is an embedding"),
+        ("model: {path: x, kind: lora, lora: {dropout: 0.1}}", "model.lora.dropout=0.1 would score each batch by"),
+        (
+            "model: {path: x}\ntrainer: {algorithm: hint, hint: {neutral_reward: none}}",
+            "trainer.hint.neutral_reward='none': input should be a valid number",
+        ),
     ],
 )
 def test_a_file_that_yaml_or_we_cannot_take_is_one_line(text, said, tmp_path: Path, capsys):
@@ -179,6 +192,22 @@ def test_a_value_of_the_environment_is_as_one_of_the_file(tmp_path: Path):
     file = written(tmp_path, "model: {path: x}")
     with pytest.raises(ConfigError, match="FLYWHEEL_MODEL__NAME is not YAML; quote it"):
         load_config(file, {"FLYWHEEL_MODEL__NAME": "2024-13-45"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("FLYWHEEL_EXPLORER__PORT", "", "explorer.port=None: input should be a valid integer"),
+        ("FLYWHEEL_EXPLORER", "{prot: 1}", "explorer.prot=1: no such key; did you mean 'port'?"),
+        ("FLYWHEEL_TRAINER__ALGORITHMS", "{}", "trainer.algorithms={} names no algorithm"),
+    ],
+)
+def test_a_wrong_value_of_the_environment_is_not_looked_for_in_the_file(variable, value, said, tmp_path: Path):
+    file = written(tmp_path, "model: {path: x}\nexplorer: {port: 8020}")
+    with pytest.raises(ConfigError, match="^" + re.escape(f"environment variable {variable}: {said}")):
+        load_config(file, {variable: value})
+    with pytest.raises(ConfigError, match=r"^explorer\.port=0: "):
+        load_config(written(tmp_path, "model: {path: x}\nexplorer: {port: 0}"), {"FLYWHEEL_EXPLORER__HOST": "::1"})
 
 
 def test_what_the_agents_side_reads_from_the_environment_is_no_setting_of_ours(tmp_path: Path):
