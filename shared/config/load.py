@@ -149,6 +149,8 @@ def _resolve_paths(config: Config, base: Path) -> Config:
 
 def _resolved(setting: str, path: str, base: Path) -> str:
     """Resolve a path relative to a folder. Raises ConfigError."""
+    if "\0" in path:
+        raise ConfigError(f"{setting} holds NUL, which no file's name may; take it out")
     try:
         return str(base / Path(path).expanduser())
     except RuntimeError as exc:

@@ -147,6 +147,7 @@ def written(folder: Path, text: str) -> Path:
         ("[" * 5000, "is nested too deeply"),
         ("model: {path: x, lora: {rank: 8}}", "model.lora is set, and model.kind is full; set model.kind: lora"),
         ('root_dir: "a\\0b"\nmodel: {path: x}', "root_dir holds NUL"),
+        ('engine: {staging_dir: "a\\0b"}\nmodel: {path: x}', "engine.staging_dir holds NUL"),
         (
             "model: {path: ~nobody-here/m}",
             "model.path='~nobody-here/m': nobody-here has no home folder here; write the",
