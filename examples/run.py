@@ -74,17 +74,29 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
 def run(example: Example, args: argparse.Namespace) -> int:
     """Run the example. Returns the exit status."""
     print(example.about, file=sys.stderr, flush=True)
+    return in_one_line(example.name, lambda: _run(example, args))
+
+
+def in_one_line(name: str, work: Callable[[], dict[str, Any]]) -> int:
+    """Print what an example found as a line of JSON, or its error as a line. Returns the exit status."""
+    try:
+        found = work()
+    except (StartupError, flywheel.FlywheelError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{name}: stopped", file=sys.stderr)
+        return 130
+    print(json.dumps(found), flush=True)
+    return 0
+
+
+def _run(example: Example, args: argparse.Namespace) -> dict[str, Any]:
     if args.url:
         example = replace(example, learn=example.served)
-    try:
-        make_root(args.root)
-        with _served(example, args) as url:
-            outcome = _play(example, args, url)
-    except (StartupError, flywheel.FlywheelError) as error:
-        print(f"{example.name}: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(outcome), flush=True)
-    return 0
+    make_root(args.root)
+    with _served(example, args) as url:
+        return _play(example, args, url)
 
 
 @contextlib.contextmanager

@@ -77,13 +77,18 @@ def make_root(root: Path, marker: str = MARKER) -> None:
 
     marker: name of the file that identifies a run's folder.
     """
-    if root.exists() and any(root.iterdir()):
-        if not (root / marker).exists():
-            what = marker.removeprefix(".flywheel-")
-            raise StartupError(f"--root {str(root)!r} holds something that is no {what}; name an empty or new folder")
-        shutil.rmtree(root)
-    root.mkdir(parents=True, exist_ok=True)
-    (root / marker).touch()
+    try:
+        if root.exists() and any(root.iterdir()):
+            if not (root / marker).exists():
+                what = marker.removeprefix(".flywheel-")
+                raise StartupError(
+                    f"--root {str(root)!r} holds something that is no {what}; name an empty or new folder"
+                )
+            shutil.rmtree(root)
+        root.mkdir(parents=True, exist_ok=True)
+        (root / marker).touch()
+    except OSError as exc:
+        raise StartupError(f"--root {str(root)!r} cannot be emptied or made ({exc.strerror}); name another") from exc
 
 
 def write_config(

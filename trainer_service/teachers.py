@@ -78,11 +78,8 @@ class RemoteTeacher:
     """A teacher behind an OpenAI endpoint that returns `prompt_logprobs`, as vLLM does."""
 
     def __init__(self, config: DistillConfig, stop: StopRequest) -> None:
-        """Raises ConfigError if the environment variable of the key is not set."""
-        key = os.environ.get(config.key_env) if config.key_env else None
-        if config.key_env and not key:
-            raise ConfigError(f"trainer.distill.key_env={config.key_env}: the variable is not set; set it to the key")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        """Raises ConfigError if the environment variable of the key holds none."""
+        headers = {"Authorization": f"Bearer {_key(config.key_env)}"} if config.key_env else {}
         self._config, self._stop = config, stop
         self._client = httpx.Client(base_url=str(config.url).rstrip("/"), headers=headers, timeout=config.timeout_s)
         self._model = config.model
@@ -195,6 +192,19 @@ class RemoteTeacher:
             elif self._is_away and not away:
                 log.info("the teacher answers again", url=self._config.url)
             self._is_away = away
+
+
+def _key(variable: str) -> str:
+    """Return the key in a variable, without the line's end that a file of secrets may add. Raises ConfigError."""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(f"trainer.distill.key_env={variable}: the variable is not set; set it to the key")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"trainer.distill.key_env={variable}: the variable holds characters that no header may have; set it to the "
+            "key"
+        )
+    return key
 
 
 def _another_tokenizer(key: str, value: object, how: str) -> ConfigError:

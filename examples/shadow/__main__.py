@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 from argparse import Namespace
 from typing import Any
 
 import flywheel
 
-from examples.run import of_version_in_service, parser
+from examples.run import in_one_line, of_version_in_service, parser
 from examples.serving import make_model, make_root, running, write_config
 from examples.shadow import tiny
 from examples.shadow.picture import draw
 from examples.shadow.play import evaluate, go_live
 from examples.tiny_model import folder_of
-from shared.errors import StartupError
 
 ABOUT = "shadow: production is served by a strong model; a fifth of its calls is replayed by the model that learns"
 HELD_OUT = 100  # tickets
@@ -27,7 +25,7 @@ def measured(found: flywheel.Evaluation) -> dict[str, float]:
     return {"reward": found.mean, "standard_error": found.standard_error, **found.metrics}
 
 
-def main(args: Namespace) -> int:
+def main(args: Namespace) -> dict[str, Any]:
     make_root(args.root)
     with contextlib.ExitStack() as stack:
         url, agent_options = args.url, dict[str, Any]()
@@ -48,12 +46,9 @@ def main(args: Namespace) -> int:
         print(f"{name}: reward {one.mean:.3f} ± {one.standard_error:.3f} on {one.n} tickets", file=sys.stderr)
     found |= figures
     draw(args.root / "report.html", books.production, books.shadow, found)
-    print(json.dumps(found), flush=True)
-    return 0
+    return found
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(parser("shadow", ABOUT).parse_args()))
-    except (StartupError, flywheel.FlywheelError) as error:
-        sys.exit(f"shadow: {error}")
+    arguments = parser("shadow", ABOUT).parse_args()
+    sys.exit(in_one_line("shadow", lambda: main(arguments)))

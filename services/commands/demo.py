@@ -54,6 +54,7 @@ def run(args: Namespace) -> int:
             print(f"{name:14} {about}")  # noqa: T201
         return 0
     if args.name:
+        _require_no_options(args)
         run_example(args.name, args.options)
     if args.minutes is not None and not 0 < args.minutes < math.inf:
         raise ConfigError(f"--minutes {args.minutes:g} is no time; give a number above 0")
@@ -61,6 +62,19 @@ def run(args: Namespace) -> int:
 
     plan = Plan(args.algorithm, args.kind, args.seed)
     return run_demo(root=args.root, json_output=args.json, minutes=args.minutes, plan=plan)
+
+
+def _require_no_options(args: Namespace) -> None:
+    """Raise ConfigError for options before an example's name: they are the support desk's."""
+    parser = ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    before = [name for name in defaults if name not in ("name", "options") and getattr(args, name) != defaults[name]]
+    if before:
+        raise ConfigError(
+            f"--{before[0]} stands before {args.name!r}, where it is an option of the support desk; write the "
+            f"example's options behind its name; `flywheel demo {args.name} --help` lists them"
+        )
 
 
 def examples() -> dict[str, str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 _SECRETS = frozenset(("admin_token", "database_url", "key_env", "keys", "sha256", "url"))  # keys that may hold one
 _SECRET = re.compile(r"key|token|secret|password|credential|url|sha256", re.IGNORECASE)  # of keys that there are not
+_TYPE = re.compile(r"(function-before|literal|tuple)\[.*\]")  # in a path: one of several types, not a key
 
 _SECTION = "must be a section; write its keys below it, or remove it"
 _FORMS = {  # in place of pydantic's messages, which name Python's types
@@ -21,12 +24,19 @@ _FORMS = {  # in place of pydantic's messages, which name Python's types
 }
 
 
-def explain(error: ValidationError, whole: type[BaseModel]) -> str:
+def explain(error: ValidationError, whole: type[BaseModel], variables: Mapping[tuple[int | str, ...], str]) -> str:
     """Format one error as one line: an unknown key first, because it may be a misspelling of a missing one.
 
-    whole: the validated model, whose keys are suggested.
+    whole: the validated model, whose keys are suggested. variables: of the environment, by the path of their setting.
     """
     first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+    first["loc"] = tuple(part for part in first["loc"] if not _TYPE.fullmatch(str(part)))
+    prefixes = (first["loc"][:length] for length in range(1, len(first["loc"]) + 1))
+    variable = next((variables[prefix] for prefix in prefixes if prefix in variables), None)
+    return (f"environment variable {variable}: " if variable else "") + _line(first, whole)
+
+
+def _line(first: ErrorDetails, whole: type[BaseModel]) -> str:
     key = ".".join(str(part) for part in first["loc"])
     key = key if key.isprintable() else repr(key)
     given = key + _shown(first["loc"], first["input"], is_known=first["type"] != "extra_forbidden")

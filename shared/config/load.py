@@ -19,7 +19,7 @@ ENV_PREFIX = "FLYWHEEL_"
 ENV_NOT_SETTINGS = ("FLYWHEEL_LOG_PLAIN", "FLYWHEEL_TORTURE", "FLYWHEEL_URL", "FLYWHEEL_KEY")  # the last two: the SDK's
 ENV_MODEL = "FLYWHEEL_MODEL"  # our section `model`; a model name in it belongs to the SDK
 ENV_PLAIN_TEXT = ("FLYWHEEL_DATABASE_URL", "FLYWHEEL_ENGINE__ADMIN_TOKEN")  # not YAML: they may contain any character
-_WORDS = re.compile(r"'(?!<)[^']{2,}'")  # quotations from the file in YAML's messages, which may be secret
+_QUOTED = re.compile(r"'(?P<safe><[^']*|\\?[^'])'|'[^']*'")  # in YAML's messages; what is not safe may be secret
 
 
 class _NamedTwice(yaml.MarkedYAMLError):
@@ -69,22 +69,34 @@ def load_config(file: str | Path, environ: Mapping[str, str] | None = None) -> C
     except RecursionError as exc:
         raise ConfigError(f"config file {str(path)!r} is nested too deeply; write it as shown in the README") from exc
     except yaml.YAMLError as exc:
-        mark = getattr(exc, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = _WORDS.sub("'…'", getattr(exc, "problem", None) or "it cannot be parsed")
-        raise ConfigError(f"config file {str(path)!r} is not YAML{where}: {problem}; correct that line") from exc
+        raise ConfigError(f"config file {str(path)!r} is not YAML{_what_is_wrong(exc, text)}") from exc
     if not isinstance(tree, dict):
         raise ConfigError(f"config file {str(path)!r} holds a {type(tree).__name__}; write keys such as `model:`")
-    _apply_environment(tree, os.environ if environ is None else environ)
+    variables = _apply_environment(tree, os.environ if environ is None else environ)
     try:
         config = Config.model_validate(tree)
     except ValidationError as exc:
-        raise ConfigError(explain(exc, Config)) from None
+        raise ConfigError(explain(exc, Config, variables)) from None
     return _resolve_paths(config, path.resolve().parent)
 
 
-def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
+def _what_is_wrong(error: yaml.YAMLError, text: str) -> str:
+    """Return the place, the problem and the remedy, without words of the text."""
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        return f" at line {line}: it holds the invisible character U+{error.character:04X}; delete it"
+    mark = getattr(error, "problem_mark", None)
+    where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    problem = getattr(error, "problem", None) or "it cannot be parsed"
+    remedy = "indent with spaces" if r"'\t'" in problem else "correct that line"
+    shown = _QUOTED.sub(lambda found: found[0] if found["safe"] else "'…'", problem)
+    return f"{where}: {shown}; {remedy}"
+
+
+def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> dict[tuple[int | str, ...], str]:
+    """Return the variables that are settings, by the path of the setting."""
     named: dict[str, str] = {}  # variables by their settings
+    set_by: dict[tuple[int | str, ...], str] = {}
     for variable, text in sorted(environ.items()):
         if not variable.startswith(ENV_PREFIX) or variable in ENV_NOT_SETTINGS:
             continue
@@ -115,6 +127,8 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> None
             ) from exc
         except (yaml.YAMLError, RecursionError) as exc:
             raise ConfigError(f"the value of environment variable {variable} is not YAML; quote it") from exc
+        set_by[*parents, leaf] = variable
+    return set_by
 
 
 def _resolve_paths(config: Config, base: Path) -> Config:
@@ -135,6 +149,8 @@ def _resolve_paths(config: Config, base: Path) -> Config:
 
 def _resolved(setting: str, path: str, base: Path) -> str:
     """Resolve a path relative to a folder. Raises ConfigError."""
+    if "\0" in path:
+        raise ConfigError(f"{setting} holds NUL, which no file's name may; take it out")
     try:
         return str(base / Path(path).expanduser())
     except RuntimeError as exc:

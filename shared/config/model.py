@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.config.base import Name, Positive, Section, require_distinct
+from shared.config.base import Finite, Name, Positive, Section, require_distinct
 
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank accepts
 _REFUSED = {
@@ -31,7 +31,7 @@ class LoraConfig(Section):
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """The linear layers to adapt: all except the output layer, or a list of last parts of their names, such as
     `[q_proj, v_proj]`."""
-    dropout: float = 0.0
+    dropout: Finite = 0.0
     """Always 0: the policy that scores a batch must be the one that is trained on it."""
 
     @property
@@ -47,15 +47,25 @@ class LoraConfig(Section):
                 raise ValueError(f"model.lora.{key}={given[key]!r} cannot be trained: {_REFUSED[key]}; remove it")
         return given
 
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _check_form(cls, given: Any) -> Any:
+        is_list = isinstance(given, list | tuple) and given and all(isinstance(name, str) for name in given)
+        if given != "all-linear" and not is_list:
+            raise ValueError(
+                f"model.lora.targets={given!r} names no layers; write all-linear, or a list such as [q_proj, v_proj]"
+            )
+        return given
+
     @field_validator("targets")
     @classmethod
     def _check_targets(cls, targets: Any) -> Any:
         if isinstance(targets, tuple):
-            require_distinct("targets", targets)
+            require_distinct("model.lora.targets", targets)
             if ends := [name for name in targets if name.rpartition(".")[2] in _ENDS]:
                 raise ValueError(
-                    f"{ends[0]!r} is an embedding or the output layer, which engines do not adapt as the trainer "
-                    "does; name layers between them, or set all-linear"
+                    f"model.lora.targets: {ends[0]!r} is an embedding or the output layer, which engines do not adapt "
+                    "as the trainer does; name layers between them, or set all-linear"
                 )
         return targets
 
@@ -64,8 +74,8 @@ class LoraConfig(Section):
     def _check_dropout(cls, dropout: float) -> float:
         if dropout != 0:
             raise ValueError(
-                f"{dropout!r} would score each batch by another policy than it trains; set 0, and lower alpha or rank "
-                "against overfitting"
+                f"model.lora.dropout={dropout:g} would score each batch by another policy than it trains; set 0, and "
+                "lower alpha or rank against overfitting"
             )
         return dropout
 

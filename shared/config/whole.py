@@ -75,8 +75,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_database(self) -> Config:
-        if "\0" in self.root_dir:
-            raise ValueError("root_dir holds NUL, which no file's name may; take it out")
         if self.database_url is not None:
             check_database_url("database_url", self.database_url)
         return self

@@ -182,7 +182,7 @@ def replace_whole(file: Path, rows: Iterable[dict[str, Any]]) -> None:
         temporary.replace(file)
         fsync(file.parent)
     except OSError as exc:
-        raise StartupError(f"{file} cannot be written ({exc.strerror or exc}); name another with --out") from exc
+        raise StartupError(f"{file} cannot be written ({exc.strerror or exc}); choose another folder") from exc
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -98,6 +98,14 @@ def test_a_demo_lasts_a_time(minutes, monkeypatch, capsys):
     assert main(["demo", "--minutes", "0.5"]) == 0
 
 
+@pytest.mark.parametrize("option", [["--minutes", "1"], ["--seed", "3"], ["--root", "here"], ["--json"]], ids=str)
+def test_an_option_before_the_name_of_an_example_is_not_ignored(option, monkeypatch, capsys):
+    monkeypatch.setattr("services.commands.demo.run_example", lambda *_: pytest.fail("it was started without it"))
+    assert main(["demo", *option, "frozen_lake"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"flywheel: {option[0]} stands before 'frozen_lake'") and said.count("\n") == 1
+
+
 def test_up_needs_a_part_to_run(config):
     (Path(config.model.path)).mkdir(parents=True)
     (Path(config.model.path) / "config.json").write_text("{}")
@@ -139,11 +147,25 @@ def written(folder: Path, text: str) -> Path:
         ("[" * 5000, "is nested too deeply"),
         ("model: {path: x, lora: {rank: 8}}", "model.lora is set, and model.kind is full; set model.kind: lora"),
         ('root_dir: "a\\0b"\nmodel: {path: x}', "root_dir holds NUL"),
+        ('engine: {staging_dir: "a\\0b"}\nmodel: {path: x}', "engine.staging_dir holds NUL"),
         (
             "model: {path: ~nobody-here/m}",
             "model.path='~nobody-here/m': nobody-here has no home folder here; write the",
         ),
         ("root_dir: ~nobody-here/d\nmodel: {path: x}", "root_dir='~nobody-here/d': nobody-here has no home folder"),
+        ("model:\n\tpath: x", r"column 1: found character '\t' that cannot start any token; indent with spaces"),
+        ("model: {path: x", "expected ',' or '}', but got '<stream end>'; correct that line"),
+        ("model: {path: x}\n# \x1b[0m", "is not YAML at line 2: it holds the invisible character U+001B; delete it"),
+        (
+            "model: {path: x, kind: lora, lora: {targets: q_proj}}",
+            "model.lora.targets='q_proj' names no layers; write all-linear, or a list such as [q_proj, v_proj]",
+        ),
+        ("model: {path: x, kind: lora, lora: {targets: [lm_head]}}", "model.lora.targets: 'lm_head' is an embedding"),
+        ("model: {path: x, kind: lora, lora: {dropout: 0.1}}", "model.lora.dropout=0.1 would score each batch by"),
+        (
+            "model: {path: x}\ntrainer: {algorithm: hint, hint: {neutral_reward: none}}",
+            "trainer.hint.neutral_reward='none': input should be a valid number",
+        ),
     ],
 )
 def test_a_file_that_yaml_or_we_cannot_take_is_one_line(text, said, tmp_path: Path, capsys):
@@ -171,6 +193,22 @@ def test_a_value_of_the_environment_is_as_one_of_the_file(tmp_path: Path):
     file = written(tmp_path, "model: {path: x}")
     with pytest.raises(ConfigError, match="FLYWHEEL_MODEL__NAME is not YAML; quote it"):
         load_config(file, {"FLYWHEEL_MODEL__NAME": "2024-13-45"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("FLYWHEEL_EXPLORER__PORT", "", "explorer.port=None: input should be a valid integer"),
+        ("FLYWHEEL_EXPLORER", "{prot: 1}", "explorer.prot=1: no such key; did you mean 'port'?"),
+        ("FLYWHEEL_TRAINER__ALGORITHMS", "{}", "trainer.algorithms={} names no algorithm"),
+    ],
+)
+def test_a_wrong_value_of_the_environment_is_not_looked_for_in_the_file(variable, value, said, tmp_path: Path):
+    file = written(tmp_path, "model: {path: x}\nexplorer: {port: 8020}")
+    with pytest.raises(ConfigError, match="^" + re.escape(f"environment variable {variable}: {said}")):
+        load_config(file, {variable: value})
+    with pytest.raises(ConfigError, match=r"^explorer\.port=0: "):
+        load_config(written(tmp_path, "model: {path: x}\nexplorer: {port: 0}"), {"FLYWHEEL_EXPLORER__HOST": "::1"})
 
 
 def test_what_the_agents_side_reads_from_the_environment_is_no_setting_of_ours(tmp_path: Path):

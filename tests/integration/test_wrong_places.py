@@ -16,6 +16,7 @@ from shared.config import load_config
 from shared.errors import ConfigError, LedgerError, StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.dataset import replace_whole
 from shared.ports import require_free_port
 from tests.support.processes import REPOSITORY, environment, run_here, write_config
 from tests.support.servers import make_config
@@ -49,6 +50,11 @@ def test_a_name_that_is_too_long_is_one_line(tmp_path, capsys):
     file = tmp_path / "f.yaml"
     file.write_text(f"root_dir: {'d' * 300}\nmodel: {{path: x}}")
     assert f"{os.strerror(errno.ENAMETOOLONG)}; choose a shorter name" in line_of(capsys, "status", "-c", str(file))
+
+
+def test_a_file_that_cannot_be_written_is_named_without_an_option_that_archive_lacks(tmp_path):
+    with pytest.raises(StartupError, match=r"rows.jsonl cannot be written \(No such file or directory\); choose anoth"):
+        replace_whole(tmp_path / "none" / "rows.jsonl", [])
 
 
 def test_a_model_is_not_exported_into_a_file(tmp_path, capsys):

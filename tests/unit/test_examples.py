@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import serving
+from examples import run, serving
 from examples.tiny_model import Demonstration, Recipe, folder_of, make
 from services.commands.demo import examples, run_example
 from shared.errors import StartupError
@@ -51,6 +51,22 @@ def test_agents_worlds_and_rewards_know_nothing_of_the_tiny_model_or_the_service
 def test_an_unknown_example_is_refused_with_the_known_names():
     with pytest.raises(StartupError, match="frozen_lake"):
         run_example("nope", [])
+
+
+def stop() -> dict[str, object]:
+    raise KeyboardInterrupt
+
+
+def test_an_example_that_ctrl_c_stops_is_one_line(capsys):
+    assert run.in_one_line("frozen_lake", stop) == 130
+    assert capsys.readouterr().err == "frozen_lake: stopped\n"
+
+
+@pytest.mark.parametrize("inside", [".", "folder"])
+def test_a_root_of_an_example_that_is_a_file_is_refused(inside, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StartupError, match=r"--root '.*file.*' cannot be emptied or made \(Not a directory\); name"):
+        serving.make_root(tmp_path / "file" / inside)
 
 
 @pytest.mark.parametrize("given", [None, "ACTIVE"])

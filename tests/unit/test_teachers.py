@@ -178,6 +178,24 @@ def test_the_key_comes_from_its_variable(server, monkeypatch):
     assert server.asked[-1][2] == "Bearer sesame"
 
 
+def test_a_key_from_a_file_with_a_line_end_is_sent_without_it(server, monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", "abc\r\n")
+    stop = StopRequest()
+    limit = threading.Timer(5, stop.set)
+    limit.start()
+    teacher_of(server, stop, key_env="TEACHER_KEY").teach(rows(1))
+    limit.cancel()
+    assert server.asked[-1][2] == "Bearer abc"
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "abc\ndef"])
+def test_a_key_that_no_header_may_have_is_refused_and_not_shown(key, server, monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", key)
+    with pytest.raises(ConfigError, match=r"key_env=TEACHER_KEY: the variable holds characters that no") as refused:
+        teacher_of(server, key_env="TEACHER_KEY")
+    assert key not in str(refused.value)
+
+
 def test_the_tokenizer_of_a_folder_is_compared_entry_by_entry(tmp_path):
     TOKENIZER.save_pretrained(tmp_path / "same")
     other = byte_tokenizer()
