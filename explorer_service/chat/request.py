@@ -74,6 +74,7 @@ class ChatRequest:
     stream: bool
     wants_logprobs: bool
     wants_token_ids: bool
+    choices: int  # that the reply has, each a row
     sampling: dict[str, Any]  # the fields of Sampling that the caller set
     attribution: Attribution
     received_at: float  # time.perf_counter()
@@ -122,7 +123,6 @@ def parse_chat(
     messages = body.get("messages")
     if isinstance(messages, list) and len(messages) > config.max_messages:
         raise bad_request(f"at most {config.max_messages} messages in one chat (explorer.max_messages)", "messages")
-    _check_choices(body, config.max_choices)
     affinity = conversation_affinity(messages) if router.uses_affinity else 0
     logprobs = body.get("logprobs")
     return ChatRequest(
@@ -135,6 +135,7 @@ def parse_chat(
         stream=_is_true(body.get("stream")),
         wants_logprobs=_is_true(logprobs) if surface.has_messages else logprobs is not None,
         wants_token_ids=_is_true(body.get("return_token_ids")),
+        choices=_count_choices(body, config.max_choices),
         sampling=_read_sampling(body),
         attribution=_attribute(body, headers, names, caller),
         received_at=received_at,
@@ -168,16 +169,17 @@ def _is_strict(tool: Any) -> bool:
     return isinstance(function, dict) and bool(function.get("strict"))
 
 
-def _check_choices(body: dict[str, Any], most: int) -> None:
-    """Raise ApiError 400 for more than `most` choices: each is a row. Each prompt of a list has `n` of them."""
+def _count_choices(body: dict[str, Any], most: int) -> int:
+    """Return the number of choices: `n` for each prompt of a list. Raises ApiError 400 for more than `most`."""
     prompts = body.get("prompt")
     if body.get("n") is None and not isinstance(prompts, list):
-        return
+        return 1
     asked = _number(body, "n") or 1
     if isinstance(prompts, list) and not all(isinstance(part, int) for part in prompts):  # integers: one prompt's ids
         asked *= len(prompts)
     if asked > most:
         raise bad_request(f"at most {most} choices in one request (explorer.max_choices)", "n")
+    return max(1, int(asked))
 
 
 def _attribute(

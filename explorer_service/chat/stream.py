@@ -1,10 +1,12 @@
 """Relay a chat as a stream, and record its sample before the last event.
 
-Every event is forwarded as it arrives. Only the final `[DONE]` waits until the rows are stored.
+Every event is forwarded as it arrives, except the end: the event that finishes the last choice, and all that follow,
+wait until the rows are stored. So a caller that reads no further than the finish reason may leave, or send feedback.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
@@ -25,6 +27,7 @@ from explorer_service.record import record
 from shared.ledger.transitions import RunName
 
 DONE = b"data: [DONE]\n\n"
+_FINISH_REASON = re.compile(rb'"finish_reason"\s*:\s*"')  # JSON escapes every quote in a string: no text matches
 VERSION_HEADER = "X-Flywheel-Version"
 RECORDED_HEADER = "X-Flywheel-Recorded"
 
@@ -55,9 +58,10 @@ def describe(chat: ChatRequest, slot: EngineSlot) -> dict[str, str]:
 
 
 async def relay(exchange: Exchange, chat: ChatRequest, deps: Deps) -> AsyncIterator[bytes]:
-    """Yield the engine's events as they arrive, and `[DONE]` once the rows are stored. Raises InvalidReply."""
+    """Yield the engine's events as they arrive, and the end once the rows are stored. Raises InvalidReply."""
     captured: list[bytes] = []
-    event = b""
+    waiting: list[bytes] = []  # events that the caller has not got
+    event, unfinished = b"", chat.choices
     is_first, model, asked = True, exchange.slot.model, chat.route.asked
     async for event in split_events(exchange.chunks()):
         if is_first:
@@ -68,8 +72,13 @@ async def relay(exchange: Exchange, chat: ChatRequest, deps: Deps) -> AsyncItera
             await record(capture_events(captured, chat, exchange.slot), deps.writer)
         elif chat.recorded:
             captured.append(event)
+            unfinished -= len(_FINISH_REASON.findall(event))
         if shown := redact(event, chat):
-            yield rename(shown, model, asked)
+            waiting.append(rename(shown, model, asked))
+        if unfinished > 0 or event == DONE:
+            for shown in waiting:
+                yield shown
+            waiting.clear()
     if chat.recorded and event != DONE:
         raise InvalidReply(f"engine {exchange.slot.engine.name} ended a stream without [DONE]")
 

@@ -12,12 +12,15 @@ from tests.support.servers import RunningExplorer, wait_until
 
 
 def leave_while_the_row_is_stored(explorer: RunningExplorer, stored: threading.Event) -> str:
-    """Read a stream up to its last token, and leave it; the row is stored after `stored` is set. Returns the id."""
+    """Read a stream up to its last token but one, and leave it once the row is about to be stored. Returns the id.
+
+    The row is stored after `stored` is set.
+    """
     writer = explorer.deps.writer
     asyncio.run_coroutine_threadsafe(writer.write(lambda _: stored.wait(20)), writer._loop)
     with explorer.http.stream("POST", "/run/t/1/chat", json={"messages": [], "stream": True}) as reply:
         lines = reply.iter_lines()
-        line = next(line for line in lines if '"finish_reason": "stop"' in line)
+        line = next(line for line in lines if '"content": "t12"' in line)
         wait_until(lambda: any(job.samples for job in tuple(writer._waiting)))
     time.sleep(0.2)  # the explorer has noticed
     return line.partition('"id": "')[2].partition('"')[0]
