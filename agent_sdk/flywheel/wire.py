@@ -83,8 +83,8 @@ def feedback_body(
 ) -> dict[str, Any]:
     """Build and check the body of a feedback. A truth value becomes 1 or 0. Raises ConfigError naming the argument."""
     ids = _as_list(msg_ids)
-    metrics = {name: _number(value) for name, value in (said.get("metrics") or {}).items()}
-    said = {**said, "reward": _number(said.get("reward")), "metrics": metrics or None}
+    metrics = {name: to_number(value) for name, value in (said.get("metrics") or {}).items()}
+    said = {**said, "reward": to_number(said.get("reward")), "metrics": metrics or None}
     if not ids and task_id is None:
         raise ConfigError("feedback has no target: give msg_ids, or task_id with or without run_id")
     check_number("reward", said["reward"])
@@ -103,8 +103,14 @@ def _as_list(names: str | Sequence[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, bool) else value
+def to_number(value: Any) -> Any:
+    """Convert a truth value, or another type's number such as numpy's, to a float; the rest is left to check_number."""
+    if value is None or type(value) in (int, float) or isinstance(value, (str, bytes)):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
 
 
 def _as_text(value: Any) -> Any:
