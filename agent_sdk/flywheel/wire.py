@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from flywheel.errors import Away, ConfigError, FlywheelError, NothingKnown, Refused, Unreachable, describe
 from flywheel.results import Committed, Receipt, Receipts, Status, Version
@@ -262,10 +262,24 @@ def get_run(task_id: str, run_id: str | None, retry_s: float) -> Steps[list[dict
     return list(content.get("rows") or [])
 
 
+def check_key(key: str | None) -> None:
+    """Raise ConfigError, without the key, for one that no header can carry: it would look as if nobody answered."""
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError("the key has a line break, a space at an end or a letter outside ASCII: see FLYWHEEL_KEY")
+
+
+def _has_port(parts: SplitResult) -> bool:
+    """Whether the address's port is a valid number, or missing."""
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
+
+
 def read_url(url: str) -> str:
     """Return the explorer's address without a path. Raises ConfigError."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    parts = urlsplit(url.strip())
+    if parts.scheme not in ("http", "https") or not parts.netloc or not _has_port(parts):
         raise ConfigError(f"url={url!r}: give http://HOST:PORT, as in FLYWHEEL_URL=http://127.0.0.1:8010")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
