@@ -114,7 +114,7 @@ class Attempts:
         token = current_run.set(run)
         try:
             result = await within(self.workflow(task.task, run.model, run), self.how.timeout_s)
-            return await score(result, self.judge, task.task, run)
+            return await score(result, self.judge, task.task, run, self.how.timeout_s)
         finally:
             with contextlib.suppress(ValueError):
                 current_run.reset(token)

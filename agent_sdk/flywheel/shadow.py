@@ -218,7 +218,8 @@ class Shadow:
         token = current_run.set(run)
         try:
             reply = await self._answer(replay, run, guard)
-            reward = read_reward(await within(self._reward(run, reply, replay.call), None)) or run.outcome
+            result = await within(self._reward(run, reply, replay.call), self._options.timeout_s)
+            reward = read_reward(result) or run.outcome
         finally:
             current_run.reset(token)
         run.take(reward)
