@@ -51,6 +51,7 @@ class _Seen:
     task_id: str | None
     run_id: str | None
     at: float
+    is_cut: bool = False  # the reply is too long
 
 
 class Collector:
@@ -162,6 +163,9 @@ class Collector:
 
     def _rows(self, seen: _Seen) -> Iterator[Row]:
         """Yield a row for each choice."""
+        if seen.is_cut:
+            self.stats.dropped += 1
+            return
         body = json.loads(seen.body)
         content = httpx.Response(200, headers=seen.headers, content=b"".join(seen.pieces)).content
         msg_id, model, replies = read_reply(content)
@@ -197,6 +201,8 @@ class _Keep:
         self._bytes += len(piece)
         if self._bytes <= _MOST_BYTES:
             self._seen.pieces.append(piece)
+        else:
+            self._seen.is_cut = True
 
     def end(self) -> None:
         if not self._ended:

@@ -12,6 +12,7 @@ import flywheel
 import numpy as np
 import openai
 import pytest
+from flywheel import collect
 from flywheel.replies import read_reply
 
 from tests.sdk.test_client import answering
@@ -150,3 +151,10 @@ def test_what_comes_after_the_close_is_dropped_and_an_export_does_not_wait_for_i
     exporting.join(10)
     assert not exporting.is_alive()
     assert collector.stats.dropped == 1
+
+
+def test_a_reply_that_is_too_long_is_dropped_and_no_failure(explorer, tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "_MOST_BYTES", 10)
+    with flywheel.Collector(tmp_path / "chats.jsonl") as collector:
+        assert chat(collector, explorer.url)
+    assert (collector.stats.dropped, collector.stats.failed, collector.stats.last_error) == (1, 0, None)
