@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from flywheel.config import LearnConfig
 from flywheel.errors import ConfigError
@@ -39,4 +41,12 @@ def test_options_that_cannot_be_read_are_named(tmp_path, content):
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"options\.json"):
+        LearnConfig.load(file)
+
+
+@pytest.mark.parametrize("option", [{"runs_per_task": "8"}, {"epochs": 1.5}, {"max_failed_share": "0.2"}])
+def test_an_option_of_a_wrong_type_is_named(tmp_path, option):
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps(option))
+    with pytest.raises(ConfigError, match=next(iter(option))):
         LearnConfig.load(file)
