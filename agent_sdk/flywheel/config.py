@@ -28,6 +28,10 @@ class EarlyStop:
     min_delta: float = 0.0
     at_least: float | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.patience, int) or self.patience < 1:
+            raise ConfigError(f"patience={self.patience!r}: give a whole number of 1 or more")
+
     def says_stop(self, means: list[float]) -> bool:
         """Whether the evaluations so far, oldest first, stop learn."""
         if len(means) <= self.patience or (self.at_least is not None and max(means) < self.at_least):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from flywheel.config import LearnConfig
+from flywheel.config import EarlyStop, LearnConfig
 from flywheel.errors import ConfigError
 from flywheel.tasks import load_tasks
 
@@ -50,3 +50,8 @@ def test_an_option_of_a_wrong_type_is_named(tmp_path, option):
     file.write_text(json.dumps(option))
     with pytest.raises(ConfigError, match=next(iter(option))):
         LearnConfig.load(file)
+
+
+def test_a_patience_of_no_evaluation_is_refused():
+    with pytest.raises(ConfigError, match="patience=0"):
+        EarlyStop(patience=0).says_stop([0.5])
