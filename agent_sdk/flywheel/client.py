@@ -56,6 +56,7 @@ class Base:
         if not url:
             raise ConfigError("no address of an explorer: give url, or set FLYWHEEL_URL=http://HOST:8010")
         key = key or os.environ.get("FLYWHEEL_KEY")
+        wire.check_key(key)
         model = model or os.environ.get("FLYWHEEL_MODEL") or "agent"
         self.explorer = Explorer(self, wire.read_url(url), key, model, retry_s, Connections())
 

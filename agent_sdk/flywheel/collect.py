@@ -21,7 +21,7 @@ from flywheel.collection import Row, end_cut_line, merge
 from flywheel.errors import ConfigError, describe
 from flywheel.replies import read_reply, thoughts_of, tool_calls_of
 from flywheel.transport import current_run
-from flywheel.wire import check_number
+from flywheel.wire import check_number, to_number
 
 FIELDS = ("messages", "thoughts", "tool_calls", "rewards", "user_feedback")
 _MOST_BYTES = 16 * 2**20  # maximum size of one reply
@@ -36,7 +36,7 @@ class CollectorStats:
     """
 
     rows: int = 0
-    dropped: int = 0  # the queue or the file was full, or a reply was too long
+    dropped: int = 0  # the queue or the file was full, a reply was too long, or the collector was closed
     failed: int = 0  # replies that are no chats, and redactions that raised an error
     last_error: str | None = None
 
@@ -51,6 +51,7 @@ class _Seen:
     task_id: str | None
     run_id: str | None
     at: float
+    is_cut: bool = False  # the reply is too long
 
 
 class Collector:
@@ -84,6 +85,8 @@ class Collector:
         self._redact = redact
         self._most_bytes = int(max_mb * 2**20)
         self._waiting: queue.Queue[_Seen | Row | None] = queue.Queue(queue_size)
+        self._closing = threading.Lock()
+        self._is_closed = False
         self._file = self.path.open("a+b")
         end_cut_line(self._file)
         self._thread = threading.Thread(target=self._write, name="flywheel-collector", daemon=True)
@@ -101,9 +104,10 @@ class Collector:
 
     def reward(self, msg_id: str, **parts: float) -> None:
         """Record named rewards of a reply, such as task_completion=0.8; their sum is the row's reward."""
-        for name, value in parts.items():
+        rewards = {name: to_number(value) for name, value in parts.items() if value is not None}
+        for name, value in rewards.items():
             check_number(name, value)
-        self._offer({"of": msg_id, "rewards": {name: value for name, value in parts.items() if value is not None}})
+        self._offer({"of": msg_id, "rewards": rewards})
 
     def feedback(self, msg_id: str, *, rating: float | str | None = None, comment: str | None = None) -> None:
         """Record a user's feedback on a reply."""
@@ -116,8 +120,10 @@ class Collector:
         return merge(self.path, Path(path))
 
     def close(self) -> None:
-        """Write queued rows, and stop; a second call does nothing."""
-        if self._thread.is_alive():
+        """Write queued rows, and stop; later ones are dropped. A second call does nothing."""
+        with self._closing:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
             self._waiting.put(None)
         self._thread.join()
         self._file.close()
@@ -131,10 +137,11 @@ class Collector:
         self.close()
 
     def _offer(self, seen: _Seen | Row) -> None:
-        try:
-            self._waiting.put_nowait(seen)
-        except queue.Full:
-            self.stats.dropped += 1
+        with self._closing:  # after the writer's end, nothing is queued: export would wait for it
+            if self._is_closed or self._waiting.full():
+                self.stats.dropped += 1
+            else:
+                self._waiting.put_nowait(seen)
 
     def _write(self) -> None:
         while (seen := self._waiting.get()) is not None:
@@ -156,6 +163,9 @@ class Collector:
 
     def _rows(self, seen: _Seen) -> Iterator[Row]:
         """Yield a row for each choice."""
+        if seen.is_cut:
+            self.stats.dropped += 1
+            return
         body = json.loads(seen.body)
         content = httpx.Response(200, headers=seen.headers, content=b"".join(seen.pieces)).content
         msg_id, model, replies = read_reply(content)
@@ -191,6 +201,8 @@ class _Keep:
         self._bytes += len(piece)
         if self._bytes <= _MOST_BYTES:
             self._seen.pieces.append(piece)
+        else:
+            self._seen.is_cut = True
 
     def end(self) -> None:
         if not self._ended:

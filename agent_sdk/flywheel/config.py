@@ -28,6 +28,10 @@ class EarlyStop:
     min_delta: float = 0.0
     at_least: float | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.patience, int) or self.patience < 1:
+            raise ConfigError(f"patience={self.patience!r}: give a whole number of 1 or more")
+
     def says_stop(self, means: list[float]) -> bool:
         """Whether the evaluations so far, oldest first, stop learn."""
         if len(means) <= self.patience or (self.at_least is not None and max(means) < self.at_least):
@@ -90,10 +94,12 @@ class LearnConfig:
 
     def __post_init__(self) -> None:
         for name in ("runs_per_task", "epochs", "at_once", "eval_every_versions", "eval_runs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: give 1 or more")
-        if not 0 <= self.max_failed_share <= 1:
-            raise ConfigError(f"max_failed_share={self.max_failed_share}: give a share from 0 to 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r}: give a whole number of 1 or more")
+        share = self.max_failed_share
+        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ConfigError(f"max_failed_share={share!r}: give a share from 0 to 1")
 
     def with_options(self, **options: Any) -> LearnConfig:
         """Return the same with other options. Raises ConfigError for an unknown name."""

@@ -87,8 +87,9 @@ class Attempts:
             except TimedOut as exc:
                 self.failures.failed(exc)
                 reward = None if self.how.on_timeout is None else Reward(self.how.on_timeout)
-                await self._end(place, run, reward, "timeout", began)
-                return run.chats
+                if await self._end(place, run, reward, "timeout", began):
+                    return run.chats
+                break  # no chat of it was recorded
             except JudgeFailed as exc:
                 self.failures.failed(exc)  # the run is valid: another attempt would not help the judge
                 await self._end(place, run, None, "unjudged", began)
@@ -99,6 +100,8 @@ class Attempts:
             if await self._end(place, run, reward, "rewarded" if reward else "unrewarded", began):
                 self.failures.succeeded()
                 return run.chats
+            about = f"run {run.run_id} of {run.task_id}"
+            self.failures.failed(NothingRecorded(f"{about}: the explorer recorded no chat of it"))
         await self.journal.write(self._line(place, None, None, "dropped", 0.0))
         self.counted += 1
         return 0
@@ -114,7 +117,7 @@ class Attempts:
         token = current_run.set(run)
         try:
             result = await within(self.workflow(task.task, run.model, run), self.how.timeout_s)
-            return await score(result, self.judge, task.task, run)
+            return await score(result, self.judge, task.task, run, self.how.timeout_s)
         finally:
             with contextlib.suppress(ValueError):
                 current_run.reset(token)
@@ -128,9 +131,6 @@ class Attempts:
         await self.journal.write(self._line(place, run, reward, outcome, time.monotonic() - began, feedback))
         if not await self.client.drive(send_all(feedback, self.client.explorer.retry_s)):
             await self.journal.write({"kind": "void", "place": place})
-            self.failures.failed(
-                NothingRecorded(f"run {run.run_id} of {run.task_id}: the explorer recorded no chat of it")
-            )
             return False
         self.journal.note({"kind": "sent", "place": place})
         self.counted += 1

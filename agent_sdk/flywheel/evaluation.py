@@ -47,7 +47,7 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
             token = current_run.set(None)  # its chats belong to no run
             try:
                 result = await within(trial.workflow(task.task, run.model, run), trial.timeout_s)
-                reward = await score(result, trial.judge, task.task, run)
+                reward = await score(result, trial.judge, task.task, run, trial.timeout_s)
                 if reward is None or reward.value is None:
                     causes["no reward"] += 1
             except ConfigError:

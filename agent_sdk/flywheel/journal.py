@@ -8,9 +8,11 @@ writes: all queued lines share one fsync. A truncated last line counts as not wr
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import queue
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -18,6 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flywheel.errors import JournalMismatch
+
+if sys.platform != "win32":
+    import fcntl
 
 FORMAT = 1
 _Waiting = tuple[bytes, "asyncio.Future[None] | None"]
@@ -38,7 +43,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Journal:
-    """The journal of one folder. Raises JournalMismatch if the folder contains that of other work.
+    """The journal of one folder. Raises JournalMismatch if it is of other work, or another process uses the folder.
 
     `work` identifies the work; `session` counts the starts; `token` distinguishes its runs from those of other
     journals. From earlier starts: `ended`, the places of ended runs; `unsent`, lines whose feedback may not have
@@ -54,7 +59,12 @@ class Journal:
         self.session = 1
         self.token = ""  # empty in journals from before tokens existed
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = self._read(work, resume)
+        self._lock = _locked(path)
+        try:
+            whole = self._read(work, resume)
+        except JournalMismatch:
+            self._lock.close()
+            raise
         self._file: BinaryIO = path.open("r+b" if path.exists() else "wb")
         self._file.truncate(whole)
         self._file.seek(whole)
@@ -120,6 +130,7 @@ class Journal:
             self._lines.put(None)
             self._thread.join()
         self._file.close()
+        self._lock.close()
 
     def _write(self) -> None:
         while True:
@@ -139,6 +150,21 @@ class Journal:
                     done.get_loop().call_soon_threadsafe(_settle, done, error)
             if len(lines) < len(batch):
                 return
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Return a file whose lock, which ends with the process, keeps other processes from this journal."""
+    file = path.with_suffix(".lock").open("ab")
+    try:
+        if sys.platform != "win32":
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        if exc.errno in (errno.EACCES, errno.EAGAIN):  # else the file system has no locks
+            file.close()
+            raise JournalMismatch(
+                f"{path} is in use by another learn: wait for its end, or give another folder"
+            ) from exc
+    return file
 
 
 def _settle(done: asyncio.Future[None], error: OSError | None) -> None:

@@ -93,9 +93,10 @@ async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Repo
 
 
 def _end(learning: Learning) -> None:
-    """Stop learn because its time is over."""
-    learning.report.stopped = "time"
-    learning.stopping.set()
+    """Stop learn because its time is over, unless it is stopping already."""
+    if not learning.stopping.is_set():
+        learning.report.stopped = "time"
+        learning.stopping.set()
 
 
 class _CtrlC(contextlib.AbstractContextManager[None]):
@@ -115,10 +116,9 @@ class _CtrlC(contextlib.AbstractContextManager[None]):
                 self._is_set, self._before = True, before
 
     def _stop(self) -> None:
-        self._learning.report.stopped = "interrupted"
+        self._learning.interrupt()
         if self._learning.how.progress:
             sys.stderr.write("\nstopping: what runs is finished; Ctrl-C once more breaks it off\n")
-        self._learning.stopping.set()
         self._loop.remove_signal_handler(signal.SIGINT)
 
     def __exit__(self, *_: object) -> None:

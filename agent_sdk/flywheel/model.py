@@ -6,14 +6,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import httpx
 
 from flywheel import frameworks
 from flywheel.connections import AsyncHttpClient, Connections, HttpClient, tls_context
 from flywheel.errors import ConfigError
-from flywheel.transport import AsyncRunTransport, Chats, RunTransport
+from flywheel.transport import AsyncRunTransport, Chats, RunTransport, run_path
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -180,4 +179,4 @@ def path_url(url: str, task_id: str, run_id: str) -> str:
     >>> path_url("http://127.0.0.1:8010", "a/b", "0")
     'http://127.0.0.1:8010/run/a%2Fb/0/v1'
     """
-    return f"{url}/run/{quote(task_id, safe='')}/{quote(run_id, safe='')}/v1"
+    return f"{url}{run_path(task_id, run_id)}/v1"

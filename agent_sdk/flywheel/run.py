@@ -43,7 +43,8 @@ class Run:
     """The chats of one attempt at a task, created by Client.run and AsyncClient.run. Leaving it sends the feedback.
 
     credit: "once": a run's reward counts once, where the trainer places it; "each": at each message; or a function from
-    the reward and the message ids to a reward for each message. Rewards of single turns stay at their turns.
+    the reward and the message ids to a reward for each message. Rewards of single turns stay at their turns. If this
+    process saw no reply of the run, for example of a program, a function is not called, and the reward counts once.
 
     >>> import flywheel
     >>> client = flywheel.Client("http://127.0.0.1:8010")
@@ -172,7 +173,7 @@ class Run:
     def _outcome(self) -> list[dict[str, Any]]:
         said = self._said[None]
         reward = said.get("reward")
-        if not callable(self._credit) or reward is None:
+        if not callable(self._credit) or reward is None or not self.msg_ids:
             return [feedback_body([], self.task_id, self.run_id, {**said, "each": self._credit == "each"})]
         shares = list(self._credit(reward, self.msg_ids))
         if len(shares) != len(self.msg_ids):

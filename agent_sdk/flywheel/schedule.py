@@ -50,13 +50,21 @@ class Learning:
         self._running: set[asyncio.Task[None]] = set()
         self._open: list[_Group] = []  # not committed yet
         self._error: BaseException | None = None
+        self._evaluation: asyncio.Task[Evaluation] | None = None  # the running one
+
+    def interrupt(self) -> None:
+        """Start nothing more, and end a running evaluation without a result."""
+        self.report.stopped = "interrupted"
+        self.stopping.set()
+        if self._evaluation is not None:
+            self._evaluation.cancel()
 
     async def go(self, tasks: list[NamedTask]) -> None:
         """Run everything that is not in the journal. Raises LearnError, and errors of the explorer."""
         try:
             await self._send_again()
             await self.pacer.until_served(self.stopping)
-            await self._evaluate(first=True)
+            await self._evaluate()
             for epoch in range(self.how.epochs):
                 for task in shuffled(tasks, self.how.seed, epoch):
                     if self.stopping.is_set():
@@ -170,17 +178,25 @@ class Learning:
         if version is not None and version >= max(0, self._evaluated or 0) + self.how.eval_every_versions:
             await self._evaluate()
 
-    async def _evaluate(self, first: bool = False) -> None:
-        """Evaluate the version in service, unless it was evaluated before."""
+    async def _evaluate(self) -> None:
+        """Evaluate the version in service, unless it was evaluated before, or learn was interrupted."""
         version = await self.pacer.version(0.0)
         if self.report.version_first is None:
             self.report.version_first = version
         self.report.version_last = version
         is_over = self.stopping.is_set() and self.report.stopped != "time"
-        if not self._eval_tasks or version == self._evaluated or (is_over and not first):
+        if not self._eval_tasks or version == self._evaluated or is_over:
             return
-        found = await try_serving(self.attempts.client, self._trial, self._eval_tasks)
-        found = replace(found, after_runs=len(self.attempts.journal.ended) + self.attempts.counted)
+        job = asyncio.create_task(try_serving(self.attempts.client, self._trial, self._eval_tasks))
+        self._evaluation = job
+        try:
+            await asyncio.wait({job})
+        finally:
+            self._evaluation = None
+            job.cancel()
+        if job.cancelled():
+            return
+        found = replace(job.result(), after_runs=len(self.attempts.journal.ended) + self.attempts.counted)
         self._evaluated = self.report.version_last = found.version
         if self.how.progress:
             erase = "\r\x1b[K" if sys.stderr.isatty() else ""

@@ -218,7 +218,8 @@ class Shadow:
         token = current_run.set(run)
         try:
             reply = await self._answer(replay, run, guard)
-            reward = read_reward(await within(self._reward(run, reply, replay.call), None)) or run.outcome
+            result = await within(self._reward(run, reply, replay.call), self._options.timeout_s)
+            reward = read_reward(result) or run.outcome
         finally:
             current_run.reset(token)
         run.take(reward)
@@ -228,7 +229,7 @@ class Shadow:
     async def _answer(self, replay: Replay, run: AsyncRun, guard: ShadowGuard) -> Any:
         """Return the trainee's reply; None if the run ended at a tool and is to be rewarded. Raises UnsafeTool."""
         agent = replay.agent(self._pool)
-        request = replay.request if self._options.repeat_time == 1 else self._options.copy(replay.request)
+        request = self._options.copy(replay.request)  # the agent may change it, and the reward function gets it, too
         try:
             reply = await within(agent(request, run.model), self._options.timeout_s)
         except Exception:

@@ -11,6 +11,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import httpx
 
@@ -19,6 +20,7 @@ from flywheel.connections import AsyncHttpClient, Connections, HttpClient
 TASK_HEADER = "X-Flywheel-Task"
 RUN_HEADER = "X-Flywheel-Run"
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]+)"')
+_UNFIT = re.compile(r"^[ \t]|[ \t]\Z|[\x00-\x08\x0a-\x1f\x7f]")  # what a header's value cannot contain
 _HEAD_BYTES = 8192  # of a response: its id is at the start, also in a stream's first event
 
 
@@ -71,7 +73,9 @@ class Chats:
             request = self._rewritten(request, run)
         if run is not None:
             headers = request.headers
-            if TASK_HEADER not in headers:
+            if TASK_HEADER not in headers and not (_fits_header(run.task_id) and _fits_header(run.run_id)):
+                request.url = _naming(request.url, run)
+            elif TASK_HEADER not in headers:
                 headers.encoding = "utf-8"  # the explorer decodes them as UTF-8
                 headers[TASK_HEADER] = run.task_id
                 headers[RUN_HEADER] = run.run_id
@@ -98,6 +102,21 @@ class Chats:
             content=json.dumps(changed).encode(),
             extensions=request.extensions,
         )
+
+
+def _fits_header(text: str) -> bool:
+    return _UNFIT.search(text) is None
+
+
+def _naming(url: httpx.URL, run: Attributed) -> httpx.URL:
+    """Return the address with the run in its path, where every character can be encoded."""
+    begin, version, rest = url.raw_path.partition(b"/v1/")
+    return url.copy_with(raw_path=begin + run_path(run.task_id, run.run_id).encode() + version + rest)
+
+
+def run_path(task_id: str, run_id: str) -> str:
+    """Return the path that names a run, which stands before /v1."""
+    return f"/run/{quote(task_id, safe='')}/{quote(run_id, safe='')}"
 
 
 def _is_for(url: httpx.URL, origin: str) -> bool:

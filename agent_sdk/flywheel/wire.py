@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from flywheel.errors import Away, ConfigError, FlywheelError, NothingKnown, Refused, Unreachable, describe
 from flywheel.results import Committed, Receipt, Receipts, Status, Version
@@ -83,8 +83,8 @@ def feedback_body(
 ) -> dict[str, Any]:
     """Build and check the body of a feedback. A truth value becomes 1 or 0. Raises ConfigError naming the argument."""
     ids = _as_list(msg_ids)
-    metrics = {name: _number(value) for name, value in (said.get("metrics") or {}).items()}
-    said = {**said, "reward": _number(said.get("reward")), "metrics": metrics or None}
+    metrics = {name: to_number(value) for name, value in (said.get("metrics") or {}).items()}
+    said = {**said, "reward": to_number(said.get("reward")), "metrics": metrics or None}
     if not ids and task_id is None:
         raise ConfigError("feedback has no target: give msg_ids, or task_id with or without run_id")
     check_number("reward", said["reward"])
@@ -103,8 +103,14 @@ def _as_list(names: str | Sequence[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, bool) else value
+def to_number(value: Any) -> Any:
+    """Convert a truth value, or another type's number such as numpy's, to a float; the rest is left to check_number."""
+    if value is None or type(value) in (int, float) or isinstance(value, (str, bytes)):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
 
 
 def _as_text(value: Any) -> Any:
@@ -245,21 +251,35 @@ def get_ready(timeout_s: float) -> Steps[None]:
 
 
 def get_run(task_id: str, run_id: str | None, retry_s: float) -> Steps[list[dict[str, Any]] | None]:
-    """GET /runs: the recorded rows of a run; None if the explorer has no such route."""
+    """GET /runs: the recorded rows of a run; None if the explorer has no such route, or the key may not read."""
     query = {"task_id": task_id, **({} if run_id is None else {"run_id": run_id})}
     try:
         content = yield from call_json(Ask("GET", "/runs", query=query), retry_s)
     except Refused as exc:
-        if exc.status in (404, 405, 501):
+        if exc.status in (403, 404, 405, 501):
             return None
         raise
     return list(content.get("rows") or [])
 
 
+def check_key(key: str | None) -> None:
+    """Raise ConfigError, without the key, for one that no header can carry: it would look as if nobody answered."""
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError("the key has a line break, a space at an end or a letter outside ASCII: see FLYWHEEL_KEY")
+
+
+def _has_port(parts: SplitResult) -> bool:
+    """Whether the address's port is a valid number, or missing."""
+    try:
+        return parts.port != 0
+    except ValueError:
+        return False
+
+
 def read_url(url: str) -> str:
     """Return the explorer's address without a path. Raises ConfigError."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    parts = urlsplit(url.strip())
+    if parts.scheme not in ("http", "https") or not parts.netloc or not _has_port(parts):
         raise ConfigError(f"url={url!r}: give http://HOST:PORT, as in FLYWHEEL_URL=http://127.0.0.1:8010")
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from flywheel.errors import ConfigError, RunError, TimedOut
+from flywheel.errors import ConfigError, JudgeFailed, RunError, TimedOut
 from flywheel.reward import Reward, read_reward
 
 Function = Callable[..., Any]
@@ -133,11 +133,17 @@ def name_of(function: Function) -> str:
     return f"{getattr(inner, '__module__', '')}:{getattr(inner, '__qualname__', type(inner).__qualname__)}"
 
 
-async def score(result: Any, judge: Caller | None, task: Any, run: Any) -> Reward | None:
-    """Return the reward of a workflow's result; a judge's wins. Raises ConfigError for an invalid result."""
+async def score(result: Any, judge: Caller | None, task: Any, run: Any, timeout_s: float) -> Reward | None:
+    """Return the reward of a workflow's result; a judge's wins. timeout_s: how long the judge may take.
+
+    Raises ConfigError for an invalid result, and JudgeFailed for a judge that takes longer.
+    """
     response = result.response if isinstance(result, Result) else result
     if judge is not None:
-        judged = read_reward(await within(judge(task, response, run), None), "the judge")
+        try:
+            judged = read_reward(await within(judge(task, response, run), timeout_s), "the judge")
+        except TimedOut as exc:
+            raise JudgeFailed(f"the judge gave no verdict: {exc}") from exc
         if judged is not None and isinstance(result, Result):
             return Reward(judged.value, {**result.metrics, **judged.metrics}, judged.comment)
         return judged

@@ -132,7 +132,14 @@ def test_a_wrong_value_is_named_before_anything_is_sent(arguments, named):
         client.feedback(**arguments)
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:8010", "ftp://h"])
+@pytest.mark.parametrize("key", ["secret\n", " secret", "schlüssel"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key):
+    with pytest.raises(flywheel.ConfigError, match="FLYWHEEL_KEY") as caught:
+        flywheel.Client("http://127.0.0.1:8010", key=key)
+    assert key.strip() not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8010", "ftp://h", "http://h:port", "http://h:99999"])
 def test_an_address_that_is_none_is_refused(url, monkeypatch):
     monkeypatch.delenv("FLYWHEEL_URL", raising=False)
     with pytest.raises(flywheel.ConfigError, match="FLYWHEEL_URL"):

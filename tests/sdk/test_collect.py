@@ -9,8 +9,10 @@ import threading
 from typing import Any
 
 import flywheel
+import numpy as np
 import openai
 import pytest
+from flywheel import collect
 from flywheel.replies import read_reply
 
 from tests.sdk.test_client import answering
@@ -135,6 +137,24 @@ def test_a_part_of_a_reward_that_is_none_is_left_out(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text('{"messages": [], "msg_id": "m"}\n')
     with flywheel.Collector(path) as collector:
-        collector.reward("m", quality=0.5, judged=None)
+        collector.reward("m", quality=np.float32(0.5), judged=None)
     assert collector.export(tmp_path / "rows.jsonl") == 1
     assert json.loads((tmp_path / "rows.jsonl").read_text())["reward"] == 0.5
+
+
+def test_what_comes_after_the_close_is_dropped_and_an_export_does_not_wait_for_it(tmp_path):
+    with flywheel.Collector(tmp_path / "chats.jsonl") as collector:
+        pass
+    collector.reward("m", quality=0.5)
+    exporting = threading.Thread(target=collector.export, args=(tmp_path / "rows.jsonl",), daemon=True)
+    exporting.start()
+    exporting.join(10)
+    assert not exporting.is_alive()
+    assert collector.stats.dropped == 1
+
+
+def test_a_reply_that_is_too_long_is_dropped_and_no_failure(explorer, tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "_MOST_BYTES", 10)
+    with flywheel.Collector(tmp_path / "chats.jsonl") as collector:
+        assert chat(collector, explorer.url)
+    assert (collector.stats.dropped, collector.stats.failed, collector.stats.last_error) == (1, 0, None)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from tests.integration.test_credit import lease, returns
-from tests.sdk.conftest import rows, said
+from tests.sdk.conftest import TASKS, learn, rows, said
 from tests.support.batches import assemble
 
 HI = [{"role": "user", "content": "hi"}]
@@ -111,3 +112,20 @@ def test_a_run_s_reward_counts_once_in_the_trainer_s_sequences_however_its_turns
             found, turns = returns(sequence), len(sequence.ends)
             wanted = [outcome * (turns - turn if credit == "each" else 1) for turn in range(turns)]
             np.testing.assert_allclose([found[end] for end in sequence.ends], wanted, rtol=1e-5)
+
+
+def share(reward: float, msg_ids: Sequence[str]) -> list[float]:
+    return [reward / len(msg_ids) for _ in msg_ids]
+
+
+def test_a_run_without_chats_is_no_rewarded_run_though_credit_is_a_function(explorer, tmp_path):
+    options = {"credit": share, "retries": 0, "max_failed_share": 1.0}
+    report = learn(explorer, tmp_path, lambda task: 1.0, TASKS[:2], **options)
+    assert (report.rewarded, report.failures) == (0, {"NothingRecorded": 2})
+
+
+def test_a_reward_arrives_though_credit_is_a_function_and_a_program_chatted(explorer, client):
+    with client.run(credit=share) as run:
+        httpx.post(f"{run.path_url}/chat/completions", json={"model": "agent", "messages": HI}).raise_for_status()
+        run.reward(0.5)
+    assert [row.reward for row in rows(explorer)] == [0.5]

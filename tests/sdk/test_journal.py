@@ -10,6 +10,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+from flywheel.errors import JournalMismatch
 from flywheel.journal import Journal, read_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +40,23 @@ def test_a_journal_that_was_cut_anywhere_is_read(tmp_path_factory, data):
     again.note({"kind": "ended", "place": "last#0", "feedback": []})
     again.close()
     assert list(read_lines(folder / "journal.jsonl"))[-1]["place"] == "last#0"
+
+
+def test_a_folder_in_which_another_process_learns_is_refused_until_that_has_ended(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    program = "import pathlib, sys; from flywheel.journal import Journal\n"
+    program += "Journal(pathlib.Path(sys.argv[1]), {}, True); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(path)]
+    other = subprocess.Popen(command, cwd=REPOSITORY / "agent_sdk", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None and other.stdout is not None
+    try:
+        other.stdout.readline()
+        with pytest.raises(JournalMismatch, match="in use by another learn"):
+            Journal(path, {}, resume=True)
+    finally:
+        other.kill()
+        other.communicate()
+    Journal(path, {}, resume=True).close()
 
 
 def test_kill_9_at_random_moments_counts_each_run_once_and_rewards_no_broken_run(explorer, tmp_path):

@@ -98,3 +98,34 @@ def test_a_reward_that_the_explorer_refused_is_no_obstacle_to_a_later_start(expl
     report = learn(explorer, tmp_path, workflow, TASKS[:2], eval_tasks=TASKS[:1])
     assert (report.stopped, report.rewarded) == ("done", 2)
     assert sorted(row.reward for row in rows(explorer) if row.reward is not None) == [0.5, 0.5]
+
+
+def test_the_end_of_the_time_after_ctrl_c_changes_nothing(explorer, tmp_path):
+    async def slow(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        await say_async(model)
+        if run.run_id != "eval":
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(1.5)
+        return 1.0
+
+    assert learn(explorer, tmp_path, slow, TASKS[:1], seconds=1.0).stopped == "interrupted"
+
+
+def test_ctrl_c_in_an_evaluation_starts_none_of_its_further_runs(explorer, tmp_path):
+    begun = []
+
+    async def interrupted(task: Any, model: flywheel.Model) -> float:
+        begun.append(task)
+        await say_async(model)
+        if len(begun) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return 1.0
+
+    report = learn(explorer, tmp_path, interrupted, TASKS, eval_tasks=TASKS, at_once=1)
+    assert (len(begun), report.evaluations, report.stopped) == (1, [], "interrupted")
+
+
+def test_a_run_that_timed_out_before_its_first_chat_is_dropped_and_counted_once(explorer, tmp_path):
+    options = {"timeout_s": 0.2, "on_timeout": -1.0, "max_failed_share": 1.0}
+    report = learn(explorer, tmp_path, lambda task: asyncio.sleep(60), TASKS[:2], **options)
+    assert (report.runs, report.dropped, report.failures) == (2, 2, {"TimedOut": 2})

@@ -152,3 +152,11 @@ def test_version_and_parameters_belong_to_the_model(client, explorer):
     assert (model.name, model.is_trainee, client.model().is_trainee) == ("agent@0", False, True)
     assert not flywheel.Model.of(f"{client.url}/v1", "agent").is_trainee
     assert [row.temperature for row in rows(explorer)] == [0.0]
+
+
+@pytest.mark.parametrize("name", ["two\nlines", " spaces ", "a\x01b"])
+def test_a_run_may_have_a_name_that_no_header_can_carry(client, explorer, name):
+    with client.run(name, f"{name}/0") as run:
+        say(run.model)
+        run.reward(0.5)
+    assert [(row.task_id, row.run_id, row.reward) for row in rows(explorer)] == [(name, f"{name}/0", 0.5)]

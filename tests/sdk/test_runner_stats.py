@@ -138,3 +138,21 @@ def test_a_selection_may_return_any_truth_value(explorer, said, runs):
 def test_an_unknown_credit_is_refused_before_anything_is_replayed():
     with pytest.raises(flywheel.ConfigError, match="credit='both'"):
         flywheel.TrainingRunner("http://127.0.0.1:1", reward=lambda run, reply: 1.0, credit="both")
+
+
+def test_a_reward_function_that_hangs_occupies_no_worker_for_ever(explorer):
+    async def hangs_at_first(run: flywheel.Run, reply: Any) -> float:
+        if reply == "first":
+            await asyncio.Event().wait()
+        return 1.0
+
+    def replying(request: dict[str, Any], model: flywheel.Model) -> Any:
+        say(model)
+        return request["text"]
+
+    options: dict[str, Any] = {"reward": hangs_at_first, "select": EVERY, "at_once": 1, "timeout_s": 1.0}
+    with flywheel.TrainingRunner(explorer.url, replying, **options) as runner:
+        serve = runner.watch(lambda request, model: "", production=PRODUCTION)
+        serve({"text": "first"}), serve({"text": "second"})
+        wait_until(lambda: runner.stats.runs == 2)
+    assert (dict(runner.stats.failed), runner.stats.rewarded) == ({"TimedOut": 1}, 1)

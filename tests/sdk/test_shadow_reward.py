@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flywheel
 
+from tests.sdk.conftest import say
 from tests.sdk.test_runner import PRODUCTION, agent, ask
 
 
@@ -19,3 +22,19 @@ def test_a_reward_may_compare_the_trainee_s_reply_with_the_request_and_productio
         ask(runner.watch(agent, production=PRODUCTION))
     assert seen == [("t0", "production: t0")]
     assert (runner.stats.rewarded, runner.stats.reward_mean) == (1, 0.0)
+
+
+def test_a_reward_gets_the_request_as_it_was_though_the_trainee_changes_its_own(explorer):
+    seen: list[Any] = []
+
+    def changes(request: dict[str, Any], model: flywheel.Model) -> str:
+        say(model)
+        return str(request.pop("text"))
+
+    def looks(run: flywheel.Run, reply: str, call: flywheel.Call) -> float:
+        seen.append(call.request["text"])
+        return 1.0
+
+    with flywheel.TrainingRunner(explorer.url, changes, looks, select=flywheel.SamplingRate(1.0)) as runner:
+        ask(runner.watch(agent, production=PRODUCTION))
+    assert seen == ["t0"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from flywheel.config import LearnConfig
+from flywheel.config import EarlyStop, LearnConfig
 from flywheel.errors import ConfigError
 from flywheel.tasks import load_tasks
 
@@ -40,3 +42,16 @@ def test_options_that_cannot_be_read_are_named(tmp_path, content):
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"options\.json"):
         LearnConfig.load(file)
+
+
+@pytest.mark.parametrize("option", [{"runs_per_task": "8"}, {"epochs": 1.5}, {"max_failed_share": "0.2"}])
+def test_an_option_of_a_wrong_type_is_named(tmp_path, option):
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps(option))
+    with pytest.raises(ConfigError, match=next(iter(option))):
+        LearnConfig.load(file)
+
+
+def test_a_patience_of_no_evaluation_is_refused():
+    with pytest.raises(ConfigError, match="patience=0"):
+        EarlyStop(patience=0).says_stop([0.5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import flywheel
+import httpx
 
 from tests.integration.test_keys import hashed
 from tests.sdk.conftest import rows, say
@@ -24,5 +25,18 @@ def test_a_run_of_a_chat_key_is_rewarded_by_a_feedback_key_under_the_same_names(
             assert rewards.commit().committed == 1
         [row] = rows(explorer)
         assert (row.reward, row.key_name, row.feedback_key) == (0.5, "chats", "rewards")
+    finally:
+        explorer.stop()
+
+
+def test_a_run_of_a_chat_key_whose_program_chatted_is_left_without_an_error(scripted_engine, tmp_path):
+    keys = [hashed("chats", "chat")]
+    explorer = RunningExplorer(make_config(tmp_path, [scripted_engine.url], keys=keys)).wait_ready()
+    try:
+        with flywheel.Client(explorer.url, key="chats") as client, client.run(task_id="t") as run:
+            key = {"Authorization": f"Bearer {run.env()['OPENAI_API_KEY']}"}
+            body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+            httpx.post(f"{run.path_url}/chat/completions", json=body, headers=key).raise_for_status()
+        assert [row.task_id for row in rows(explorer)] == ["t"]
     finally:
         explorer.stop()

@@ -117,3 +117,14 @@ def test_the_first_failure_of_each_kind_is_reported_while_learn_continues(explor
     report = learn(explorer, tmp_path, fails, max_failed_share=1.0)
     assert report.failures == {"ValueError": 3}
     assert caplog.text.count("a run failed; the first ValueError: no action in {'n': 0}") == 1
+
+
+async def endless(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+def test_a_judge_that_hangs_leaves_its_runs_without_a_reward_and_learn_ends(explorer, tmp_path):
+    options = {"timeout_s": 0.5, "on_timeout": -1.0, "max_failed_share": 1.0}
+    report = learn(explorer, tmp_path, tasks=TASKS[:2], eval_tasks=TASKS[:1], judge=endless, **options)
+    assert (report.runs, report.rewarded, report.failures) == (2, 0, {"JudgeFailed": 2})
+    assert report.evaluations[0].failed == 1

@@ -6,8 +6,9 @@ import signal
 
 import flywheel
 import numpy as np
+import pytest
 from flywheel.reward import read_reward
-from flywheel.wire import feedback_body
+from flywheel.wire import encode, feedback_body
 
 from tests.sdk.conftest import TASKS, learn, rows, say
 
@@ -16,6 +17,14 @@ def test_the_numbers_of_a_reward_may_be_of_numpy():
     found = read_reward(flywheel.Reward(np.float32(0.5), {"steps": np.int64(3)}))  # type: ignore[arg-type, dict-item]
     assert found is not None
     assert [type(value) for value in (found.value, found.metrics["steps"])] == [float, float]
+
+
+@pytest.mark.parametrize("number", [np.float64(1), np.float32(1), np.int64(1), np.bool_(True)])
+def test_a_run_s_reward_may_be_a_number_of_numpy(number):
+    run = flywheel.Client("http://127.0.0.1:9").run("t")
+    run.reward(number, metrics={"steps": number})
+    [(_, body)] = run.feedback()
+    assert encode(body) == b'{"task_id":"t","run_id":"0","reward":1.0,"metrics":{"steps":1.0}}'
 
 
 def test_one_message_id_is_a_list_of_one():
