@@ -194,13 +194,14 @@ class Shuffled:
 
     def __init__(self, example: Example, seed: int) -> None:
         self._judge = Caller(example.judge, ("task", "reply", "run"), None)
+        self._timeout_s = float(example.learn.get("timeout_s", flywheel.LearnConfig.timeout_s))
         self._parts = example.parts
         self._draw = random.Random(seed)
         self._earlier: deque[tuple[str, float]] = deque(maxlen=256)
 
     async def __call__(self, task: Task, reply: Any, run: Any) -> float | None:
         """Return None, which leaves the run without a reward, until another task has a reward."""
-        honest = await score(reply, self._judge, task, run)
+        honest = await score(reply, self._judge, task, run, self._timeout_s)
         key = json.dumps(task, sort_keys=True, default=repr)
         others = [value for other, value in self._earlier if other != key]
         for part in self._parts(reply) if others else ():
