@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ def _read_mapping(result: Mapping[Any, Any], where: str) -> Reward:
 
 
 def _number(value: object, where: str) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ConfigError(f"{where} gave {value!r}: return a number, a mapping of numbers, a Reward or None") from None
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, (str, bytes)):  # an answer such as "42" is no reward
+            return float(value)  # type: ignore[arg-type]
+    raise ConfigError(f"{where} gave {value!r}: return a number, a mapping of numbers, a Reward or None")

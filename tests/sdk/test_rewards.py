@@ -42,7 +42,7 @@ def test_gsm8k_takes_the_marked_answer_before_the_last_number(said, reward):
     assert rewards.gsm8k(said, "first 3, then\n#### 18").value == pytest.approx(reward)
 
 
-@pytest.mark.parametrize("result", [float("nan"), float("inf"), {"a": float("nan")}, "1.0.0", [1], {"reward": "x"}])
+@pytest.mark.parametrize("result", [float("nan"), float("inf"), {"a": float("nan")}, "42", b"1", [1], {"reward": "x"}])
 def test_what_is_no_reward_is_refused(result):
     with pytest.raises(flywheel.ConfigError):
         read_reward(result)
