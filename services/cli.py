@@ -10,7 +10,7 @@ import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.commands import (
     archive,
@@ -118,12 +118,31 @@ def _reader_is_gone() -> bool:
     return bool(output.poll(0))
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """Takes options also between the positional arguments of a command, except before those of an example."""
+
+    _intermixed = True
+
+    def add_argument(self, *names: Any, **about: Any) -> argparse.Action:
+        self._intermixed = self._intermixed and about.get("nargs") != argparse.REMAINDER
+        return super().add_argument(*names, **about)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if not self._intermixed:
+            return super().parse_known_args(args, namespace)
+        self._intermixed = False  # parse_known_intermixed_args calls this method
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._intermixed = True
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="flywheel", description="Improves the model behind an agent while the agent is in use."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP))
     return parser

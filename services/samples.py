@@ -23,9 +23,11 @@ from shared.config import Config, RewardConfig
 from shared.errors import EngineError, StartupError
 from shared.experience import Sample, Sampling, Tokens, choice_name
 from shared.ledger import transitions
+from shared.ledger.conditions import split_name
 from shared.ledger.given import (
     UNUSABLE,
     Trained,
+    choice_of,
     conversation_of,
     names_of,
     number_of,
@@ -77,7 +79,7 @@ class SampleReader:
 
     async def _sample(self, row: dict[str, Any], engine: EngineAdmin) -> Sample:
         names, created_at, (messages, tools) = names_of(row), time_of(row, time.time()), conversation_of(row)
-        choice, version = number_of(row, "choice"), number_of(row, "version")
+        (msg_id, choice), version = choice_of(row, names["msg_id"]), number_of(row, "version")
         tokens, sampling = await _tokens(row, messages, tools, engine)
         tokens.check()
         sampling.check()
@@ -85,7 +87,7 @@ class SampleReader:
             version = self._newest
         is_kept = messages and self._config.explorer.store_text
         request = {"messages": messages[:-1], **({"tools": tools} if tools else {})} if is_kept else None
-        msg_id = names["msg_id"] or self._name_of(row)
+        msg_id = msg_id or self._name_of(row)
         exchange, extends = _links(names, choice_name(msg_id, choice), messages)
         return Sample(
             msg_id=msg_id,
@@ -133,7 +135,8 @@ def _links(names: dict[str, str | None], name: str, messages: list[dict[str, Any
 
 
 def _digest_of_name(name: str) -> bytes:
-    return hashlib.blake2b(f"row {name}".encode(), digest_size=DIGEST_BYTES).digest()
+    msg_id, choice = split_name(name)
+    return hashlib.blake2b(f"row {choice_name(msg_id, choice or 0)}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
 async def _tokens(

@@ -17,7 +17,7 @@ from shared.config import Config, TrainerConfig
 from shared.errors import StartupError
 from shared.experience import Experience, Other, State, TrajectoryKey, choice_name, trajectory_key
 from shared.ledger.conditions import split_name
-from shared.ledger.given import UNUSABLE, names_of, number_of, read_rows, signals_of, time_of, tokens_of
+from shared.ledger.given import UNUSABLE, choice_of, names_of, number_of, read_rows, signals_of, time_of, tokens_of
 from shared.ledger.queries.lease import check_rewards, rewarded_up_to
 from shared.ledger.queries.preferences import prefer
 from shared.log import StageLogger
@@ -74,7 +74,7 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
     credit = credit_of(signals, config.reward, learned)
     check_rewards(credit.reward, credit.turn_reward, credit.outcome)
     names = names_of(row)
-    msg_id, choice = names["msg_id"] or f"row-{number}", number_of(row, "choice")
+    msg_id, choice = choice_of(row, names["msg_id"] or f"row-{number}")
     experience = Experience(
         id=number,
         msg_id=msg_id,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, FromClause, Row, and_, func, literal_column, not_, or_, true
+from sqlalchemy import Column, ColumnElement, FromClause, Row, and_, func, literal_column, not_, or_, select, true
 
 from shared.experience import State, TrajectoryKey
-from shared.ledger.tables import experiences
+from shared.ledger.tables import experiences, payloads
 
 AnyRow = Row[*tuple[Any, ...]]
 UNGROUPED = ""  # in place of a group's name
@@ -80,7 +80,11 @@ def is_ready(after_id: int = 0) -> list[ColumnElement[bool]]:
 
 
 def is_done(before: float | None = None) -> list[ColumnElement[bool]]:
-    """Rows that are discarded, or trained on with all their signals, recorded before this time (Unix seconds)."""
+    """Rows that are discarded, or trained on with all their signals, recorded before this time (Unix seconds).
+
+    Without erased rows, of which only the lineage is left.
+    """
     trained = and_(experiences.c.state == State.CONSUMED, experiences.c.teaches == 0)
-    done = or_(experiences.c.state == State.DISCARDED, trained)
+    tokens = select(payloads.c.experience_id).where(payloads.c.experience_id == experiences.c.id)
+    done = or_(experiences.c.state == State.DISCARDED, trained) & tokens.correlate(experiences).exists()
     return [done] if before is None else [done, experiences.c.created_at < before]

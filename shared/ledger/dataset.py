@@ -46,7 +46,7 @@ def conversations(
     """Yield each row as {messages, tools, and the exported columns}, oldest first; None for a row without text.
 
     with_tokens: add {prompt_ids, reply_ids, logprobs, sampling, signals, trained, tokenizer}; a row without text then
-    has null messages, and a row with text and damaged tokens has no ids, so that an import leaves it out.
+    has null messages, and a row with damaged tokens has no ids, so that an import leaves it out.
     tokenizer: digest of the tokenizer.
     """
     more = (experiences.c.id, experiences.c.taught, versions.c.manifest_sha256, payloads.c.request, payloads.c.reply)
@@ -60,7 +60,7 @@ def conversations(
         requests = _requests(connection, rows)
         for row in rows:
             conversation, tokens = _conversation(row, requests.get(row.msg_id)), loaded.get(row.id)
-            if isinstance(tokens, CorruptTokens) and conversation is not None:
+            if isinstance(tokens, CorruptTokens):
                 tokens = _NO_TOKENS
             if isinstance(tokens, Tokens):
                 about = {**_tokens(row, tokens), "signals": logs.get((row.msg_id, row.choice), [])}

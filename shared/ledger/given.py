@@ -19,6 +19,7 @@ import numpy as np
 from shared.config import RewardConfig
 from shared.errors import StartupError
 from shared.experience import LARGEST_TOP_K, CorruptTokens, Sampling, TokenArray, Tokens
+from shared.ledger.conditions import split_name
 from shared.ledger.dataset import CHUNK, PACKED
 from shared.ledger.tables import experiences, signals
 from shared.reward import Kind, Lesson, Scope, Signal
@@ -113,6 +114,15 @@ def _text(name: str, value: Any, most: int) -> str | None:
     if not isinstance(text, str) or len(text) > most or "\0" in text:
         raise ValueError(f"{name} is no text of at most {most} characters without NUL")
     return text
+
+
+def choice_of(row: dict[str, Any], msg_id: str | None) -> tuple[str | None, int]:
+    """Return the row's message and choice. ID#CHOICE as a message id is a choice of ID, as in feedback."""
+    choice = number_of(row, "choice")
+    if msg_id is None or row.get("choice") is not None:
+        return msg_id, choice
+    message, named = split_name(msg_id)
+    return (message, named) if message and named is not None else (msg_id, choice)
 
 
 def number_of(row: dict[str, Any], name: str) -> int:

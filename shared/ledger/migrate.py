@@ -97,8 +97,14 @@ def _digest(connection: Connection, table: Table) -> str:
     for chunk in _chunks(connection, table):
         for row in chunk:
             for value in row.values():
-                digest.update(repr(bytes(value) if isinstance(value, memoryview) else value).encode())
+                digest.update(_as_text(value).encode())
     return digest.hexdigest()
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, float):
+        return repr(value + 0.0)  # 0.0 for -0.0, which SQLite does not store
+    return repr(bytes(value) if isinstance(value, memoryview) else value)
 
 
 def _continue_numbering(connection: Connection, table: Table) -> None:

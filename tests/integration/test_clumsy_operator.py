@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import main
+from services.cli import build_parser, main
 from services.supervisor import Supervisor
 from shared.config import load_config
 from shared.errors import ConfigError, LedgerError, StartupError
@@ -72,6 +72,14 @@ def test_what_looks_like_markup_is_shown_as_it_is(config, ledger, capsys):
     assert run_here(config, "versions", "tag", "0", "[/b] [red]") == 0
     assert run_here(config, "versions") == 0
     assert "tag [/b] [red]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", ["tag 0 -c FILE best", "tag -c FILE 0 best", "-c FILE tag 0 best", "tag 0 best -c FILE"]
+)
+def test_the_option_for_the_file_may_stand_anywhere(words):
+    args = build_parser().parse_args(["versions", *words.split()])
+    assert (args.config, args.action, args.version, args.name) == ("FILE", "tag", 0, "best")
 
 
 def test_a_version_and_a_tag_fit_the_ledger(config, ledger):

@@ -116,6 +116,13 @@ def test_an_erased_run_of_one_choice_leaves_the_feedback_and_the_texts_of_the_ot
             assert [row["choice"] for row in conversations(connection, []) if row is not None] == left
 
 
+def test_one_choice_is_erased_by_the_name_that_runs_and_feedback_have_for_it(ledger, config):
+    record(ledger, "m")
+    record(ledger, "m", choice=1)
+    assert run_here(config, "erase", "--message", "m#1") == 0
+    assert stands(ledger, "choice", "state") == [(0, "RECORDED"), (1, "DISCARDED")]
+
+
 def test_a_leased_row_that_is_erased_waits_for_no_comment_that_comes_after_it(ledger):
     record(ledger, "m")
     say(ledger, "m", UP, COMMENT)

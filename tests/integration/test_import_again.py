@@ -81,6 +81,23 @@ def test_a_chat_with_damaged_tokens_comes_back_from_an_archive_neither_as_a_row_
     assert "0 imported, 0 known, 1 unusable" in capsys.readouterr().err
 
 
+def test_an_archive_holds_each_row_that_left_the_ledger_and_an_erased_one_stays(ledger, config, tmp_path: Path):
+    damaged = Tokens(np.array([1], np.int32), np.array([2, 3], np.int32), np.array([-0.5], np.float32))
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("damaged", tokens=damaged, quarantine="damaged"), sample("erased")])
+        transitions.erase(connection, msg_id="erased")
+    run_here(config, "archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
+    assert columns(ledger, "msg_id", "reason") == [("erased", "erased")]
+    (file,) = (tmp_path / "archive").iterdir()
+    assert [(row["msg_id"], row["prompt_ids"]) for row in read_rows(file)] == [("damaged", [])]
+
+
+def test_a_row_whose_message_id_ends_in_a_number_is_reached_by_that_id(ledger, config, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, "msg_id": "gsm8k#17"}))
+    assert run_here(config, "import", str(tmp_path / "rows.jsonl")) == 0
+    assert say(ledger, "gsm8k#17", Signal("reward", value=1.0)) == "applied"
+
+
 def test_training_on_a_file_keeps_runs_of_one_name_apart_by_group(tmp_path: Path, model):
     run, groups = {**ROW, "reward": 1.0, "task_id": "t", "run_id": "0"}, [None, "shops", "inns"]
     lines = [{**run, "msg_id": f"m{number}", "key_group": group} for number, group in enumerate(groups)]

@@ -19,7 +19,9 @@ from shared.ledger.migrate import copy_ledger, run_steps, schema_version
 from shared.ledger.migrations import HEAD
 from shared.ledger.queries import count_by_state, find_trainer
 from shared.ledger.tables import batches, engines, experiences, metadata, payloads
+from shared.reward import Signal
 from tests.support.experiences import record_ready, rows
+from tests.support.lessons import record, say
 from tests.support.processes import run_here
 from tests.support.servers import make_config
 
@@ -168,6 +170,17 @@ def test_a_ledger_moves_to_a_database_that_sorts_names_in_another_order(tmp_path
         connection.execute(text(f"CREATE TABLE leases ({columns})"))
     with source.read() as reading, target.write() as writing:
         assert copy_ledger(reading, writing, lambda *_: None)["leases"] == 2
+    source.close()
+    target.close()
+
+
+def test_a_reward_of_minus_zero_does_not_end_a_move_to_sqlite_which_has_one_zero(tmp_path, postgres):
+    source = Ledger.open(ledger_url(postgres.new_database()))
+    target = Ledger.open(f"sqlite:///{tmp_path}/there.sqlite3")
+    record(source, "m")
+    say(source, "m", Signal("reward", value=-0.0))
+    with source.write() as reading, target.write() as writing:
+        assert copy_ledger(reading, writing, lambda *_: None)["signals"] == 1
     source.close()
     target.close()
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from sqlalchemy import Connection, and_, delete, func, select, update
+from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import MAX_PARAMETERS, in_parts, is_done, split_name
@@ -28,10 +28,15 @@ def erase(
     """Delete tokens, texts and signals of some of the rows in this scope; rows not trained on become DISCARDED.
 
     The narrow row remains, so that the lineage still contains the versions trained on it.
+    msg_id: of all choices of a message, or ID#CHOICE.
     after_id: `last_id` of the previous call, which is None at the end.
     """
-    scope = {"key_name": key_name, "task_id": task_id, "run_id": run_id, "msg_id": msg_id}
+    scope = {"key_name": key_name, "task_id": task_id, "run_id": run_id}
     named = [experiences.c[name] == value for name, value in scope.items() if value is not None]
+    if msg_id is not None:
+        message, choice = split_name(msg_id)
+        one_choice = and_(experiences.c.msg_id == message, experiences.c.choice == choice)
+        named.append(or_(experiences.c.msg_id == msg_id, one_choice))
     assert named, "an erasure names whose rows"
     columns = (experiences.c[name] for name in ("id", "msg_id", "choice", "state", "consumed_version"))
     query = select(*columns).where(experiences.c.id > after_id, *named).order_by(experiences.c.id)

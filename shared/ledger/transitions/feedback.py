@@ -103,7 +103,7 @@ def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) 
     scopes = {row.id: row.scope for reached in targets.values() for row in reached}
     rows = {row.id: row for row in _lock(connection, sorted(scopes))}
     of = {name: [rows[row.id] for row in reached if row.id in rows] for name, reached in targets.items()}
-    _attribute(connection, [row for name, found in of.items() if name in feedback.named for row in found], feedback)
+    _attribute(connection, [row for name in of if _is_named(name, targets, feedback) for row in of[name]], feedback)
     applied = _Application(feedback, scopes, load_signals(connection, list(rows.values())), time.time())
     receipts = [Receipt(name, applied.to(found)) for name, found in of.items()]
     _append(connection, applied.logged)
@@ -114,6 +114,12 @@ def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) 
     for credit, ids in changed.items():
         _set_credit(connection, ids, credit, feedback_key=feedback.key_name)
     return receipts
+
+
+def _is_named(name: str, targets: Targets, feedback: GivenFeedback) -> bool:
+    """Whether the caller named this target, or a message of its conversation, which is rewarded as a whole."""
+    whole = any(row.scope == "conversation" for row in targets[name])
+    return name in feedback.named or (whole and bool(feedback.named))
 
 
 def _lock(connection: Connection, ids: Sequence[int]) -> Iterable[AnyRow]:
