@@ -64,6 +64,16 @@ def test_the_journal_contains_exactly_what_was_sent(explorer, tmp_path):
     assert [body["reward"] for _, body in ended["feedback"]] == [one.value for one in said(explorer)]
 
 
+def test_a_credit_function_that_raises_fails_its_attempt(explorer, tmp_path):
+    tries = itertools.count()
+
+    def credit(reward: float, ids: Any) -> Any:
+        return no_credit(reward, ids) if next(tries) == 0 else [reward for _ in ids]
+
+    report = learn(explorer, tmp_path, credit=credit, at_once=1)
+    assert (report.stopped, report.rewarded, report.failures) == ("done", len(TASKS), {"ZeroDivisionError": 1})
+
+
 def exits(*_: Any) -> Any:
     raise SystemExit(2)  # as argparse does
 
