@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import flywheel
+import openai
 import pytest
 
 from tests.sdk.conftest import TASKS, count, learn, rows, say
@@ -26,6 +27,21 @@ def test_an_evaluation_is_pinned_and_nothing_of_it_is_recorded(explorer, tmp_pat
     assert {body["temperature"] for body in scripted_engine.script.bodies} == {0.0}
     both = flywheel.compare(count, TASKS, 0, 0, url=explorer.url)
     assert (both.difference, both.standard_error) == (0.0, 0.0)
+
+
+def test_chats_of_a_model_object_that_outlives_runs_are_pinned_and_unrecorded_too(explorer, scripted_engine):
+    url = f"{explorer.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="k", http_client=flywheel.http_client(), max_retries=0) as client:
+
+        def workflow(task: Any) -> float:
+            client.chat.completions.create(model="agent", messages=[{"role": "user", "content": "hi"}])
+            return 1.0
+
+        given: dict[str, Any] = {"url": explorer.url, "params": {"temperature": 0.0}}
+        assert flywheel.evaluate(workflow, TASKS, model=0, **given).n == len(TASKS)
+        assert {body["temperature"] for body in scripted_engine.script.bodies} == {0.0}
+        assert flywheel.evaluate(workflow, TASKS, model=7, **given).failed == len(TASKS), "it is not in service"
+    assert rows(explorer) == []
 
 
 def test_runs_of_one_task_are_not_counted_as_further_tasks(explorer):
