@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import httpx
 
-from flywheel.connections import AsyncHttpClient, Connections, HttpClient
+from flywheel.connections import AsyncHttpClient, Connections, HttpClient, for_transport
 
 TASK_HEADER = "X-Flywheel-Task"
 RUN_HEADER = "X-Flywheel-Run"
@@ -248,7 +248,9 @@ def http_client(**options: Any) -> httpx.Client:
     >>> model = openai.OpenAI(base_url="http://127.0.0.1:8010/v1", api_key="unused", http_client=http_client())
     """
     options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
-    return HttpClient(transport=RunTransport(Connections().sync(owned=True), Chats(None, {}, {})), **options)
+    own = for_transport(options)
+    inner = httpx.HTTPTransport(**own) if own else Connections().sync(owned=True)
+    return HttpClient(transport=RunTransport(inner, Chats(None, {}, {})), **options)
 
 
 def async_http_client(**options: Any) -> httpx.AsyncClient:
@@ -259,5 +261,6 @@ def async_http_client(**options: Any) -> httpx.AsyncClient:
     >>> model = openai.AsyncOpenAI(base_url=url, api_key="unused", http_client=async_http_client())
     """
     options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
-    inner = Connections().asynchronous(owned=True)
+    own = for_transport(options)
+    inner = httpx.AsyncHTTPTransport(**own) if own else Connections().asynchronous(owned=True)
     return AsyncHttpClient(transport=AsyncRunTransport(inner, Chats(None, {}, {})), **options)
