@@ -133,7 +133,7 @@ class Run:
     ) -> None:
         """Set the run's reward, or with `of` that of one reply. The last value counts.
 
-        Raises ConfigError for a number that is not finite, and after the end of the `with` block, which sent the others.
+        Raises ConfigError for a number that is not finite, and after the `with` block, at whose end all was sent.
         """
         if self._is_over:
             about = f"task_id={self.task_id!r}, run_id={self.run_id!r}" if of is None else repr(of)
