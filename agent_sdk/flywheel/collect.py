@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from flywheel.collection import Row, end_cut_line, merge
+from flywheel.connections import for_transport
 from flywheel.errors import ConfigError, describe
 from flywheel.replies import read_reply, thoughts_of, tool_calls_of
 from flywheel.transport import current_run
@@ -95,12 +96,14 @@ class Collector:
     def http_client(self, **options: Any) -> httpx.Client:
         """Return an httpx client for the agent's client: openai.OpenAI(http_client=…). options: of httpx.Client."""
         options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
-        return httpx.Client(transport=_Collecting(httpx.HTTPTransport(), self._offer), **options)
+        inner = httpx.HTTPTransport(**for_transport(options))
+        return httpx.Client(transport=_Collecting(inner, self._offer), **options)
 
     def async_http_client(self, **options: Any) -> httpx.AsyncClient:
         """Return an httpx client for asyncio."""
         options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
-        return httpx.AsyncClient(transport=_AsyncCollecting(httpx.AsyncHTTPTransport(), self._offer), **options)
+        inner = httpx.AsyncHTTPTransport(**for_transport(options))
+        return httpx.AsyncClient(transport=_AsyncCollecting(inner, self._offer), **options)
 
     def reward(self, msg_id: str, **parts: float) -> None:
         """Record named rewards of a reply, such as task_completion=0.8; their sum is the row's reward."""
@@ -111,6 +114,9 @@ class Collector:
 
     def feedback(self, msg_id: str, *, rating: float | str | None = None, comment: str | None = None) -> None:
         """Record a user's feedback on a reply."""
+        rating = to_number(rating)
+        if not isinstance(rating, str):
+            check_number("rating", rating)
         said = {"rating": rating, "comment": comment}
         self._offer({"of": msg_id, "user_feedback": {name: value for name, value in said.items() if value is not None}})
 

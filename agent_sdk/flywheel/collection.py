@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from flywheel.errors import ConfigError
+
 Row = dict[str, Any]
 
 
@@ -18,8 +20,10 @@ def merge(log: Path, out: Path) -> int:
     """Join a collector's log: each row once, with its later rewards and feedback. Returns the number of rows.
 
     reward is the sum of the named rewards; `signals` lists all of them as `flywheel import` reads them. A truncated
-    line is left out.
+    line is left out. Raises ConfigError if both paths are one file, which opening would empty.
     """
+    if out.exists() and out.samefile(log):
+        raise ConfigError(f"{out} is the log itself: give another file")
     said: dict[str, Row] = defaultdict(dict)
     for line in _lines(log):
         if "of" in line:

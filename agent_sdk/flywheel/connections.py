@@ -24,12 +24,18 @@ _IDLE_S = 5.0  # time until an idle connection is closed, as in httpx
 _LIMITS = httpx.Limits(max_connections=_MOST, max_keepalive_connections=200, keepalive_expiry=_IDLE_S)
 _ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=_IDLE_S)
 _Origin = tuple[str, str, int | None]
+_OF_TRANSPORT = ("verify", "cert", "http1", "http2", "limits", "proxy")
 
 
 @cache
 def tls_context() -> ssl.SSLContext:
     """Created once: reading the certificates takes longer than a chat."""
     return httpx.create_ssl_context()
+
+
+def for_transport(options: dict[str, Any]) -> dict[str, Any]:
+    """Take out the options that the transport itself needs: a client ignores them, and its proxy would bypass it."""
+    return {name: options.pop(name) for name in _OF_TRANSPORT if name in options}
 
 
 class _Cookies(httpx.Cookies):

@@ -87,7 +87,7 @@ class Attempts:
             except TimedOut as exc:
                 self.failures.failed(exc)
                 reward = None if self.how.on_timeout is None else Reward(self.how.on_timeout)
-                if await self._end(place, run, reward, "timeout", began):
+                if await self._end(place, run, reward, "timeout", began) is None:
                     return run.chats
                 break  # no chat of it was recorded
             except JudgeFailed as exc:
@@ -97,11 +97,11 @@ class Attempts:
             except Exception as exc:  # noqa: BLE001 — a user's agent may raise anything; its run is never rewarded
                 self.failures.failed(exc)
                 continue
-            if await self._end(place, run, reward, "rewarded" if reward else "unrewarded", began):
+            failure = await self._end(place, run, reward, "rewarded" if reward else "unrewarded", began)
+            if failure is None:
                 self.failures.succeeded()
                 return run.chats
-            about = f"run {run.run_id} of {run.task_id}"
-            self.failures.failed(NothingRecorded(f"{about}: the explorer recorded no chat of it"))
+            self.failures.failed(failure)
         await self.journal.write(self._line(place, None, None, "dropped", 0.0))
         self.counted += 1
         return 0
@@ -122,19 +122,26 @@ class Attempts:
             with contextlib.suppress(ValueError):
                 current_run.reset(token)
 
-    async def _end(self, place: str, run: AsyncRun, reward: Reward | None, outcome: str, began: float) -> bool:
-        """Journal the end of a run, then send its feedback. Returns False if the explorer knows no chat of the run."""
+    async def _end(
+        self, place: str, run: AsyncRun, reward: Reward | None, outcome: str, began: float
+    ) -> Exception | None:
+        """Journal the end of a run, then send its feedback. Returns why the attempt failed, such as NothingRecorded."""
         if reward is None:  # without a reward of the run, rewards of its turns are dropped, too
             run.forget()
         run.take(reward)
-        feedback = run.feedback()  # built once: after a crash, the same feedback must be sent again
+        try:
+            feedback = run.feedback()  # built once: after a crash, the same feedback must be sent again
+        except ConfigError:
+            raise
+        except Exception as exc:  # noqa: BLE001 — a user's credit function
+            return exc
         await self.journal.write(self._line(place, run, reward, outcome, time.monotonic() - began, feedback))
         if not await self.client.drive(send_all(feedback, self.client.explorer.retry_s)):
             await self.journal.write({"kind": "void", "place": place})
-            return False
+            return NothingRecorded(f"run {run.run_id} of {run.task_id}: the explorer recorded no chat of it")
         self.journal.note({"kind": "sent", "place": place})
         self.counted += 1
-        return True
+        return None
 
     @staticmethod
     def _line(

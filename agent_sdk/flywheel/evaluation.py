@@ -17,7 +17,7 @@ from flywheel.report import Evaluation
 from flywheel.run import AsyncRun, new_task_id
 from flywheel.tasks import NamedTask, Task, load_tasks
 from flywheel.threads import DaemonThreads
-from flywheel.transport import current_run
+from flywheel.transport import Pin, current_pin, current_run, origin_of
 from flywheel.workflow import Caller, Function, score, within
 
 _MOST_OF_CAUSE = 200  # maximum characters of a cause
@@ -39,12 +39,13 @@ class Trial:
 async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask], model: Model) -> Evaluation:
     """Run the workflow on each task; failed runs give no reward, and are counted by cause."""
     gate, causes = asyncio.Semaphore(trial.at_once), Counter[str]()
+    pin = _pin_of(client, model)
 
     async def one(task: NamedTask) -> tuple[str, float | None, Mapping[str, float]]:
         async with gate:
             run = AsyncRun(client.explorer, new_task_id(), "eval", "once")
             run.pinned = replace(model, run=None)
-            token = current_run.set(None)  # its chats belong to no run
+            token, pinning = current_run.set(None), current_pin.set(pin)  # its chats belong to no run
             try:
                 result = await within(trial.workflow(task.task, run.model, run), trial.timeout_s)
                 reward = await score(result, trial.judge, task.task, run, trial.timeout_s)
@@ -57,6 +58,7 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
                 reward = None
             finally:
                 current_run.reset(token)
+                current_pin.reset(pinning)
         if reward is None or reward.value is None:
             return task.digest, None, {}
         return task.digest, reward.value, reward.metrics
@@ -68,6 +70,14 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
         for job in jobs:
             job.cancel()
     return replace(_summary(model.version, done), failures=dict(causes))
+
+
+def _pin_of(client: AsyncClient, model: Model) -> Pin:
+    """Return what makes the chats of model objects that outlive a run those of the evaluated model."""
+    if model.connections is None:
+        return Pin(origin_of(client.url), client.explorer.name, {"store": False}, {})
+    name = model.name if model.version is None else model.name.rpartition("@")[0]
+    return Pin(origin_of(model.base_url), name, {**model.overrides, "model": model.name}, model.params)
 
 
 async def try_serving(client: AsyncClient, trial: Trial, tasks: list[NamedTask]) -> Evaluation:

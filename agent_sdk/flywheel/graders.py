@@ -21,6 +21,7 @@ from flywheel.model import Model
 from flywheel.reward import Reward
 
 Values = Mapping[str, Any]  # item and sample
+_SAMPLING = {"max_completions_tokens": "max_completion_tokens"}  # names of graders, and of chats
 _TEMPLATE = re.compile(r"\{\{\s*([\w.\[\]]+)\s*\}\}")
 
 
@@ -159,6 +160,9 @@ class Grader:
                 raise ConfigError("a score_model grader asks a model: give model=, one that is not the trainee")
             if model.is_trainee:
                 raise ConfigError("the trainee would grade itself: give another model, or a version of it")
+            asked = grader["input"]
+            turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            self._turns = [(turn["role"], _text_of(turn["content"])) for turn in turns]
         elif kind == "python":
             if not run_python:
                 raise ConfigError("a python grader runs its source here: say run_python=True if you trust it")
@@ -207,14 +211,13 @@ class Grader:
 
         assert self._model is not None
         low, high = self._grader.get("range") or (0.0, 1.0)
-        asked = self._grader["input"]
-        turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        messages: list[Any] = [{**turn, "content": _render(turn["content"], values)} for turn in turns]
+        messages: list[Any] = [{"role": role, "content": _render(text, values)} for role, text in self._turns]
         messages.append({"role": "user", "content": f'Answer {{"result": a number from {low:g} to {high:g}}} alone.'})
         model = self._model.untrained() if self._model.connections is not None else self._model
         async with model.async_openai() as client:
             try:
-                options = dict(self._grader.get("sampling_params") or {})
+                given = self._grader.get("sampling_params") or {}
+                options = {_SAMPLING.get(name, name): value for name, value in given.items() if value is not None}
                 reply = await client.chat.completions.create(model=model.name, messages=messages, **options)
                 said = re.search(r'"result"\s*:\s*(-?[\d.]+(?:[eE][-+]?\d+)?)', reply.choices[0].message.content or "")
                 score = float(said[1]) if said else math.nan
@@ -223,6 +226,16 @@ class Grader:
         if not low <= score <= high:
             raise JudgeFailed(f"the grader's model {model.name} gave no score from {low:g} to {high:g}")
         return score
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a message: a string, an object such as input_text, or a list of them. Raises ConfigError."""
+    if isinstance(content, list):
+        return "\n".join(map(_text_of, content))
+    text = content.get("text") if isinstance(content, Mapping) else content
+    if not isinstance(text, str):
+        raise ConfigError(f"a score_model grader asks with {content!r}: give text")
+    return text
 
 
 def _one_of(name: str, value: Any, known: Any) -> None:

@@ -17,7 +17,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from flywheel.errors import JournalMismatch
 
@@ -43,7 +43,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Journal:
-    """The journal of one folder. Raises JournalMismatch if it is of other work, or another process uses the folder.
+    """The journal of one folder. Raises JournalMismatch if it is of other work, or another learn uses the folder.
 
     `work` identifies the work; `session` counts the starts; `token` distinguishes its runs from those of other
     journals. From earlier starts: `ended`, the places of ended runs; `unsent`, lines whose feedback may not have
@@ -59,13 +59,13 @@ class Journal:
         self.session = 1
         self.token = ""  # empty in journals from before tokens existed
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(path)
+        self._lock = _Lock(path)
         try:
             whole = self._read(work, resume)
-        except JournalMismatch:
+            self._file: BinaryIO = path.open("r+b" if path.exists() else "wb")
+        except BaseException:
             self._lock.close()
             raise
-        self._file: BinaryIO = path.open("r+b" if path.exists() else "wb")
         self._file.truncate(whole)
         self._file.seek(whole)
         self._lines: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
@@ -152,19 +152,37 @@ class Journal:
                 return
 
 
-def _locked(path: Path) -> BinaryIO:
-    """Return a file whose lock, which ends with the process, keeps other processes from this journal."""
-    file = path.with_suffix(".lock").open("ab")
-    try:
-        if sys.platform != "win32":
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
-        if exc.errno in (errno.EACCES, errno.EAGAIN):  # else the file system has no locks
-            file.close()
-            raise JournalMismatch(
-                f"{path} is in use by another learn: wait for its end, or give another folder"
-            ) from exc
-    return file
+class _Lock:
+    """Keeps others from a journal: other processes by a file's lock, which ends with this process, and this one too."""
+
+    _held: ClassVar[dict[str, _Lock]] = {}  # of this process, where a file's lock keeps nobody out
+
+    def __init__(self, path: Path) -> None:
+        self._name = os.path.realpath(path)
+        if self._held.setdefault(self._name, self) is not self:
+            raise _in_use(path)
+        try:
+            self._file = path.with_suffix(".lock").open("ab")
+        except OSError:
+            del self._held[self._name]
+            raise
+        try:
+            if sys.platform != "win32":
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            if exc.errno in (errno.EACCES, errno.EAGAIN):  # else the file system has no locks
+                self.close()
+                raise _in_use(path) from exc
+
+    def close(self) -> None:
+        """Let others use the journal; a second call does nothing."""
+        self._file.close()
+        if self._held.get(self._name) is self:
+            del self._held[self._name]
+
+
+def _in_use(path: Path) -> JournalMismatch:
+    return JournalMismatch(f"{path} is in use by another learn: wait for its end, or give another folder")
 
 
 def _settle(done: asyncio.Future[None], error: OSError | None) -> None:

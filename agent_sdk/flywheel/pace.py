@@ -145,7 +145,7 @@ class Pacer:
             age_s = self._held_poll_s
             if status.is_training and self._has_room(runs):
                 break
-            if not status.is_training and not self._require_trainer:
+            if not self._require_trainer and (not status.is_training or status.held is not None):
                 break
             self._changed.clear()
             await _first_of((stopping, self._changed), min(self._held_poll_s, self._poll_s))

@@ -70,7 +70,7 @@ class Report:
                 file.write(json.dumps(episode, ensure_ascii=False) + "\n")
                 if episode["reward"] is not None:
                     rewards.append(episode["reward"])
-        (folder / "report.html").write_text(page(self, rewards), encoding="utf-8")
+        (folder / "report.html").write_text(page(self, rewards), encoding="utf-8", errors="replace")
 
 
 def episodes(journal: Path) -> Iterator[dict[str, Any]]:

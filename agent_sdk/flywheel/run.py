@@ -71,6 +71,9 @@ class Run:
         self._credit = credit
         self._said: dict[str | None, dict[str, Any]] = {}  # by message; None: about the run
         self._children: list[Run] = []
+        self._is_named = False  # a program may chat in this run, unseen by this process
+        self._parent: Run | None = None
+        self._is_left = False
         self._key = uuid.uuid4().hex
         self._origin = origin_of(explorer.url)
 
@@ -93,6 +96,7 @@ class Run:
     @property
     def path_url(self) -> str:
         """An OpenAI base URL that names this run, for programs that can only set a base URL."""
+        self._is_named = True
         return path_url(self._explorer.url, self.task_id, self.run_id)
 
     def untrained(self) -> Model:
@@ -106,7 +110,7 @@ class Run:
     def child(self, name: str) -> Run:
         """Return another run of the same task with its own rewards; it is left together with this one."""
         child = type(self)(self._explorer, self.task_id, f"{self.run_id}/{name}", self._credit)
-        child.guard = self.guard
+        child.guard, child._parent = self.guard, self
         child.pinned = None if self.pinned is None else replace(self.pinned, run=self.pinned.run and child)
         self._children.append(child)
         return child
@@ -129,13 +133,21 @@ class Run:
     ) -> None:
         """Set the run's reward, or with `of` that of one reply. The last value counts.
 
-        Raises ConfigError for a number that is not finite.
+        Raises ConfigError for a number that is not finite, and after the `with` block, at whose end all was sent.
         """
+        if self._is_over:
+            about = f"task_id={self.task_id!r}, run_id={self.run_id!r}" if of is None else repr(of)
+            raise ConfigError(f"the run has been left, and nothing more is sent: call client.feedback({about}, …)")
         said = {"reward": value, "metrics": dict(metrics) if metrics else None, "comment": comment}
         said["correction"] = correction
         given = {name: one for name, one in said.items() if one is not None}
         feedback_body(of or [], self.task_id, self.run_id, given)
         self._said.setdefault(of, {}).update(given)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the block of this run, or of the one that it is a child of, has ended: nothing more is sent."""
+        return self._is_left if self._parent is None else self._parent._is_over
 
     def take(self, reward: Reward | None) -> None:
         """Set the result of a reward function; None changes nothing."""
@@ -164,7 +176,7 @@ class Run:
 
         A run whose chats all belong to its children sends no outcome, because it would have no target.
         """
-        is_parent_alone = not self.msg_ids and any(child.chats for child in self._children)
+        is_parent_alone = not (self.msg_ids or self._is_named) and any(child.chats for child in self._children)
         bodies = self._outcome() if None in self._said and not is_parent_alone else []
         bodies += [feedback_body(of, None, None, said) for of, said in self._said.items() if of is not None]
         found = [(f"{self._key}-{number}", body) for number, body in enumerate(bodies)]
@@ -232,6 +244,7 @@ class SyncRun(Run):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _leave_context(self._token)
+        self._is_left = True
         if kind is None:
             client: Client = self._explorer.owner
             client.drive(self.finish())
@@ -250,6 +263,7 @@ class AsyncRun(Run):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _leave_context(self._token)
+        self._is_left = True
         if kind is None:
             client: AsyncClient = self._explorer.owner
             await client.drive(self.finish())

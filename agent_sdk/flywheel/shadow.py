@@ -176,7 +176,8 @@ class Shadow:
     async def _replay(self, replay: Replay) -> None:
         """Select if not decided yet, then run repeat_time times: a group of one task."""
         try:
-            selected = replay.selected or await self._options.select.decide(replay.call)
+            deciding = self._options.select.decide
+            selected = replay.selected or await within(deciding(replay.call), self._options.timeout_s)
         except Exception as exc:  # noqa: BLE001 — a user's strategy
             self._failed("select", exc)
             return

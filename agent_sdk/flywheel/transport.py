@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import httpx
 
-from flywheel.connections import AsyncHttpClient, Connections, HttpClient
+from flywheel.connections import AsyncHttpClient, Connections, HttpClient, for_transport
 
 TASK_HEADER = "X-Flywheel-Task"
 RUN_HEADER = "X-Flywheel-Run"
@@ -55,6 +55,24 @@ class Attributed(Protocol):
 current_run: ContextVar[Attributed | None] = ContextVar("flywheel_run", default=None)
 
 
+class Pin(NamedTuple):
+    """What an evaluation adds to chats of its context that belong to no run, such as those of http_client."""
+
+    origin: str  # of the explorer
+    trainee: str  # its name there
+    overrides: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+
+    def applied(self, url: httpx.URL, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the body of a chat with the trainee as that of the evaluation; any other one unchanged."""
+        if not _is_for(url, self.origin) or body.get("model") != self.trainee or body.get("store") is False:
+            return body
+        return {**self.defaults, **body, **self.overrides}
+
+
+current_pin: ContextVar[Pin | None] = ContextVar("flywheel_pin", default=None)
+
+
 class Chats:
     """How a transport changes a model's chats: the run that they belong to, and fields of their bodies."""
 
@@ -69,8 +87,9 @@ class Chats:
         run = self._run or current_run.get()
         if run is not None and not _is_for(request.url, run.origin):
             run = None
-        if request.method == "POST" and (self._overrides or self._defaults or (run and run.guard)):
-            request = self._rewritten(request, run)
+        pin = current_pin.get() if run is None else None
+        if request.method == "POST" and (self._overrides or self._defaults or pin or (run and run.guard)):
+            request = self._rewritten(request, run, pin)
         if run is not None:
             headers = request.headers
             if TASK_HEADER not in headers and not (_fits_header(run.task_id) and _fits_header(run.run_id)):
@@ -82,7 +101,7 @@ class Chats:
             headers["Accept-Encoding"] = "identity"  # the id is read from the passing bytes
         return request, run
 
-    def _rewritten(self, request: httpx.Request, run: Attributed | None) -> httpx.Request:
+    def _rewritten(self, request: httpx.Request, run: Attributed | None, pin: Pin | None) -> httpx.Request:
         try:
             body = json.loads(request.read())
         except ValueError:
@@ -92,6 +111,7 @@ class Chats:
         if run is not None and run.guard is not None:
             run.guard.check_request(body)
         changed = {**self._defaults, **body, **self._overrides}
+        changed = changed if pin is None else pin.applied(request.url, changed)
         if changed == body:
             return request
         headers = [(n, v) for n, v in request.headers.raw if n.lower() not in (b"content-length", b"transfer-encoding")]
@@ -228,7 +248,9 @@ def http_client(**options: Any) -> httpx.Client:
     >>> model = openai.OpenAI(base_url="http://127.0.0.1:8010/v1", api_key="unused", http_client=http_client())
     """
     options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
-    return HttpClient(transport=RunTransport(Connections().sync(owned=True), Chats(None, {}, {})), **options)
+    own = for_transport(options)
+    inner = httpx.HTTPTransport(**own) if own else Connections().sync(owned=True)
+    return HttpClient(transport=RunTransport(inner, Chats(None, {}, {})), **options)
 
 
 def async_http_client(**options: Any) -> httpx.AsyncClient:
@@ -239,5 +261,6 @@ def async_http_client(**options: Any) -> httpx.AsyncClient:
     >>> model = openai.AsyncOpenAI(base_url=url, api_key="unused", http_client=async_http_client())
     """
     options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
-    inner = Connections().asynchronous(owned=True)
+    own = for_transport(options)
+    inner = httpx.AsyncHTTPTransport(**own) if own else Connections().asynchronous(owned=True)
     return AsyncHttpClient(transport=AsyncRunTransport(inner, Chats(None, {}, {})), **options)

@@ -14,6 +14,7 @@ import openai
 import pytest
 from flywheel import collect
 from flywheel.replies import read_reply
+from flywheel.transport import current_run
 
 from tests.sdk.test_client import answering
 
@@ -140,6 +141,48 @@ def test_a_part_of_a_reward_that_is_none_is_left_out(tmp_path):
         collector.reward("m", quality=np.float32(0.5), judged=None)
     assert collector.export(tmp_path / "rows.jsonl") == 1
     assert json.loads((tmp_path / "rows.jsonl").read_text())["reward"] == 0.5
+
+
+def test_a_rating_is_any_type_s_finite_number(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [], "msg_id": "m"}\n')
+    with flywheel.Collector(path) as collector:
+        collector.feedback("m", rating=np.int64(4))
+        with pytest.raises(flywheel.ConfigError, match="rating=nan"):
+            collector.feedback("m", rating=float("nan"))
+    collector.export(tmp_path / "rows.jsonl")
+    assert json.loads((tmp_path / "rows.jsonl").read_text())["signals"][0]["value"] == 4.0
+
+
+def test_an_export_onto_the_log_itself_is_refused_and_the_log_is_kept(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [], "msg_id": "m"}\n')
+    with flywheel.Collector(path) as collector, pytest.raises(flywheel.ConfigError, match="the log itself"):
+        collector.export(path)
+    assert len(lines(path)) == 1
+
+
+async def test_a_proxy_is_used_and_its_chats_are_recorded_and_belong_to_the_run(tmp_path):
+    reply = {"id": "c", "choices": [{"message": {"role": "assistant", "content": "hi"}}]}
+    seen: list[Any] = []
+
+    def answer(number: int, request: Any) -> Any:
+        seen.append((request.path, request.headers["X-Flywheel-Task"]))
+        return 200, {"Content-Type": "application/json"}, json.dumps(reply).encode()
+
+    target, body = "http://explorer.invalid:8010/v1/chat/completions", {"model": "agent", "messages": HI}
+    run = flywheel.Client("http://explorer.invalid:8010").run("t")
+    token = current_run.set(run)
+    with answering(answer) as proxy, flywheel.Collector(tmp_path / "log.jsonl") as collector:
+        for client in (collector.http_client(proxy=proxy), flywheel.http_client(proxy=proxy)):
+            await asyncio.to_thread(client.post, target, json=body)
+            client.close()
+        for opened in (collector.async_http_client(proxy=proxy), flywheel.async_http_client(proxy=proxy)):
+            async with opened:
+                await opened.post(target, json=body)
+    current_run.reset(token)
+    assert seen == [(target, None), (target, "t")] * 2
+    assert (collector.stats.rows, run.msg_ids) == (2, ["c", "c"])
 
 
 def test_what_comes_after_the_close_is_dropped_and_an_export_does_not_wait_for_it(tmp_path):

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import flywheel
+import openai
 import pytest
 
 from tests.sdk.conftest import TASKS, count, learn, rows, say
@@ -26,6 +27,21 @@ def test_an_evaluation_is_pinned_and_nothing_of_it_is_recorded(explorer, tmp_pat
     assert {body["temperature"] for body in scripted_engine.script.bodies} == {0.0}
     both = flywheel.compare(count, TASKS, 0, 0, url=explorer.url)
     assert (both.difference, both.standard_error) == (0.0, 0.0)
+
+
+def test_chats_of_a_model_object_that_outlives_runs_are_pinned_and_unrecorded_too(explorer, scripted_engine):
+    url = f"{explorer.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="k", http_client=flywheel.http_client(), max_retries=0) as client:
+
+        def workflow(task: Any) -> float:
+            client.chat.completions.create(model="agent", messages=[{"role": "user", "content": "hi"}])
+            return 1.0
+
+        given: dict[str, Any] = {"url": explorer.url, "params": {"temperature": 0.0}}
+        assert flywheel.evaluate(workflow, TASKS, model=0, **given).n == len(TASKS)
+        assert {body["temperature"] for body in scripted_engine.script.bodies} == {0.0}
+        assert flywheel.evaluate(workflow, TASKS, model=7, **given).failed == len(TASKS), "it is not in service"
+    assert rows(explorer) == []
 
 
 def test_runs_of_one_task_are_not_counted_as_further_tasks(explorer):
@@ -115,6 +131,8 @@ def test_failures_in_an_evaluation_are_reported_with_their_cause(explorer, tmp_p
     def fails(task: Any, model: flywheel.Model, run: flywheel.Run) -> Any:
         if run.run_id == "eval" and task == TASKS[0]:
             raise ValueError("no action in\n'hello' <b>")
+        if run.run_id == "eval" and task == TASKS[2]:
+            raise ValueError("half \ud83d of a character")
         if run.run_id == "eval" and task == TASKS[1]:
             return flywheel.Reward(None, metrics={"steps": 1.0})
         say(model)
@@ -122,11 +140,12 @@ def test_failures_in_an_evaluation_are_reported_with_their_cause(explorer, tmp_p
 
     report = learn(explorer, tmp_path, fails, TASKS[:4], eval_tasks=TASKS[:4], progress=True)
     [found] = report.evaluations
-    assert (found.n, found.failed, found.after_runs) == (2, 2, 0)
-    assert found.failures == {"ValueError: no action in 'hello' <b>": 1, "no reward": 1}
-    assert "0.500 ± 0.000 over 2 runs, 2 failed, such as " in capsys.readouterr().err
+    assert (found.n, found.failed, found.after_runs) == (1, 3, 0)
+    half = "ValueError: half \ud83d of a character"
+    assert found.failures == {"ValueError: no action in 'hello' <b>": 1, "no reward": 1, half: 1}
+    assert "0.500 ± 0.000 over 1 runs, 3 failed, such as " in capsys.readouterr().err
     page = (tmp_path / "runs/report.html").read_text()
-    assert "2 (ValueError: no action in &#x27;hello&#x27; &lt;b&gt;: 1, no reward: 1)" in page
+    assert "ValueError: no action in &#x27;hello&#x27; &lt;b&gt;: 1" in page and "half ? of" in page
     assert page.count("<circle ") == 1, "the evaluation stands in the picture"
 
 

@@ -92,6 +92,20 @@ def test_a_model_scores_within_its_range_or_there_is_no_reward(explorer, scripte
     assert scripted_engine.script.bodies[-1]["messages"][0]["content"] == "Score x"
 
 
+def test_a_model_is_asked_with_the_messages_and_sampling_parameters_of_openai_s_form(scripted_engine):
+    scripted_engine.script.message = {"content": '{"result": 0.5}'}
+    parts = [{"type": "input_text", "text": f"Score {REPLY}"}, "briefly"]
+    turns = [{"type": "message", "role": "developer", "content": parts[0]}, {"role": "user", "content": parts}]
+    grader = {"type": "score_model", "input": turns, "sampling_params": {"max_completions_tokens": 9, "seed": None}}
+    model = flywheel.Model.of(f"{scripted_engine.url}/v1", "agent", key="k")
+    assert score(grader, "x", model=model).value == 0.5
+    (body,) = scripted_engine.script.bodies
+    wanted = [{"role": "developer", "content": "Score x"}, {"role": "user", "content": "Score x\nbriefly"}]
+    assert (body["messages"][:2], body["max_completion_tokens"], "seed" in body) == (wanted, 9, False)
+    with pytest.raises(flywheel.ConfigError, match="input_image"):
+        score({**grader, "input": [{"role": "user", "content": {"type": "input_image"}}]}, "x", model=model)
+
+
 @pytest.mark.parametrize(
     ("grader", "named"),
     [

@@ -59,6 +59,16 @@ def test_a_folder_in_which_another_process_learns_is_refused_until_that_has_ende
     Journal(path, {}, resume=True).close()
 
 
+def test_a_folder_in_which_this_process_learns_is_refused_until_that_has_ended(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, {}, resume=True)
+    for name in (path, tmp_path / ".." / tmp_path.name / "journal.jsonl"):
+        with pytest.raises(JournalMismatch, match="in use by another learn"):
+            Journal(name, {}, resume=True)
+    journal.close()
+    Journal(path, {}, resume=True).close()
+
+
 def test_kill_9_at_random_moments_counts_each_run_once_and_rewards_no_broken_run(explorer, tmp_path):
     kills = 50 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 6
     chance = random.Random(17)

@@ -20,9 +20,10 @@ class Talker:
         self.ready, self.batch_size = ready, batch_size
         self.is_alive = True
         self.engines: list[str] = []
+        self.tripped: dict[str, str] | None = None
 
     async def status(self) -> Status:
-        trainers = [{"alive": self.is_alive}]
+        trainers = [{"alive": self.is_alive, "tripped": self.tripped}]
         rows, engines = {"READY": self.ready}, [{"state": state} for state in self.engines]
         return Status({"rows": rows, "trainers": trainers, "batch_size": self.batch_size, "engines": engines})
 
@@ -39,9 +40,11 @@ async def starts(pacer: Pacer, runs: int = 1, within_s: float = 0.05) -> bool:
 class Held(Pacer):
     """A pacer whose explorer is at hand."""
 
-    def __init__(self, ready: int, bound: int | None, engine_patience_s: float = 600.0, **options: Any) -> None:
+    def __init__(
+        self, ready: int, bound: int | None, engine_patience_s: float = 600.0, collects: bool = False, **options: Any
+    ) -> None:
         self.explorer = Talker(ready, **options)
-        super().__init__(self.explorer, bound, True, engine_patience_s=engine_patience_s)  # type: ignore[arg-type]
+        super().__init__(self.explorer, bound, not collects, engine_patience_s=engine_patience_s)  # type: ignore[arg-type]
 
 
 def pacer(ready: int, bound: int | None = 8, **options: Any) -> Held:
@@ -81,6 +84,14 @@ def ended(held: Held, runs: int, rows: int, ready: int, became_ready: int | None
         held.starts()
     held.explorer.ready = ready
     held.committed(runs, rows, Committed(rows if became_ready is None else became_ready, ready))
+
+
+@pytest.mark.parametrize("fault", [{"is_alive": False}, {"tripped": {"reason": "kl=2"}}])
+async def test_rows_are_collected_beyond_the_bound_if_no_trainer_is_required_and_none_trains(fault):
+    for collects in (True, False):
+        held = pacer(9, collects=collects)
+        vars(held.explorer).update(fault)
+        assert await starts(held) is collects
 
 
 async def test_open_runs_count_by_what_the_committed_ones_made():

@@ -97,6 +97,27 @@ def test_a_child_has_rewards_of_its_own(client, explorer):
     assert [(row.run_id, row.reward) for row in rows(explorer)] == [("0/wolf-1", 1.0), ("0/wolf-2", -1.0)]
 
 
+def test_a_parent_whose_program_chatted_is_rewarded_beside_its_children(client, explorer):
+    with client.run("game") as game:
+        with openai.OpenAI(base_url=game.path_url, api_key="k") as program:
+            program.chat.completions.create(model="agent", messages=HI)
+        say(game.child("wolf-1").model)
+        game.reward(0.5)
+    assert [(row.run_id, row.reward) for row in rows(explorer)] == [("0", 0.5), ("0/wolf-1", None)]
+
+
+def test_a_reward_after_the_block_is_refused_because_nothing_would_send_it(client):
+    with client.run("game") as game:
+        say(game.model)
+        wolf = game.child("wolf-1")
+        with wolf:
+            say(client.model())
+        wolf.reward(1.0)
+    for run in (game, wolf):
+        with pytest.raises(flywheel.ConfigError, match=rf"client.feedback\(task_id='game', run_id='{run.run_id}'"):
+            run.reward(0.5)
+
+
 def test_credit_may_be_a_function_of_the_messages(client, explorer):
     with client.run(credit=lambda reward, ids: [reward * (n + 1) for n in range(len(ids))]) as run:
         for _ in range(3):

@@ -64,6 +64,16 @@ def test_the_journal_contains_exactly_what_was_sent(explorer, tmp_path):
     assert [body["reward"] for _, body in ended["feedback"]] == [one.value for one in said(explorer)]
 
 
+def test_a_credit_function_that_raises_fails_its_attempt(explorer, tmp_path):
+    tries = itertools.count()
+
+    def credit(reward: float, ids: Any) -> Any:
+        return no_credit(reward, ids) if next(tries) == 0 else [reward for _ in ids]
+
+    report = learn(explorer, tmp_path, credit=credit, at_once=1)
+    assert (report.stopped, report.rewarded, report.failures) == ("done", len(TASKS), {"ZeroDivisionError": 1})
+
+
 def exits(*_: Any) -> Any:
     raise SystemExit(2)  # as argparse does
 
@@ -78,6 +88,10 @@ def test_a_workflow_that_exits_is_a_failed_attempt(explorer, tmp_path, fault):
     assert (report.stopped, report.dropped, report.failures) == ("done", 2, {"RunError": 2})
 
 
+async def endless(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
 def no_credit(reward: float, ids: Any) -> Any:
     raise ZeroDivisionError("on purpose")
 
@@ -90,6 +104,8 @@ def no_credit(reward: float, ids: Any) -> Any:
         ({"agent": cancelled}, "RunError"),
         ({"reward": exits}, "RunError"),
         ({"agent": exits_later}, "RunError"),
+        ({"select": cancelled}, "select"),
+        ({"select": endless, "timeout_s": 0.1}, "select"),
     ],
 )
 def test_a_shadow_run_that_fails_in_an_unusual_way_leaves_its_worker_alive(explorer, options, cause):
@@ -117,10 +133,6 @@ def test_the_first_failure_of_each_kind_is_reported_while_learn_continues(explor
     report = learn(explorer, tmp_path, fails, max_failed_share=1.0)
     assert report.failures == {"ValueError": 3}
     assert caplog.text.count("a run failed; the first ValueError: no action in {'n': 0}") == 1
-
-
-async def endless(*_: Any) -> Any:
-    await asyncio.Event().wait()
 
 
 def test_a_judge_that_hangs_leaves_its_runs_without_a_reward_and_learn_ends(explorer, tmp_path):
