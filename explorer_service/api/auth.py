@@ -90,7 +90,8 @@ class Auth:
             address = ipaddress.ip_address(request.client.host)
         except ValueError:
             return False
-        return any(address in network for network in self._open_networks)
+        mapped = getattr(address, "ipv4_mapped", None)  # how a socket of IPv6 reports a caller of IPv4
+        return any(one in network for network in self._open_networks for one in (address, mapped or address))
 
 
 def _bearer(header: str | None) -> str | None:

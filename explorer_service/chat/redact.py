@@ -17,7 +17,6 @@ from explorer_service.errors import NO_JSON
 
 _LOGPROBS, _AFTER_LOGPROBS = b'"logprobs"', b'},"finish_reason":'
 _SILENT = re.compile(rb'^data: (?=.*"delta"\s*:\s*\{\}).*"finish_reason"\s*:\s*null')
-_CONTENT = (b'"message":', b'"delta":', b'"text":')
 _IDS = b'token_ids"'
 _IDS_SPACED = re.compile(rb'token_ids"(\s*:\s*)\[[^]]*\]')
 
@@ -47,20 +46,29 @@ def rename(json: bytes, model: str, asked: str) -> bytes:
 
 
 def _cut_logprobs(json: bytes) -> bytes:
-    """Cut the logprobs where vLLM writes them, after the choice's content; in other JSON, find them by decoding."""
+    """Cut the logprobs where vLLM writes them, before the finish reason; in other JSON, find them by decoding."""
     kept = b""  # the result before `begin`; short, so the text after a choice is not copied for each choice
     begin = at = 0
     while (found := json.find(_LOGPROBS, at)) >= 0:
-        before, at = at, found + len(_LOGPROBS)
+        at = found + len(_LOGPROBS)
         if json.startswith(b":{", at):
             end = json.find(_AFTER_LOGPROBS, at)
-            if end < 0 or all(json.find(field, before, found) < 0 for field in _CONTENT):  # the content may be inside
+            if end < 0 or not _is_value(json[at + 1 : end + 1]):  # another field, or another choice, may be inside
                 return _cut(json, _logprobs_of(json))
             kept += json[begin : at + 1] + b"null"
             begin = at = end + 1
         elif not json.startswith(b":null", at):
             return _cut(json, _logprobs_of(json))
     return kept + json[begin:] if begin else json
+
+
+def _is_value(json: bytes) -> bool:
+    """Whether the bytes are one value, with nothing after it."""
+    try:
+        _decode_value(json)
+    except NO_JSON:
+        return False
+    return True
 
 
 class _Choice(msgspec.Struct):
@@ -72,6 +80,7 @@ class _Event(msgspec.Struct):
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
+_decode_value = msgspec.json.Decoder(Raw).decode
 
 
 def _logprobs_of(json: bytes) -> list[Raw]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.trinity import algorithms, gpus, table, workflow
 from services.trinity.key import Fate, Given, NoCounterpart, NotNeeded, Settings, refusal
-from services.trinity.takes import ARGUMENTS, is_hub_name, words
+from services.trinity.takes import ARGUMENTS, COLOCATED_SHARE, is_hub_name, words
 from services.trinity.takes_trainer import kl
 from shared.config import ALGORITHMS, Config
 from shared.errors import ConfigError
@@ -198,9 +198,10 @@ def _add_defaults(done: Conversion, given: Given) -> None:
     of_algorithm = {
         f"trainer.ALGORITHM.{name}": value for name, value in algorithms.counterpart(given).defaults.items()
     }
+    shared = {"engine.gpu_share": COLOCATED_SHARE} if given.get("mode") == "colocate" else {}
     kl_term = kl(None, given)
     kl_lost = any(line.key.startswith("algorithm.kl_") for line in done.lost)
-    for template, value in {**THEIR_DEFAULTS, **of_algorithm, **kl_term}.items():
+    for template, value in {**THEIR_DEFAULTS, **shared, **of_algorithm, **kl_term}.items():
         path = template.replace("ALGORITHM", ours)
         foreign = path.startswith("trainer.ppo.") and ours != "ppo"
         foreign |= path.startswith("model.lora.") and done.settings.get("model.kind") != "lora"

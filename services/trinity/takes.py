@@ -17,6 +17,7 @@ _URLS = ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///")
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _LAST_PORT = 65535
 MOST_GPUS = 1024  # for one engine
+COLOCATED_SHARE = 0.25  # of a GPU that engine and trainer share: Trinity lowers a larger one
 ARGUMENTS = "engine.extra_args"
 WITHOUT_NO = ("disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb")
 """Arguments of vLLM that only enable something: they have no `--no-` form."""
@@ -143,6 +144,11 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def is_on(value: Any) -> bool:
+    """Whether a switch is on; Trinity reads one in quotes, too."""
+    return bool(value) and str(value).lower() not in ("false", "off", "no", "n", "0")
+
+
 def chunked_prefill(value: Any, _given: Given) -> Settings:
     """vLLM's default is on."""
     if value:
@@ -152,7 +158,7 @@ def chunked_prefill(value: Any, _given: Given) -> Settings:
 
 def thinking(value: Any, _given: Given) -> Settings:
     """Set the default of a chat template's argument, which a chat may override."""
-    return {f"{ARGUMENTS}.--default-chat-template-kwargs": json.dumps({"enable_thinking": bool(value)})}
+    return {f"{ARGUMENTS}.--default-chat-template-kwargs": json.dumps({"enable_thinking": is_on(value)})}
 
 
 def tool_parser(value: Any, given: Given) -> Settings:
@@ -166,10 +172,15 @@ def max_model_len(_value: Any, given: Given) -> Settings:
     """Return the sum of the longest prompt and the longest reply, as Trinity does if no total is given."""
     if given.first("model.max_model_len", f"{ROLLOUT}max_model_len") is not None:
         raise NotNeeded("engine.max_model_len bounds prompt and reply together")
-    prompt, response = given.get("model.max_prompt_tokens"), given.get("model.max_response_tokens")
-    if prompt is None or response is None:
+    names = ("model.max_prompt_tokens", "model.max_response_tokens")
+    if any(given.get(name) is None for name in names):
         raise NotNeeded("a reply's bound is the caller's, and the rest is the prompt's")
-    return {"engine.max_model_len": prompt + response}
+    return {"engine.max_model_len": sum(given.whole(name, default=0) for name in names)}
+
+
+def gpu_share(value: Any, given: Given) -> Settings:
+    """Return the engine's part of its GPU."""
+    return {"engine.gpu_share": min(float(value), COLOCATED_SHARE) if given.get("mode") == "colocate" else value}
 
 
 def dtype(value: Any, _given: Given) -> Settings:

@@ -6,7 +6,7 @@ from typing import Any
 
 from services.trinity import algorithms
 from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
-from services.trinity.takes import database_url, publish_every
+from services.trinity.takes import database_url, is_on, publish_every
 from shared.config import ALGORITHMS
 
 STAND_IN = "k2"  # replaces an estimator that is missing here
@@ -149,9 +149,10 @@ def loss_mean(value: Any, _given: Given) -> Settings:
 
 def warmup(value: Any, _given: Given) -> Settings:
     """Return the updates over which the learning rate rises."""
-    if value <= 0:
+    updates = int(value) if isinstance(value, str) else value
+    if updates <= 0:
         raise NotNeeded("off")
-    return {"trainer.warmup_updates": value}
+    return {"trainer.warmup_updates": updates}
 
 
 def minibatches(value: Any, given: Given) -> Settings:
@@ -194,7 +195,7 @@ def offload(what: str) -> Take:
     """Return a take for DeepSpeed's offloading to the machine's memory; parameters are offloaded by ZeRO 3 alone."""
 
     def take(value: Any, _given: Given) -> Settings:
-        if not value:
+        if not is_on(value):
             raise NotNeeded("off")
         zero = "trainer.deepspeed.zero_optimization"
         stage = {f"{zero}.stage": 3} if what == "offload_param" else {}

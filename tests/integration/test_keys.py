@@ -5,8 +5,13 @@ from __future__ import annotations
 import hashlib
 import threading
 
-from explorer_service.api.auth import doubtful_keys
+import pytest
+from starlette.requests import HTTPConnection
+
+from explorer_service.api.auth import Auth, doubtful_keys
+from explorer_service.api.errors import ApiError
 from shared.config import ExplorerConfig
+from shared.ledger.conditions import UNGROUPED
 from tests.support.servers import publish, wait_until
 from tests.support.wire import connect, post
 
@@ -171,3 +176,16 @@ def test_engines_addresses_are_for_admins_alone(scripted_engine, start_explorer)
     wait_until(lambda: "computes other logprobs" in reason(**as_key("root")))
     assert scripted_engine.url in reason(**as_key("root"))
     assert scripted_engine.url not in reason(**as_key("chat")) and "(its address)" in reason(**as_key("chat"))
+
+
+def test_a_caller_of_ipv4_is_in_its_open_network_also_if_the_explorer_listens_on_ipv6():
+    auth = Auth(ExplorerConfig(keys=[hashed("chat", "chat")], open_feedback_from=["10.0.0.0/8"]))
+
+    def group_of(address: str) -> str | None:
+        request = HTTPConnection({"type": "http", "headers": [], "client": (address, 50_000)})
+        return auth.require(request, "feedback", open_to_networks=True).group
+
+    assert group_of("10.1.2.3") == group_of("::ffff:10.1.2.3") == UNGROUPED
+    for stranger in ("11.1.2.3", "::ffff:11.1.2.3", "::10.1.2.3", "fd00::1"):
+        with pytest.raises(ApiError):
+            group_of(stranger)

@@ -22,7 +22,10 @@ def as_engines_write(name: str) -> list[list[dict[str, Any]]]:
     swapped = {field: fields[field] for field in reversed(fields)}
     between = {field: fields[field] for field in ("logprobs", name, "finish_reason", "index", "token_ids")}
     without = {**fields, "logprobs": None, "token_ids": None}
-    return [[fields], [swapped], [between], [without], [fields, swapped], [between, fields], [without, fields], []]
+    last = {"index": 0, name: fields[name], "finish_reason": "stop", "token_ids": [7], "logprobs": logprobs}
+    stopped = {**fields, "finish_reason": "stop"}
+    several = [[fields, swapped], [between, fields], [without, fields], [last, stopped], [last, last]]
+    return [[fields], [swapped], [between], [without], [last], *several, []]
 
 
 def asked_for(choices: list[dict[str, Any]]) -> Iterator[tuple[bytes, SimpleNamespace, dict[str, Any]]]:

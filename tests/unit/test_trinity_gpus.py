@@ -86,3 +86,10 @@ def test_an_engine_and_a_trainer_on_one_gpu_share_it():
     done = converted(mode="colocate", **{"cluster.gpu_per_node": 1})
     (line,) = [line for line in done.lines if line.key == "cluster.gpu_per_node"]
     assert line.fate is Fate.NOT_NEEDED and "engine.gpu_share" in line.remark
+
+
+@pytest.mark.parametrize(("asked", "share"), [(None, 0.25), (0.9, 0.25), (0.2, 0.2)])
+def test_an_engine_that_shares_its_gpu_with_the_trainer_takes_at_most_a_quarter(asked, share):
+    alone = {"mode": "colocate", "cluster.gpu_per_node": 1}
+    done = converted(**alone, **{"explorer.rollout_model.gpu_memory_utilization": asked})
+    assert Config.model_validate(done.flywheel()).engine.gpu_share == share

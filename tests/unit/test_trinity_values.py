@@ -138,3 +138,12 @@ def test_a_home_folder_that_does_not_exist_is_refused_in_one_line(capsys):
     assert exit_status({"model.model_path": "~nobody-of-this-name/m"}) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "flywheel: ~nobody-of-this-name/m: the user has no home folder here; write the whole path"
+
+
+def test_numbers_and_switches_in_quotes_are_those_without():
+    quoted = {"model.max_prompt_tokens": "1024", "model.max_response_tokens": "512", "model.enable_thinking": "false"}
+    updates = {"algorithm.optimizer.lr_warmup_steps": "5", "trainer.param_offload": "False"}
+    done = convert(Given({**MODEL, **quoted, **updates})).settings
+    assert done["engine.max_model_len"] == 1536 and done["trainer.warmup_updates"] == 5
+    assert done["engine.extra_args.--default-chat-template-kwargs"] == '{"enable_thinking": false}'
+    assert not any("offload" in path for path in done)
