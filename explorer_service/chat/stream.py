@@ -27,7 +27,7 @@ from explorer_service.record import record
 from shared.ledger.transitions import RunName
 
 DONE = b"data: [DONE]\n\n"
-_FINISH_REASON = re.compile(rb'"finish_reason"\s*:\s*"')  # JSON escapes every quote in a string: no text matches
+_FINISH_REASON = re.compile(rb'"finish_reason"\s*:\s*"[^"]')  # JSON escapes every quote in a string: no text matches
 VERSION_HEADER = "X-Flywheel-Version"
 RECORDED_HEADER = "X-Flywheel-Recorded"
 
