@@ -97,7 +97,7 @@ def _write_verified(root: Path, row: VersionRow, part: Path, merged: bool) -> Ga
         folder = root / row.path
         manifest = verify_version(folder, row.manifest_sha256)
         require_adapter(folder, read_tensors(base), manifest.base_fingerprint)
-        write = _write_merged if merged else _write_adapter
+        write = _write_merged if merged else write_adapter
         write(folder, base, part, manifest.base)
         probe = manifest.probe
     gap = _measure(part, base, probe)
@@ -110,7 +110,7 @@ def _write_verified(root: Path, row: VersionRow, part: Path, merged: bool) -> Ga
     return gap
 
 
-def _write_adapter(folder: Path, base: Path, part: Path, base_path: str) -> None:
+def write_adapter(folder: Path, base: Path, part: Path, base_path: str) -> None:
     """Write the adapter with the base model's path, for PEFT, and the tokenizer."""
     from trainer_service.publish import copy_files
 

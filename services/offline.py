@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.trainer import resumed, run_trainer
-from shared.config import Config
+from shared.config import Config, ModelConfig
 from shared.errors import ConfigError, StartupError
 from shared.log import configure_logging
 from shared.stop_request import StopRequest
@@ -29,7 +29,10 @@ def train_next_version(config: Config, file: Path, epochs: int) -> int:
 
 
 def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int:
-    """Start from model.path, and write the trained model to a new folder like Hugging Face. root_dir is not read."""
+    """Start from model.path, and write the trained model to a new folder, as Hugging Face or PEFT would.
+
+    root_dir is not read.
+    """
     if out.exists():
         raise StartupError(f"--out {out} exists; name a folder that does not")
     if not out.absolute().parent.is_dir():
@@ -41,14 +44,26 @@ def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int
         update = {"root_dir": root, "database_url": None, "trainer": trainer, "versions": versions}
         alone = config.model_copy(update=update)
         status = run_trainer(alone, partial(_work, rows=rows, epochs=epochs, lasts=False))
-        folder = Path(root) / version_path(1)
-        (folder / MANIFEST).unlink()
+        folder = _as_model_folder(Path(root), config.model)
         private = Path(root) / "trainer" / trainer.name
         for watched in (*private.glob("figures*.jsonl"), private / "tensorboard"):
             if watched.exists():
                 watched.rename(folder / watched.name)
         folder.rename(out)
     return status
+
+
+def _as_model_folder(root: Path, model: ModelConfig) -> Path:
+    """Return the folder of version 1 for other tools: without its manifest; an adapter with what PEFT needs."""
+    from services.export_model import write_adapter
+
+    folder, adapter = root / version_path(1), root / "adapter"
+    if model.kind == "lora":
+        adapter.mkdir()
+        write_adapter(folder, root / version_path(0), adapter, model.path)
+        return adapter
+    (folder / MANIFEST).unlink()
+    return folder
 
 
 def _read(config: Config, file: Path, model: Path) -> list[Experience]:

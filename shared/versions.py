@@ -115,7 +115,8 @@ def write_version(
         (temporary / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         for file in [temporary / MANIFEST, *(temporary / name for name in files)]:
             fsync(file)
-        fsync(temporary)
+        for folder in {(temporary / name).parent for name in (MANIFEST, *files)}:
+            fsync(folder)
         temporary.rename(final)
         fsync(final.parent)
     except VersionError:

@@ -7,7 +7,7 @@ are the row's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,17 @@ class AnswerTokenizer:
         self._end_ids = self._encode(template.after)[:1] or [tokenizer.eos_token_id]
         self._n_after = len(self._encode(template.after))
 
-    def with_corrections(self, rows: Sequence[Experience]) -> list[Experience]:
+    def with_corrections(self, rows: Sequence[Experience], later: Collection[TrajectoryKey] = ()) -> list[Experience]:
         """Add the tokens of the last correction to each row; a correction of a whole is about its last reply.
 
-        Turns that follow the correction, and are in the batch too, do not belong to that whole.
+        Turns that follow the correction, and are in the batch too, do not belong to that whole. later: trajectories
+        whose corrections of the whole are about replies that are not among the rows.
         """
         last: dict[TrajectoryKey, int] = {}
         for row in sorted(rows, key=lambda row: row.id):
-            if any(signal.kind == "correction" and signal.scope != "message" for signal in row.signals):
-                last[trajectory_key(row)] = row.id
+            key = trajectory_key(row)
+            if key not in later and any(one.kind == "correction" and one.scope != "message" for one in row.signals):
+                last[key] = row.id
         return [self._correct(row, is_last=last.get(trajectory_key(row)) == row.id) for row in rows]
 
     def _correct(self, row: Experience, *, is_last: bool) -> Experience:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from sqlalchemy import Connection
 
 from shared.config import GroupConfig, TrainerConfig
 from shared.errors import LedgerError
-from shared.experience import Lease
+from shared.experience import Lease, TrajectoryKey
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.log import StageLogger
@@ -56,6 +57,7 @@ class Claimer:
         self._idle: set[str] = set()  # algorithms already logged as receiving no signals
         self._first_ready_at: float | None = None  # time.monotonic()
         self._after_id = 0
+        self._corrected_later: Collection[TrajectoryKey] = ()  # of the last batch; see queries.corrected_later
         self._unanswered: int | None = None  # the batch of a claim that may be stored although its answer was lost
         self._rescan_at = self._expired_at = 0.0  # time.monotonic() of the next search
 
@@ -74,7 +76,9 @@ class Claimer:
         return None
 
     def _with_corrections(self, lease: Lease) -> Lease:
-        return lease if self._answers is None else replace(lease, rows=self._answers.with_corrections(lease.rows))
+        if self._answers is None:
+            return lease
+        return replace(lease, rows=self._answers.with_corrections(lease.rows, self._corrected_later))
 
     def search_anew(self) -> None:
         """Start the next claim at the oldest READY row, because rows were released."""
@@ -190,6 +194,8 @@ class Claimer:
             return None
         self._first_ready_at = None
         self._after_id = lease.rows[0].id
+        if self._answers is not None:
+            self._corrected_later = queries.corrected_later(connection, lease.rows)
         return self._with_rehearsal(connection, lease)
 
     def _with_rehearsal(self, connection: Connection, lease: Lease) -> Lease:

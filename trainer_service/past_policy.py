@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shared.config import HintConfig
 from shared.log import StageLogger
 from trainer_service.backends.deepspeed import DeepSpeedBackend
+from trainer_service.disk import as_os_error
 from trainer_service.logprobs import Scores
 from trainer_service.packing import MicroBatch
 
@@ -75,7 +77,10 @@ class PastPolicy:
     def save(self, folder: Path) -> None:
         """Write the average into a state's folder, on rank 0. Raises OSError."""
         if self._decay is not None:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in self.weights.items()}, folder / AVERAGE)
+            try:
+                save_file({name: tensor.cpu().contiguous() for name, tensor in self.weights.items()}, folder / AVERAGE)
+            except SafetensorError as exc:
+                raise as_os_error(exc) from None
 
     def load(self, folder: Path | None) -> None:
         """Load what `save` wrote, on every rank, after the policy was loaded. folder: None on every rank but 0.

@@ -38,6 +38,7 @@ log = StageLogger("publish")
 
 PROBE_SEQUENCES = 8
 PROBE_LENGTH = 24  # tokens
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # for requests with tools, for example
 
 
 def ensure_base_version(config: Config, ledger: Ledger) -> None:
@@ -152,10 +153,12 @@ def as_published(root: Path, manifest: Manifest) -> dict[str, Any]:
 
 def copy_files(source: Path, folder: Path, without: Collection[str] = ()) -> None:
     """Copy tokenizer, templates and settings: all files but weights, the manifest, foreign files and `without`."""
-    for file in source.iterdir():
+    for file in (*source.iterdir(), *source.glob(_NAMED_TEMPLATES)):
         other = file.name in without or file.name == MANIFEST or file.suffix == ".safetensors"
         if file.is_file() and not other and not is_foreign(file):
-            shutil.copyfile(file, folder / file.name)
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 def probe_sequences(root: Path) -> list[list[int]]:

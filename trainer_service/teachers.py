@@ -115,11 +115,16 @@ class RemoteTeacher:
             ) from exc
 
     def teach(self, rows: Sequence[Experience]) -> list[Experience]:
-        """Add the teacher's logprobs of the replies to the rows, or the reason why it returned none. Raises Stopped."""
+        """Add the teacher's logprobs of the replies to the rows, or the reason why it returned none. Raises Stopped.
+
+        Rehearsed rows stay as they are: their replies are not learned from again.
+        """
         with ThreadPoolExecutor(self._config.requests_in_flight) as pool:
             return list(pool.map(self._teach, rows))
 
     def _teach(self, row: Experience) -> Experience:
+        if row.is_rehearsal:
+            return row
         ids = [*row.tokens.prompt_ids.tolist(), *row.tokens.reply_ids.tolist()]
         try:
             logprobs = self._logprobs(ids)[-len(row.tokens.reply_ids) :]

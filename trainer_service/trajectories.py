@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -102,6 +102,18 @@ class Trajectory:
             yield before - in_family[family] + in_own[number]
             in_family[family] += 1
             in_own[number] += 1
+
+    def totals(self, values: Sequence[float], start: float = 0.0) -> list[float]:
+        """For each turn: `start` plus the values of this turn and of those after it, without those of alternatives."""
+        in_all, in_family, in_own = start, defaultdict[int, float](float), defaultdict[int, float](float)
+        sums = []
+        for number, value in zip(reversed(self.turns), reversed(values), strict=True):
+            family = self.families[number]
+            in_all += value
+            in_family[family] += value
+            in_own[number] += value
+            sums.append(in_all - (in_family[family] - in_own[number]))
+        return sums[::-1]
 
 
 def trajectories_of(rows: Iterable[Experience]) -> list[Trajectory]:
@@ -213,13 +225,8 @@ class _Builder:
         trajectory = self._trajectory
         left = [list(sequence.ends) for sequence in trajectory.sequences]
         following = [0.0] * len(left)  # return of each sequence's next turn
-        in_all, in_family, in_own = trajectory.outcome or 0.0, defaultdict[int, float](float), [0.0] * len(left)
-        for number, reward in zip(reversed(trajectory.turns), reversed(trajectory.turn_rewards), strict=True):
-            family, earned = trajectory.families[number], reward or 0.0
-            in_all += earned
-            in_family[family] += earned
-            in_own[number] += earned
-            value = in_all - (in_family[family] - in_own[number])
+        earned = trajectory.totals([reward or 0.0 for reward in trajectory.turn_rewards], trajectory.outcome or 0.0)
+        for number, value in zip(reversed(trajectory.turns), reversed(earned), strict=True):
             trajectory.sequences[number].rewards[left[number].pop()] = value - following[number]
             following[number] = value
         return trajectory

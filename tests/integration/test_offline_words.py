@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from shared.config import RewardConfig, load_config
 from shared.ledger import transitions
@@ -73,6 +74,16 @@ def test_words_and_teachers_make_the_very_weights_and_figures_that_they_make_onl
     if teaching != "hint":
         assert online.pop("reward_by_version") != offline.pop("reward_by_version") == {}, "no ledger, no versions"
     assert offline == online and offline["grad_norm"] > 0
+
+
+def test_an_adapter_is_written_with_the_path_of_its_base_model_and_the_tokenizer(tmp_path, model, lives):
+    prepare(tmp_path, model, lora={"rank": 4}, algorithm="raft", raft={"above": 0.0})
+    file = rows_of(tmp_path / "rows.jsonl", *({**ROW, "msg_id": f"m{n}", "reward": 1.0} for n in range(BATCH)))
+    train(lives, tmp_path, "--from", str(file), "--out", str(tmp_path / "out"))
+    adapter = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(model)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(AutoTokenizer.from_pretrained(model))
+    assert len(figures(tmp_path / "out")) == 1
 
 
 def test_a_file_that_teaches_nothing_publishes_nothing_and_says_what_it_has(tmp_path, model, lives):

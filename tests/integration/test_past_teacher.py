@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from services.trainer import build_update
 from shared.config import HintConfig
+from shared.errors import DiskFull
 from shared.experience import Experience
 from shared.ledger.connect import Ledger
 from shared.reward import Signal
 from shared.versions import version_path
 from tests.support.experiences import make_experiences, trainer_config
+from trainer_service import past_policy
 from trainer_service.batch import make_batch
 from trainer_service.learner import Learner
 from trainer_service.publish import ensure_base_version
@@ -157,3 +160,15 @@ def test_the_teachers_likeliest_tokens_are_learnt_and_their_divergence_falls(tmp
     learner = Learner(lambda: build_update(config, config.root / version_path(0), ranks), ranks)
     found = [learner.train(rows[:8], step=step, version=step)["kl_to_teacher"] for step in range(6)]
     assert 0 < found[-1] < 0.5 * found[0]
+
+
+def test_a_disk_that_is_full_when_the_average_is_written_is_a_full_disk_and_leaves_no_state(
+    tmp_path, model, monkeypatch
+):
+    def full(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(past_policy, "save_file", full)
+    with learner_of(tmp_path, model, "lora", "average") as learner, pytest.raises(DiskFull, match="free space there"):
+        learner.save(0)
+    assert not list(tmp_path.glob("trainer/trainer/state-*"))

@@ -153,11 +153,15 @@ def test_a_version_that_is_written_again_is_told_apart_from_its_parent_as_the_fi
 def test_every_other_file_of_the_model_is_in_every_version(tmp_path):
     model = make_tiny_model(tmp_path / "base")
     (model / "special_config.json").write_text("{}")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
     with learner_of(tmp_path, model, 0) as learner:
         folders = [tmp_path / version_path(0), publish(tmp_path, learner, 1)]
-    others = {file.name: file.read_bytes() for file in model.iterdir() if file.suffix != ".safetensors"}
+    files = [file for file in model.rglob("*") if file.is_file() and file.suffix != ".safetensors"]
+    others = {str(file.relative_to(model)): file.read_bytes() for file in files}
     del others["config.json"]  # is written anew: the weights are untied
     assert {"tokenizer_config.json", "generation_config.json", "special_config.json"} <= others.keys()
+    assert "additional_chat_templates/tool_use.jinja" in others, "an engine renders chats with tools by it"
     for folder in folders:
         assert {name: (folder / name).read_bytes() for name in others} == others
 

@@ -99,6 +99,30 @@ def test_ratings_corrections_and_preferences_become_places_in_the_batch(either, 
     assert batch.unused == {}
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"batch_size": 2, "max_trajectory_rows": 2}, [[False, False], [False, True]]),
+        ({"batch_size": 4, "max_trajectory_tokens": 5}, [[False, False, False]]),
+    ],
+)
+def test_a_correction_of_a_whole_is_for_its_last_reply_also_if_that_is_claimed_later_or_never(
+    settings, expected, ledger, model
+):
+    for number in range(3):
+        record(ledger, f"m{number}", [10 + number, END], task_id="t", run_id="0")
+    record(ledger, "last", [20, 21, 22, END], task_id="t", run_id="0")
+    with ledger.write() as connection:
+        about: dict[str, Any] = {"msg_ids": (), "rule": RewardConfig(), "learned": frozenset(KINDS)}
+        said = [Signal("correction", text="w1 w2")]
+        transitions.apply_feedback(connection, task_id="t", run_id="0", signals=said, **about)
+        transitions.commit(connection)
+    answers = answer_tokenizer(TrainerConfig(algorithm="sft"), model, vocabulary=208, context=256)
+    config = TrainerConfig(algorithm="sft", poll_interval_s=0.02, **settings)
+    claimer = Claimer(ledger, config, StopRequest(), 208, answers=answers)
+    assert [[row.correction is not None for row in claimer.next().rows] for _ in expected] == expected
+
+
 @pytest.mark.parametrize("state", ["RECORDED", "CONSUMED", "DISCARDED", "LEASED"])
 def test_the_other_reply_is_read_in_whatever_state_it_is_and_stays_as_it_is(ledger, state):
     record(ledger, "other", [10, END])

@@ -164,6 +164,19 @@ def test_a_kl_penalty_in_the_reward_counts_in_the_score_of_a_run():
     assert [one[0] for one in got] == pytest.approx([score, -score])
 
 
+def test_by_turn_a_kl_penalty_in_the_reward_counts_for_later_turns_also_where_turns_do_not_merge():
+    config = StepGRPOConfig(outlier_bound=None, scale="none", kl_coef=0.5, kl="k1", kl_in="reward")
+    merged = [*two_turns(1, "x", (0.0, 1.0)), *two_turns(11, "y", (0.0, 0.0))]
+    apart = [replace(one, tokens=replace(one.tokens, prompt_ids=np.array([one.id, 9], np.int32))) for one in merged]
+    gaps = [0.5, 0.3, 0.9, 0.7, 0.0, 0.0, 0.0, 0.0]  # x is away from the base, y is not
+    reference = np.array(gaps, np.float32) * -1 - 1
+    together, _ = advantages(StepGRPO(config), merged, reference=np.split(reference, 2))
+    alone, _ = advantages(StepGRPO(config), apart, reference=np.split(reference, 4))
+    first, second = (1 - 0.5 * 2.4) / 2, (1 - 0.5 * 1.6) / 2
+    assert np.concatenate(together) == pytest.approx([first] * 2 + [second] * 2 + [-first] * 2 + [-second] * 2)
+    assert np.concatenate(alone) == pytest.approx(np.concatenate(together))
+
+
 def oracle(runs: dict[str, list[float]]) -> dict[str, list[float]]:
     """Shao et al. 2024, section 4.1.2, in exact means and float64."""
     return {

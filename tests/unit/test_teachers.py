@@ -57,6 +57,13 @@ def test_replies_get_the_teachers_logprobs_of_their_own_tokens(server):
     }
 
 
+def test_the_teacher_is_not_asked_about_rehearsed_rows_whose_replies_are_not_learned_from(server):
+    fresh, rehearsed = rows(2)
+    taught = teacher_of(server).teach([fresh, replace(rehearsed, is_rehearsal=True)])
+    assert [row.teacher is None for row in taught] == [False, True]
+    assert len(server.asked) == 1
+
+
 def test_the_same_tokenizer_is_taken_and_the_only_model_found(server):
     teacher = teacher_of(server, model=None)
     teacher.require_same_tokenizer(TOKENIZER)

@@ -45,6 +45,7 @@ from trainer_service.algorithms.surrogates import divergence
 from trainer_service.trajectories import Trajectory
 
 Span = tuple[int, int, int]  # actions: index of a sequence of the units, first action, index after the last
+Part = tuple[int, list[Span]]  # number of turns before it; its spans
 _REWARDS = 1024  # sequences over which the deviation of their turns' returns is taken
 _SAME = 1e-6  # a smaller standard deviation, relative to the mean, is a rounding error
 
@@ -182,33 +183,32 @@ def attempts(
     that start with choices of one message for one prompt. Turns of a group are compared if equally many turns precede
     them in their trajectories.
     """
-    rewards, penalties = given_rewards(batch, units, config, memory), kl_penalties(units, precomputed, config)
+    rewards = given_rewards(batch, units, config, memory)
+    penalties = kl_penalties(units, precomputed, config) or [np.zeros_like(one) for one in rewards]
     earned = [returns(one, 1.0) for one in rewards]
     number = {unit.members[0]: position for position, unit in enumerate(units)}
     found: list[Attempt] = []
     for position, (trajectory, places) in enumerate(zip(batch.trajectories, batch.members, strict=True)):
         if not places or places[0] not in number:
             continue
-        own = [number[place] for place in places]
         task = None if trajectory.task_id is None else (trajectory.key_group, trajectory.task_id)
         prompt = trajectory.sequences[0].token_ids[: int(trajectory.sequences[0].actions[0])].tolist()
         levels = ("", _digest("prompt", prompt[:prompt_tokens]), *(() if task is None else (_digest("task", task),)))
         group = task or (trajectory.msg_id or position, _digest("prompt", prompt))
-        for turn, spans in _parts(trajectory, own, [len(rewards[one]) for one in own], by_turn=by_turn):
+        parts = _parts(trajectory, [number[place] for place in places], rewards, by_turn=by_turn)
+        costs = [sum(float(penalties[one][begin:end].sum()) for one, begin, end in spans) for _, spans in parts]
+        for (turn, spans), cost in zip(parts, trajectory.totals(costs) if by_turn else costs, strict=True):
             first, begin, _ = spans[0]
-            penalty = sum(float(penalties[one][start:].sum()) for one, start, _ in spans) if penalties else 0.0
-            found.append(Attempt((group, turn), levels, float(earned[first][begin]) - penalty, spans))
+            found.append(Attempt((group, turn), levels, float(earned[first][begin]) - cost, spans))
     return found
 
 
-def _parts(
-    trajectory: Trajectory, own: list[int], lengths: list[int], *, by_turn: bool
-) -> list[tuple[int, list[Span]]]:
+def _parts(trajectory: Trajectory, own: list[int], rewards: list[Floats], *, by_turn: bool) -> list[Part]:
     """Return what has its own score in a trajectory: the number of turns before it, and its spans."""
     if by_turn:
         spans = [(own[number], begin, end) for number, begin, end in trajectory.turn_spans()]
         return [(depth, [span]) for depth, span in zip(trajectory.turn_depths(), spans, strict=True)]
-    spans = [(one, 0, length) for one, length in zip(own, lengths, strict=True)]
+    spans = [(one, 0, len(rewards[one])) for one in own]
     return [(0, [span]) for span in spans] if trajectory.has_alternatives else [(0, spans)]
 
 

@@ -33,7 +33,7 @@ from shared.ledger.queries.rows import (
     remembered_answer,
     size_bytes,
 )
-from shared.ledger.queries.signals import count_signals, load_signals, recent_kinds, tasks_repeat
+from shared.ledger.queries.signals import corrected_later, count_signals, load_signals, recent_kinds, tasks_repeat
 from shared.ledger.queries.status import LedgerProgress, Pace, Tripped, ledger_status, pace, progress
 from shared.ledger.queries.targets import Target, Targets, find_targets
 from shared.ledger.queries.trainers import StateRow, TrainerRow, find_trainer, list_states, list_trainers, live_trainers
@@ -51,7 +51,8 @@ from shared.ledger.queries.versions import (
 
 __all__ = [
     "EngineRow", "Followed", "LedgerProgress", "Pace", "Rewards", "StateRow", "Target", "Targets",
-    "TrainerRow", "Tripped", "VersionRow", "any_lease_expired", "any_published", "any_stream_open", "count_by_state",
+    "TrainerRow", "Tripped", "VersionRow", "any_lease_expired", "any_published", "any_stream_open",
+    "corrected_later", "count_by_state",
     "count_ready", "count_rows", "count_signals", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest",
     "find_targets", "find_trainer", "find_versions", "held_rows", "is_leased", "is_to_blame", "kept_versions",
     "known_choices", "leased_versions", "ledger_status", "list_run", "list_states", "list_trainers", "list_versions",

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from sqlalchemy import Connection, and_, func, select
 
-from shared.experience import Experience
-from shared.ledger.conditions import AnyRow, in_parts
+from shared.experience import Experience, TrajectoryKey, trajectory_key
+from shared.ledger.conditions import AnyRow, in_parts, in_trajectories
 from shared.ledger.tables import experiences, signals
 from shared.reward import Kind, Signal
 
@@ -39,6 +39,21 @@ def tasks_repeat(connection: Connection) -> bool:
     named = [tuple(row) for row in rows if row.task_id is not None and row.run_id is not None]
     tasks = len({task for task, _ in named})
     return 2 * len(named) > len(rows) and len(set(named)) >= 2 * tasks > 0
+
+
+def corrected_later(connection: Connection, rows: Iterable[Experience]) -> set[TrajectoryKey]:
+    """Return the trajectories whose last correction of the whole is about a later reply than those among `rows`."""
+    last: dict[TrajectoryKey, tuple[int, Signal]] = {}
+    for row in sorted(rows, key=lambda row: row.id):
+        for signal in row.signals:
+            if signal.kind == "correction" and signal.scope != "message":
+                last[trajectory_key(row)] = row.id, signal
+    names = ("id", "msg_id", "choice", "task_id", "run_id", "key_group", "conversation_id")
+    query = select(*(experiences.c[name] for name in names))
+    found = (row for mine in in_trajectories(last) for row in connection.execute(query.where(mine)).all())
+    later = [row for row in found if row.id > last[trajectory_key(row)][0]]
+    log = load_signals(connection, later, ("correction",))
+    return {key for row in later if last[key := trajectory_key(row)][1] in log[row.msg_id, row.choice]}
 
 
 def load_signals(
