@@ -62,7 +62,7 @@ def run_explorer(config: Config, file: Path, is_worker: bool = False) -> int:
     file: the configuration file. is_worker: this process is one of `explorer.workers`.
     """
     configure_logging("explorer", config.log_level)
-    StopRequest().listen()  # uvicorn raises the signal again after its shutdown: handled, so the exit status is 0
+    stop = StopRequest().listen()  # uvicorn raises the signal again after its shutdown: handled, so the status is 0
     explorer = config.explorer
     Auth(explorer)  # reports a missing key before anything starts
     if not is_worker:
@@ -77,13 +77,13 @@ def run_explorer(config: Config, file: Path, is_worker: bool = False) -> int:
             require_belonging(config.root, ledger)
             require_kind(config.model.kind, ledger)
         if explorer.workers > 1 and not is_worker:
-            return _run_workers(config, file)
-        return _serve(config, ledger)
+            return _run_workers(config, file, stop)
+        return _serve(config, ledger, stop)
     finally:
         ledger.close()
 
 
-def _run_workers(config: Config, file: Path) -> int:
+def _run_workers(config: Config, file: Path, stop: StopRequest) -> int:
     """Run supervised processes that share the port."""
     from services.supervisor import Child, Supervisor
 
@@ -93,15 +93,17 @@ def _run_workers(config: Config, file: Path) -> int:
     ]
     with tempfile.TemporaryDirectory(prefix="flywheel-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # read by the workers
-        return Supervisor(children, StopRequest().listen()).run()
+        return Supervisor(children, stop).run()
 
 
-def _serve(config: Config, ledger: Ledger) -> int:
+def _serve(config: Config, ledger: Ledger, stop: StopRequest) -> int:
     explorer = config.explorer
     background = Background()
     server = build_server(build_app(partial(open_deps, config, ledger, background), explorer), explorer)
     _reduce_garbage_collection()
-    with listen(explorer) as listener:
+    with listen(explorer) as listener, server.capture_signals():  # before its event loop starts, too
+        if stop:
+            return 0
         host = f"[{explorer.host}]" if ":" in explorer.host else explorer.host
         log.info("listening", url=f"http://{host}:{explorer.port}", ledger=ledger.shown_url)
         server.run(sockets=[listener])

@@ -167,9 +167,10 @@ class EngineController:
 
     async def _withdraw(self, reason: str) -> None:
         self._pool.withdraw(self._engine, reason)
-        if self._is_owner:
-            with contextlib.suppress(LedgerError, NotOwner):  # the others check the engine's health, too
-                self._is_owner = await self._leases.report_away(self._engine.url)
+        with contextlib.suppress(LedgerError, NotOwner):  # the others check the engine's health, too
+            self._is_owner = self._is_owner and await self._leases.report_away(self._engine.url)
+            if not self._is_owner:
+                await self._follower.follow_unreached()
 
     async def _bring_in(self, newest: VersionRow) -> None:
         """Serve the newest version; until it is loaded, or while it is missing or failed here, the last good one."""
@@ -211,15 +212,14 @@ class EngineController:
         return False
 
     async def _replace(self, target: TargetVersion, newest: VersionRow) -> None:
-        version = target.version
         async with contextlib.AsyncExitStack() as turn:
             try:
                 async with while_open(self._engine):
-                    good = await self._choice.stage_good(version, self._served)  # first: the last staged one is kept
+                    good = await self._choice.stage_good(target.version, self._served)  # first: the last staged is kept
                     target = await self._take_up.stage(target)
                     await turn.enter_async_context(self._take_up.alone())
             except (StageFailed, VersionError) as error:
-                await self._stay(version, error)
+                await self._stay(target.version, error)
                 if isinstance(error, VersionError):
                     await self._blame.condemn(target, str(error))
                 return

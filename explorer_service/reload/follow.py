@@ -32,7 +32,7 @@ class EngineFollower:
         self._missing: int | None = None  # the last version whose folder was missing
 
     async def follow(self) -> None:
-        """Apply the engine's row, and acknowledge it. Raises LedgerError, VersionError."""
+        """Apply the engine's row, and acknowledge it. Raises EngineUnavailable, LedgerError, VersionError."""
         engine = self._engine
         row = await self._reloading.leases.read(engine.url)
         self.owner_reloads = row is not None and row.state == EngineState.RELOADING
@@ -47,10 +47,25 @@ class EngineFollower:
             await self._serve(row.version, names, EngineState(row.state), row.switched_at)
         elif row.state == EngineState.RELOADING:
             await self._hold_back()
-        elif engine.is_open or engine.state is EngineState.UNAVAILABLE:
+        elif engine.state is not EngineState.CHECKING:
             self._pool.check(engine, "its owner checks it")
+        if row.state == EngineState.UNAVAILABLE:
+            await self._admin.check_health()  # only then acknowledged: its owner leaves it to who reaches it
         ending = [version for version in engine.in_flight_of if version not in engine.versions]
         await self._reloading.leases.acknowledge(engine.url, row.generation, engine.seeded_in_flight, ending)
+
+    async def follow_unreached(self) -> None:
+        """Acknowledge the row of an engine that does not answer this explorer, if that has no requests to label there.
+
+        Otherwise a reload or the unloading of an adapter would wait for it. Raises LedgerError.
+        """
+        engine = self._engine
+        row = await self._reloading.leases.read(engine.url)
+        if row is None or row.state == EngineState.UNAVAILABLE:
+            return
+        if not engine.in_flight or self._reloading.loads_adapters:  # a request to an adapter is of one version
+            leases, ending = self._reloading.leases, list(engine.in_flight_of)
+            await leases.acknowledge(engine.url, row.generation, engine.seeded_in_flight, ending)
 
     async def _read_names(self, version: int) -> dict[int, str]:
         """Return what the engine serves, with the names. version: for requests that name none."""

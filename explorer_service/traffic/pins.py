@@ -8,6 +8,7 @@ versions (reload/adapter_controller.py).
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -58,15 +59,15 @@ class Pins:
     async def use(self, version: int) -> AsyncIterator[None]:
         """Pin the version that a request names. Inside this block, the request waits for an engine.
 
-        Writes to the ledger unless the version is pinned and served already. Raises VersionNotServed if the version
-        cannot be served, LedgerError.
+        Writes to the ledger unless the version is served already, and pinned for some time yet. Raises
+        VersionNotServed if the version cannot be served, LedgerError.
         """
         if version == 0:  # every engine serves the base
             yield
             return
         self._waiting[version] += 1
         try:
-            if version not in self._used_at or not self._pool.serves(version):
+            if self._ends_soon(version) or not self._pool.serves(version):
                 await self._pin(version)
             self._used_at[version] = time.monotonic()
             yield
@@ -82,6 +83,11 @@ class Pins:
         self._pool.pinned.add(version)
         self._poller.wake()
 
+    def _ends_soon(self, version: int) -> bool:
+        """Whether there is no pin, or one that may end before the next round renews it."""
+        used_at = self._used_at.get(version, -math.inf)
+        return used_at < time.monotonic() - self._unpin_after_s + 2 * self._tick_s
+
     async def run(self) -> None:
         """Renew the pins in use, and drop the others."""
         while True:
@@ -96,8 +102,7 @@ class Pins:
         self._waiting = +self._waiting
         waiting = self._used_at.keys() & self._waiting.keys()
         # only pins that are about to end: engines load the last used ones, and would alternate between waiting ones
-        ending_at = now - self._unpin_after_s + 2 * self._tick_s
-        self._used_at |= {version: now for version in waiting if self._used_at[version] < ending_at}
+        self._used_at |= {version: now for version in waiting if self._ends_soon(version)}
         given_up: list[int] = []
         if waiting:  # the owner of an engine may have rejected or failed what this explorer's requests wait for
             given_up = await self._reader.read(lambda c: [v for v in waiting if _reason_against(c, v)])

@@ -55,12 +55,10 @@ def run_engine(config: Config, name: str | None) -> int:
     require_free_port(host, address.port, f"engine.host or the url of explorer.engines {address.name!r}")
     if not is_loopback(host):
         log.warning("other machines reach this engine; keep it on a private network", host=host, port=address.port)
-    lease = StartLease(config)
-    with serve_stage(config, address.name) as staging:
+    with StartLease(config) as lease, serve_stage(config, address.name) as staging:
         stage, socket = staging or (None, "")
         folder = prepare_model(config, stop, lease, stage)
-        with lease:
-            return 0 if folder is None else _run_vllm(config, address, host, folder, socket, stop)
+        return 0 if folder is None else _run_vllm(config, address, host, folder, socket, stop)
 
 
 def _run_vllm(config: Config, address: EngineAddress, host: str, folder: Path, staging: str, stop: StopRequest) -> int:

@@ -18,22 +18,23 @@ _RENEW_S = transitions.VERSION_LEASE_S / 4
 
 
 class StartLease:
-    """The lease of this process on the version that its engine starts on. Ends with the `with` block."""
+    """The lease of this process on the version that its engine starts on. Renewed in the `with` block, ends with it."""
 
     def __init__(self, config: Config) -> None:
         self._ledger_url = config.ledger_url
         self._process = process_name()
         self._version: int | None = None
+        self._lock = threading.RLock()  # one lease at a time: a renewal must not bring the previous one back
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="version-lease", daemon=True)
 
     def take(self, ledger: Ledger, version: int) -> bool:
         """Lease a version, and release any previous one. Returns False if its files are given up."""
-        with ledger.write() as connection:
+        with self._lock, ledger.write() as connection:
             own, purpose = self._process, Purpose.ENGINE
             taken = transitions.lease_version(connection, version, reader=own, purpose=purpose, owner=own)
             transitions.release_version(connection, reader=own, purpose=purpose, but=version)
-        self._version = version
+            self._version = version
         return taken
 
     def __enter__(self) -> StartLease:
@@ -45,6 +46,10 @@ class StartLease:
         self._thread.join(1.0)  # if the ledger is unavailable, the lease expires by itself
 
     def _run(self) -> None:
+        while not self._ended.wait(_RENEW_S) and self._version is None:
+            pass
+        if self._version is None:
+            return
         with contextlib.closing(Ledger.open(self._ledger_url)) as ledger:
             while not self._ended.wait(_RENEW_S):
                 self._renew(ledger)
@@ -52,8 +57,9 @@ class StartLease:
                 transitions.release_version(connection, reader=self._process, purpose=Purpose.ENGINE)
 
     def _renew(self, ledger: Ledger) -> None:
-        assert self._version is not None
         try:
-            self.take(ledger, self._version)
+            with self._lock:
+                assert self._version is not None
+                self.take(ledger, self._version)
         except LedgerError as error:
             log.debug("the version's lease is not renewed: the ledger is unavailable", reason=str(error))

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
-from services.engine.launch import prepare_model
+from services.engine.launch import prepare_model, run_engine
 from services.engine.lease import StartLease
 from services.engine.stage import Stage
 from shared.config import Config
 from shared.errors import StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.tables import versions
+from shared.ledger.tables import version_leases, versions
+from shared.soundness import require_sound
 from shared.stop_request import StopRequest
+from shared.versions import Manifest
 from tests.support.deltas import FILES, Weights
 from tests.support.scripted_adapters import BASE, write_adapter
-from tests.support.servers import make_config, safetensors, write_scripted_version
+from tests.support.servers import free_port, make_config, safetensors, wait_until, write_scripted_version
 
 
 def start(
@@ -105,3 +108,28 @@ def test_an_engine_starts_on_a_delta_that_it_rebuilds_or_else_on_the_last_whole_
     config = make_config(tmp_path, ["http://127.0.0.1:1"])
     whole = prepare_model(config, StopRequest(), StartLease(config))
     assert whole is not None and whole.name == "v000000"
+
+
+def test_what_an_engine_starts_on_stays_leased_while_its_files_are_read_for_long(tmp_path, monkeypatch):
+    write_scripted_version(tmp_path, 0, -1.0)
+    start(tmp_path, 1, [0])
+    config, read = make_config(tmp_path, [f"http://127.0.0.1:{free_port()}"]), []
+
+    def until(ledger: Ledger) -> float:
+        with ledger.read() as connection:
+            return max(connection.execute(select(version_leases.c.until)).scalars())
+
+    def read_for_long(*given: Any) -> Manifest:
+        with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
+            before = until(ledger)
+            wait_until(lambda: until(ledger) > before)
+        read.append(0)
+        return require_sound(*given)
+
+    monkeypatch.setattr("services.engine.lease._RENEW_S", 0.05)
+    monkeypatch.setattr("services.engine.launch.require_sound", read_for_long)
+    monkeypatch.setattr("services.engine.launch._run_vllm", lambda *_: 0)
+    monkeypatch.setattr("services.engine.launch.adopt_orphans", lambda: None)
+    monkeypatch.setattr(StopRequest, "listen", lambda self: self)
+    assert run_engine(config, None) == 0
+    assert read == [0]

@@ -12,12 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.explorer import run_explorer
 from services.supervisor import Child, Supervisor
+from shared.ledger.connect import Ledger
 from shared.stop_request import StopRequest
 from tests.support.experiences import trainer_config
 from tests.support.models import make_tiny_model
 from tests.support.processes import Process, descendants, wait_for, write_config
-from tests.support.servers import free_port
+from tests.support.servers import free_port, make_config
 
 
 @contextlib.contextmanager
@@ -49,6 +51,36 @@ def test_asked_to_stop_it_ends_all_and_leaves_no_process_behind(up, number):
     assert not [pid for pid in family if psutil.pid_exists(pid)]
     assert "Traceback" not in up.output()
     assert up.output().rstrip().endswith("stopped")
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """This process has its own signal handlers again afterwards."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_handlers")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_explorer_that_is_asked_to_stop_while_it_opens_its_ledger_serves_nobody(workers, tmp_path, monkeypatch):
+    config = make_config(tmp_path, ["http://127.0.0.1:1"], workers=workers)
+    opened = Ledger.open
+
+    def open_when_asked_to_stop(*args: object) -> Ledger:
+        signal.raise_signal(signal.SIGTERM)
+        return opened(*args)
+
+    def serve(*_: object, **__: object) -> None:
+        pytest.fail("it serves")
+
+    monkeypatch.setattr("services.explorer.Ledger.open", open_when_asked_to_stop)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # restored afterwards
+    monkeypatch.setattr("uvicorn.Server.run", serve)
+    monkeypatch.setattr("services.supervisor.Supervisor._watch", serve)
+    monkeypatch.setattr("services.supervisor.Supervisor._start", lambda *_: None)
+    assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
 
 
 def test_killed_itself_it_takes_its_processes_along(up):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -58,6 +59,21 @@ def test_the_pin_that_was_used_least_recently_goes_first(start, scripted_engine)
     wait_until(lambda: said(explorer.chat(model="agent@1")) == "v000001" and used_last() == 1)
     assert said(explorer.chat(model="agent@3")) == "v000003"
     wait_until(lambda: set(held(scripted_engine)) == {"agent@1", "agent@3", "agent@4"})
+
+
+def test_a_pin_that_is_used_just_before_its_end_lasts_as_long_again(start):
+    explorer = start(unpin_after_s=4.0)
+    publish_and_wait(explorer, 1, 2)
+
+    def remaining_s() -> float:
+        with explorer.ledger.read() as connection:
+            pin = select(version_leases.c.until).where(version_leases.c.purpose == Purpose.PINNED)
+            return (connection.execute(pin).scalar() or 0.0) - time.time()
+
+    assert explorer.chat(model="agent@1").status_code == 200
+    wait_until(lambda: remaining_s() < 0.5)
+    assert explorer.chat(model="agent@1").status_code == 200
+    assert remaining_s() > 1.0
 
 
 def test_a_version_that_is_not_on_disk_any_more_is_a_404_that_names_those_that_are(explorer):
