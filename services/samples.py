@@ -79,7 +79,7 @@ class SampleReader:
 
     async def _sample(self, row: dict[str, Any], engine: EngineAdmin) -> Sample:
         names, created_at, (messages, tools) = names_of(row), time_of(row, time.time()), conversation_of(row)
-        (msg_id, choice), version = choice_of(row, names["msg_id"]), number_of(row, "version")
+        (msg_id, choice), version = choice_of(row, names["msg_id"] or ""), number_of(row, "version")
         tokens, sampling = await _tokens(row, messages, tools, engine)
         tokens.check()
         sampling.check()

@@ -116,10 +116,10 @@ def _text(name: str, value: Any, most: int) -> str | None:
     return text
 
 
-def choice_of(row: dict[str, Any], msg_id: str | None) -> tuple[str | None, int]:
+def choice_of(row: dict[str, Any], msg_id: str) -> tuple[str, int]:
     """Return the row's message and choice. ID#CHOICE as a message id is a choice of ID, as in feedback."""
     choice = number_of(row, "choice")
-    if msg_id is None or row.get("choice") is not None:
+    if row.get("choice") is not None:
         return msg_id, choice
     message, named = split_name(msg_id)
     return (message, named) if message and named is not None else (msg_id, choice)

@@ -52,7 +52,8 @@ def corrected_later(connection: Connection, rows: Iterable[Experience]) -> set[T
     query = select(*(experiences.c[name] for name in names))
     found = (row for mine in in_trajectories(last) for row in connection.execute(query.where(mine)).all())
     later = [row for row in found if row.id > last[trajectory_key(row)][0]]
-    log = load_signals(connection, later, ("correction",))
+    kinds: tuple[Kind, ...] = ("correction",)
+    log = load_signals(connection, later, kinds)
     return {key for row in later if last[key := trajectory_key(row)][1] in log[row.msg_id, row.choice]}
 
 
