@@ -46,9 +46,14 @@ class OfflineTrainer(Trainer):
         return self._progress.version
 
     def _require_known(self, rows: list[Experience]) -> list[Experience]:
-        """Return the rows with tokenized corrections. Raises StartupError for a token id that the model lacks."""
+        """Return the rows that the model can read, with tokenized corrections.
+
+        Raises StartupError for a token id that the model lacks, and if no row fits its context.
+        """
         settings, vocabulary, context = self._config.trainer, self._learner.vocabulary, self._learner.context
         _require_known_ids(rows, vocabulary)
+        if settings.max_trajectory_tokens is None and context is not None:  # else longer rows were not read
+            rows = within_context(rows, context)
         if settings.rehearse:
             about = {"key": "trainer.rehearse", "value": settings.rehearse}
             log.warning("has no effect", **about, reason="a file is read as often as --epochs says")
@@ -105,6 +110,16 @@ def _is_reason(figure: str) -> bool:
 
 def _short(figure: str) -> str:
     return figure.rpartition("/")[2]
+
+
+def within_context(rows: list[Experience], context: int) -> list[Experience]:
+    """Return the rows of at most `context` tokens, as a trainer claims them. Raises StartupError if there are none."""
+    fitting = [row for row in rows if row.tokens.prompt_ids.size + row.tokens.reply_ids.size <= context]
+    if not fitting:
+        raise StartupError(f"every row is longer than the model's context of {context} tokens; export shorter ones")
+    if len(fitting) < len(rows):
+        log.warning("rows left out: longer than the model's context", rows=len(rows) - len(fitting), tokens=context)
+    return fitting
 
 
 def _require_known_ids(rows: list[Experience], vocabulary: int) -> None:

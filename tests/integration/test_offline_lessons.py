@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from shared.config import RewardConfig
+from shared.errors import StartupError
 from shared.experience import Tokens
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.reward import Signal, learned_kinds
-from tests.support.experiences import make_experiences, samples_of, trainer_config
+from tests.support.experiences import make_experiences, rows, samples_of, trainer_config
 from tests.support.processes import run_here
 from trainer_service.batch import make_batch
 from trainer_service.export import read_export
+from trainer_service.offline import within_context
 
 SAID = [[Signal("reward", value=1.0)], [Signal("comment", text="w7 w3"), Signal("correction", text="w9")]]
 
@@ -56,3 +58,13 @@ def test_rewards_that_no_algorithm_learns_from_act_neither_in_the_ledger_nor_in_
         leased = queries.load_lease(connection, batch_id, kinds=kinds).rows
     run_here(config, "export", "--out", str(tmp_path / "rows.jsonl"), "--tokens")
     assert shape(read_export(tmp_path / "rows.jsonl", config, model)) == shape(leased)
+
+
+def test_rows_of_a_file_that_are_longer_than_the_models_context_are_left_out_as_a_trainer_does():
+    short, long = rows(2)
+    ids = np.arange(1, 5, dtype=np.int32)
+    long = replace(long, tokens=Tokens(ids, ids, np.zeros(4, np.float32)))
+    assert within_context([short, long], 7) == [short]
+    assert within_context([short, long], 8) == [short, long]
+    with pytest.raises(StartupError, match="longer than the model's context of 7 tokens"):
+        within_context([long], 7)
