@@ -240,6 +240,11 @@ class TrainerConfig(Section):
             raise ValueError("trainer.center_keys moves rewards out of trainer.spo.bounds; remove one of them")
         if self.warmup_updates and "scheduler" in self.deepspeed:
             raise ValueError("trainer.warmup_updates and trainer.deepspeed.scheduler are both set; remove one of them")
+        if "ppo" in self.parts and self.ppo.critic_learning_rate is not None and "scheduler" in self.deepspeed:
+            raise ValueError(
+                "trainer.ppo.critic_learning_rate is set, and trainer.deepspeed.scheduler sets the critic's rate, too; "
+                "remove one of them"
+            )
         return self
 
     @model_validator(mode="after")

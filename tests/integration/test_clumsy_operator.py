@@ -42,7 +42,7 @@ def test_without_a_ledger_nothing_is_made_up(database, call, tmp_path: Path, mon
     assert [file.name for file in tmp_path.iterdir()] == ["root"]
 
 
-@pytest.mark.parametrize("scope", [("--message", "m0#0"), ("--task", "unknown"), ("--key", "k", "--task", "")])
+@pytest.mark.parametrize("scope", [("--message", "m0#1"), ("--task", "unknown"), ("--key", "k", "--task", "")])
 def test_an_erasure_that_finds_nothing_fails(config, ledger, scope):
     record_ready(ledger, rows(1))
     with pytest.raises(StartupError, match=r"no row has .*nothing was erased"):

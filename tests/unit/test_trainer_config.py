@@ -133,6 +133,10 @@ from trainer_service.backends.deepspeed import has_bf16
         ("{deepspeed: {zero_optimization: 3}}", "trainer.deepspeed.zero_optimization=3: must be a section with keys"),
         ("{deepspeed: {zero_optimisation: {stage: 3}}}", "no key of DeepSpeed's; did you mean 'zero_optimization'?"),
         ("{warmup_updates: 3, deepspeed: {scheduler: {}}}", "trainer.warmup_updates and trainer.deepspeed.scheduler"),
+        (
+            "{algorithm: ppo, ppo: {critic_learning_rate: 1e-3}, deepspeed: {scheduler: {}}}",
+            "trainer.ppo.critic_learning_rate is set, and trainer.deepspeed.scheduler sets the critic's rate",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_one_line_with_key_reason_and_remedy(tmp_path, trainer, said):
