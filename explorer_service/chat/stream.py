@@ -1,4 +1,4 @@
-"""Relay a chat as a stream, and record its sample before the last event.
+"""Relay a chat as a stream, and record its sample before its end.
 
 Every event is forwarded as it arrives, except the end: the event that finishes the last choice, and all that follow,
 wait until the rows are stored. So a caller that reads no further than the finish reason may leave, or send feedback.
