@@ -46,20 +46,24 @@ class StartLease:
         self._thread.join(1.0)  # if the ledger is unavailable, the lease expires by itself
 
     def _run(self) -> None:
-        while not self._ended.wait(_RENEW_S) and self._version is None:
-            pass
-        if self._version is None:
-            return
-        with contextlib.closing(Ledger.open(self._ledger_url)) as ledger:
-            while not self._ended.wait(_RENEW_S):
-                self._renew(ledger)
-            with contextlib.suppress(LedgerError), ledger.write() as connection:
-                transitions.release_version(connection, reader=self._process, purpose=Purpose.ENGINE)
+        ledger: Ledger | None = None
+        has_ended = False
+        with contextlib.ExitStack() as stack:
+            while not has_ended:
+                has_ended = self._ended.wait(_RENEW_S)
+                if self._version is None:
+                    continue
+                try:
+                    ledger = ledger or stack.enter_context(contextlib.closing(Ledger.open(self._ledger_url)))
+                    (self._release if has_ended else self._renew)(ledger)
+                except LedgerError as error:
+                    log.debug("the version's lease is left as it is: the ledger is unavailable", reason=str(error))
 
     def _renew(self, ledger: Ledger) -> None:
-        try:
-            with self._lock:
-                assert self._version is not None
-                self.take(ledger, self._version)
-        except LedgerError as error:
-            log.debug("the version's lease is not renewed: the ledger is unavailable", reason=str(error))
+        with self._lock:
+            assert self._version is not None
+            self.take(ledger, self._version)
+
+    def _release(self, ledger: Ledger) -> None:
+        with ledger.write() as connection:
+            transitions.release_version(connection, reader=self._process, purpose=Purpose.ENGINE)
