@@ -47,6 +47,10 @@ class AdapterController:
         self._left_at: dict[int, int] = {}  # by leaving version: the generation that announced it
         self._held_at = 0.0  # time.monotonic(): when the leases were last renewed
 
+    def take_over(self) -> None:
+        """Announce again what leaves: the previous owner may have served it, and others may have requests for it."""
+        self._left_at.clear()
+
     async def tend(self) -> None:
         """Load pinned adapters, unload others. Raises EngineError, LedgerError."""
         before = self._take_up.served

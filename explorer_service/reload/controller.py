@@ -122,6 +122,8 @@ class EngineController:
         if not self._is_owner:
             await self._follower.inherit(newest)
             self._is_owner, self._served = True, None  # the previous owner may have loaded anything
+            if self._adapters is not None:
+                self._adapters.take_over()
         served = self._served
         if engine.state is EngineState.UNAVAILABLE:
             self._pool.check(engine, "its version is not proven yet")
@@ -176,9 +178,8 @@ class EngineController:
         """Serve the newest version; until it is loaded, or while it is missing or failed here, the last good one."""
         engine, target = self._engine, None
         is_withdrawn = engine.is_open and await self._choice.is_withdrawn(engine.version, newest.version)
-        rises = engine.is_open and newest.version > (engine.version or 0)
-        is_good = self._served is not None and not is_withdrawn
-        if rises and is_good and time.monotonic() < self._paused_at + self._settings.min_interval_s:
+        rises = engine.is_open and self._served is not None and newest.version > (engine.version or 0)
+        if rises and not is_withdrawn and time.monotonic() < self._paused_at + self._settings.min_interval_s:
             return
         if not self._backoff.wait_s(newest.version):
             try:
@@ -223,8 +224,7 @@ class EngineController:
                 if isinstance(error, VersionError):
                     await self._blame.condemn(target, str(error))
                 return
-            now = self._reloading.poller.newest()
-            if now is not None and now.version == newest.version:  # else it was overtaken or rejected meanwhile
+            if (now := self._reloading.poller.newest()) is not None and now.version == newest.version:  # not overtaken
                 await self._move(target, good)
 
     async def _move(self, target: TargetVersion, good: TargetVersion | None) -> None:
