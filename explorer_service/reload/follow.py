@@ -57,14 +57,19 @@ class EngineFollower:
     async def follow_unreached(self) -> None:
         """Acknowledge the row of an engine that does not answer this explorer, if that has no requests to label there.
 
-        Otherwise a reload or the unloading of an adapter would wait for it. Raises LedgerError.
+        Otherwise a reload or the unloading of an adapter would wait for it. An engine that this explorer acquired, but
+        could not inherit, is released. Raises LedgerError.
         """
-        engine = self._engine
-        row = await self._reloading.leases.read(engine.url)
+        engine, leases = self._engine, self._reloading.leases
+        row = await leases.read(engine.url)
+        if row is not None and row.owner == leases.explorer:
+            self.owner_reloads = False  # so it is acquired again only once it answers
+            await leases.release(engine.url)
+            return
         if row is None or row.state == EngineState.UNAVAILABLE:
             return
         if not engine.in_flight or self._reloading.loads_adapters:  # a request to an adapter is of one version
-            leases, ending = self._reloading.leases, list(engine.in_flight_of)
+            ending = list(engine.in_flight_of)
             await leases.acknowledge(engine.url, row.generation, engine.seeded_in_flight, ending)
 
     async def _read_names(self, version: int) -> dict[int, str]:

@@ -142,17 +142,24 @@ class EngineLeases:
         If another explorer has followed that announcement, it reaches the engine: this one releases it. Raises
         NotOwner, LedgerError.
         """
+        if not await self.acquire(url):
+            return False
         if not self.has_told(url, EngineState.UNAVAILABLE, None):
             await self.announce(url, EngineState.UNAVAILABLE, None)
             return True
-        told, key, own = self._announced[url].generation, self.key(url), self._membership.id
+        told = self._announced[url].generation
         if all(other.generation < told for other in await self.read_followed(url)):
             return True
+        await self.release(url)
+        log.warning("another explorer reaches the engine; this one gives it up", engine=self.key(url))
+        return False
+
+    async def release(self, url: str) -> None:
+        """Let another explorer own the engine. Raises LedgerError."""
+        key, own = self.key(url), self._membership.id
         self._announced.pop(url, None)
         self.forget(url)
         await self._writer.write(lambda c: transitions.release_engine(c, key, own))
-        log.warning("another explorer reaches the engine; this one gives it up", engine=key)
-        return False
 
     def has_told(self, url: str, state: str, version: int | None) -> bool:
         """Whether this explorer's last announcement of the engine is this one."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from sqlalchemy import select, update
 
 from explorer_service.errors import EngineUnavailable
 from shared.ledger import transitions
+from shared.ledger.tables import engines
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, shown
 from tests.support.servers import RunningExplorer, publish, served, wait_joined, wait_until
@@ -40,10 +42,19 @@ class Followed:
     def cut_off(self) -> None:
         """The follower no longer reaches the engine."""
 
-        async def fail() -> None:
+        async def fail(**_: object) -> None:
             raise EngineUnavailable("no route to host")
 
-        self.admin.check_health = fail
+        self.admin.check_health = self.admin.read_label = fail
+
+    def owner_dies(self) -> None:
+        """The owner's lease has expired."""
+        with self.owner.ledger.write() as connection:
+            connection.execute(update(engines).values(owner="dead", owner_until=0.0))
+
+    def read_owner(self) -> str | None:
+        with self.owner.ledger.read() as connection:
+            return connection.execute(select(engines.c.owner)).scalar_one()
 
     def show_state(self) -> object:
         return shown(self.follower)["state"]
@@ -75,7 +86,7 @@ def test_only_an_explorer_that_reaches_an_engine_acknowledges_that_its_owner_doe
     away = followed.announce("unavailable", None)
     wait_until(lambda: followed.show_state() == "unavailable")
     assert followed.acknowledged() < away
-    del followed.admin.check_health
+    del followed.admin.check_health, followed.admin.read_label
     wait_until(lambda: followed.acknowledged() == away)
 
 
@@ -85,3 +96,13 @@ def test_an_explorer_that_does_not_reach_an_engine_delays_no_reload_of_it(follow
     reloading = followed.announce("reloading", 0)
     wait_until(lambda: followed.acknowledged() == reloading)
     assert followed.show_state() == "unavailable"
+
+
+def test_an_explorer_that_does_not_reach_an_engine_keeps_no_lease_on_it_if_its_owner_dies_in_a_reload(followed):
+    followed.announce("reloading", 0)
+    wait_until(lambda: followed.show_state() == "reloading")
+    followed.cut_off()
+    followed.owner_dies()
+    wait_until(lambda: followed.read_owner() is None)
+    del followed.admin.check_health, followed.admin.read_label
+    wait_until(lambda: followed.show_state() == "serving")
