@@ -129,7 +129,7 @@ class Collector:
         """Write queued rows, and stop; later ones are dropped. A second call does nothing."""
         with self._closing:
             was_closed, self._is_closed = self._is_closed, True
-        if not was_closed:
+        if not was_closed and self._thread.is_alive():  # else nobody empties a full queue
             self._waiting.put(None)
         self._thread.join()
         self._file.close()

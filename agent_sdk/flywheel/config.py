@@ -7,6 +7,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ class EarlyStop:
     at_least: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.patience, int) or self.patience < 1:
-            raise ConfigError(f"patience={self.patience!r}: give a whole number of 1 or more")
+        patience: Any = self.patience
+        if not isinstance(patience, Integral) or patience < 1:
+            raise ConfigError(f"patience={patience!r}: give a whole number of 1 or more")
 
     def says_stop(self, means: list[float]) -> bool:
         """Whether the evaluations so far, oldest first, stop learn."""
@@ -78,7 +80,7 @@ class LearnConfig:
     patience_s: float = 60.0
     """How long a trainer may be unavailable."""
     timeout_s: float = 600.0
-    """Time limit of a run, and how long all engines may be out of service."""
+    """Time limit of a run, then of its judge, and how long all engines may be out of service."""
     on_timeout: float | None = None
     """Reward of a run that exceeds timeout_s; None drops the run."""
     retries: int = 2
@@ -93,12 +95,16 @@ class LearnConfig:
     """Whether to show a line of progress."""
 
     def __post_init__(self) -> None:
-        for name in ("runs_per_task", "epochs", "at_once", "eval_every_versions", "eval_runs"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}: give a whole number of 1 or more")
-        share = self.max_failed_share
-        if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        for name in ("runs_per_task", "epochs", "at_once", "eval_every_versions", "eval_runs", "retries"):
+            value: Any = getattr(self, name)
+            least = 0 if name == "retries" else 1
+            if not isinstance(value, Integral) or value < least:
+                raise ConfigError(f"{name}={value!r}: give a whole number of {least} or more")
+        for name in ("max_ready_rows", "patience_s", "timeout_s", "on_timeout", "seconds"):
+            if not isinstance(value := getattr(self, name), (Real, type(None))):
+                raise ConfigError(f"{name}={value!r}: give a number")
+        share: Any = self.max_failed_share
+        if not isinstance(share, Real) or not 0 <= float(share) <= 1:
             raise ConfigError(f"max_failed_share={share!r}: give a share from 0 to 1")
 
     def with_options(self, **options: Any) -> LearnConfig:

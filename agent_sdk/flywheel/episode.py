@@ -89,7 +89,7 @@ class Attempts:
                 reward = None if self.how.on_timeout is None else Reward(self.how.on_timeout)
                 if await self._end(place, run, reward, "timeout", began) is None:
                     return run.chats
-                break  # no chat of it was recorded
+                break  # nothing was sent: it has no chats, or its credit function failed
             except JudgeFailed as exc:
                 self.failures.failed(exc)  # the run is valid: another attempt would not help the judge
                 await self._end(place, run, None, "unjudged", began)

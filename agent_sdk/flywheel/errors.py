@@ -110,7 +110,7 @@ class NothingRecorded(RunError):
 
 
 class TimedOut(RunError):
-    """A run exceeded timeout_s. Errors of the agent itself, such as TimeoutError, are not converted to this one.
+    """A run, or a function that rewards it, exceeded timeout_s. The agent's own, such as TimeoutError, are kept.
 
     >>> issubclass(TimedOut, RunError)
     True
@@ -170,7 +170,7 @@ class TooManyFailures(LearnError):
 
 
 class JournalMismatch(LearnError):
-    """The folder contains the journal of another workflow, task set or seed.
+    """The folder contains the journal of another workflow, task set or seed, or another learn uses it.
 
     >>> issubclass(JournalMismatch, LearnError)
     True

@@ -153,7 +153,7 @@ class Journal:
 
 
 class _Lock:
-    """Keeps others from a journal: other processes by a file's lock, which ends with this process, and this one too."""
+    """Keeps others from a journal: other processes, by a lock that ends with this one, and other learns of this one."""
 
     _held: ClassVar[dict[str, _Lock]] = {}  # of this process, where a file's lock keeps nobody out
 

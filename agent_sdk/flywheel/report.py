@@ -51,7 +51,7 @@ class Report:
     rewarded: int = 0
     reward_first: float | None = None
     reward_last: float | None = None
-    dropped: int = 0  # runs whose last retry failed
+    dropped: int = 0  # runs whose last attempt failed
     failures: dict[str, int] = field(default_factory=dict)  # failed attempts, by cause
     version_first: int | None = None
     version_last: int | None = None

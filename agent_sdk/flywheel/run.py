@@ -237,14 +237,14 @@ class SyncRun(Run):
     _token: Token[Any] | None = None
 
     def __enter__(self) -> SyncRun:
-        self._token = current_run.set(self)
+        self._token, self._is_left = current_run.set(self), False
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _leave_context(self._token)
-        self._is_left = True
+        self._is_left = current_run.get() is not self  # else learn sends what is said later
         if kind is None:
             client: Client = self._explorer.owner
             client.drive(self.finish())
@@ -256,14 +256,14 @@ class AsyncRun(Run):
     _token: Token[Any] | None = None
 
     async def __aenter__(self) -> AsyncRun:
-        self._token = current_run.set(self)
+        self._token, self._is_left = current_run.set(self), False
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _leave_context(self._token)
-        self._is_left = True
+        self._is_left = current_run.get() is not self  # else learn sends what is said later
         if kind is None:
             client: AsyncClient = self._explorer.owner
             await client.drive(self.finish())

@@ -63,9 +63,9 @@ class Pin(NamedTuple):
     overrides: Mapping[str, Any]
     defaults: Mapping[str, Any]
 
-    def applied(self, url: httpx.URL, body: dict[str, Any]) -> dict[str, Any]:
+    def applied(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of a chat with the trainee as that of the evaluation; any other one unchanged."""
-        if not _is_for(url, self.origin) or body.get("model") != self.trainee or body.get("store") is False:
+        if body.get("model") != self.trainee or body.get("store") is False:
             return body
         return {**self.defaults, **body, **self.overrides}
 
@@ -88,6 +88,8 @@ class Chats:
         if run is not None and not _is_for(request.url, run.origin):
             run = None
         pin = current_pin.get() if run is None else None
+        if pin is not None and not _is_for(request.url, pin.origin):
+            pin = None
         if request.method == "POST" and (self._overrides or self._defaults or pin or (run and run.guard)):
             request = self._rewritten(request, run, pin)
         if run is not None:
@@ -111,7 +113,7 @@ class Chats:
         if run is not None and run.guard is not None:
             run.guard.check_request(body)
         changed = {**self._defaults, **body, **self._overrides}
-        changed = changed if pin is None else pin.applied(request.url, changed)
+        changed = changed if pin is None else pin.applied(changed)
         if changed == body:
             return request
         headers = [(n, v) for n, v in request.headers.raw if n.lower() not in (b"content-length", b"transfer-encoding")]
@@ -129,9 +131,12 @@ def _fits_header(text: str) -> bool:
 
 
 def _naming(url: httpx.URL, run: Attributed) -> httpx.URL:
-    """Return the address with the run in its path, where every character can be encoded."""
-    begin, version, rest = url.raw_path.partition(b"/v1/")
-    return url.copy_with(raw_path=begin + run_path(run.task_id, run.run_id).encode() + version + rest)
+    """Return a chat's address with the run in its path, where every character can be encoded; others unchanged."""
+    path = url.raw_path
+    at = path.rfind(b"/v1/" if b"/v1/" in path else b"/chat")
+    if at < 0 or b"/run/" in path[:at]:  # no chat, or its address names a run
+        return url
+    return url.copy_with(raw_path=path[:at] + run_path(run.task_id, run.run_id).encode() + path[at:])
 
 
 def run_path(task_id: str, run_id: str) -> str:

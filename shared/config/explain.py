@@ -31,7 +31,7 @@ def explain(error: ValidationError, whole: type[BaseModel], variables: Mapping[t
     """
     first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
     first["loc"] = tuple(part for part in first["loc"] if not _TYPE.fullmatch(str(part)))
-    prefixes = (first["loc"][:length] for length in range(1, len(first["loc"]) + 1))
+    prefixes = (first["loc"][:length] for length in range(len(first["loc"]), 0, -1))
     variable = next((variables[prefix] for prefix in prefixes if prefix in variables), None)
     return (f"environment variable {variable}: " if variable else "") + _line(first, whole)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import sys
 import threading
 from typing import Any
 
@@ -194,6 +195,18 @@ def test_what_comes_after_the_close_is_dropped_and_an_export_does_not_wait_for_i
     exporting.join(10)
     assert not exporting.is_alive()
     assert collector.stats.dropped == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_close_does_not_wait_for_a_thread_that_has_ended(explorer, tmp_path):
+    collector = flywheel.Collector(tmp_path / "chats.jsonl", redact=lambda row: sys.exit(), queue_size=1)
+    chat(collector, explorer.url)
+    collector._thread.join(10)
+    collector.reward("m", quality=0.5)
+    closing = threading.Thread(target=collector.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
 
 
 def test_a_reply_that_is_too_long_is_dropped_and_no_failure(explorer, tmp_path, monkeypatch):

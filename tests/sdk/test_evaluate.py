@@ -7,11 +7,14 @@ import itertools
 import json
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import flywheel
+import httpx
 import openai
 import pytest
+from flywheel.transport import Chats, Pin, current_pin
 
 from tests.sdk.conftest import TASKS, count, learn, rows, say
 from tests.support.servers import publish, wait_until
@@ -42,6 +45,18 @@ def test_chats_of_a_model_object_that_outlives_runs_are_pinned_and_unrecorded_to
         assert {body["temperature"] for body in scripted_engine.script.bodies} == {0.0}
         assert flywheel.evaluate(workflow, TASKS, model=7, **given).failed == len(TASKS), "it is not in service"
     assert rows(explorer) == []
+
+
+async def test_a_request_to_another_host_is_not_read_in_an_evaluation():
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"model": "agent"}'
+
+    token = current_pin.set(Pin("http://explorer:8010", "agent", {"store": False}, {}))
+    try:
+        request = httpx.Request("POST", "http://other:8010/upload", content=pieces())
+        assert Chats(None, {}, {}).prepare(request)[0] is request
+    finally:
+        current_pin.reset(token)
 
 
 def test_runs_of_one_task_are_not_counted_as_further_tasks(explorer):

@@ -6,8 +6,10 @@ import asyncio
 import threading
 
 import flywheel
+import httpx
 import openai
 import pytest
+from flywheel.transport import Chats
 
 from tests.sdk.conftest import rows, said, say, say_async
 
@@ -118,6 +120,16 @@ def test_a_reward_after_the_block_is_refused_because_nothing_would_send_it(clien
             run.reward(0.5)
 
 
+def test_a_run_that_is_entered_again_is_rewarded_at_its_last_end(client, explorer):
+    run = client.run("game")
+    with run:
+        say(run.model)
+    with run:
+        say(run.model)
+        run.reward(0.5)
+    assert [row.reward for row in rows(explorer)] == [0.5, 0.5]
+
+
 def test_credit_may_be_a_function_of_the_messages(client, explorer):
     with client.run(credit=lambda reward, ids: [reward * (n + 1) for n in range(len(ids))]) as run:
         for _ in range(3):
@@ -181,3 +193,17 @@ def test_a_run_may_have_a_name_that_no_header_can_carry(client, explorer, name):
         say(run.model)
         run.reward(0.5)
     assert [(row.task_id, row.run_id, row.reward) for row in rows(explorer)] == [(name, f"{name}/0", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("/v1/gateway/v1/chat/completions", "/v1/gateway/run/a%0Ab/0/v1/chat/completions"),
+        ("/chat", "/run/a%0Ab/0/chat"),
+        ("/run/a%0Ab/0/v1/completions", "/run/a%0Ab/0/v1/completions"),
+        ("/health", "/health"),
+    ],
+)
+def test_an_address_names_a_run_once_before_the_explorer_s_route(client, path, sent):
+    request = httpx.Request("POST", client.url + path)
+    assert Chats(client.run("a\nb"), {}, {}).prepare(request)[0].url.raw_path == sent.encode()

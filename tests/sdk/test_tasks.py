@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from flywheel.config import EarlyStop, LearnConfig
 from flywheel.errors import ConfigError
@@ -44,7 +45,13 @@ def test_options_that_cannot_be_read_are_named(tmp_path, content):
         LearnConfig.load(file)
 
 
-@pytest.mark.parametrize("option", [{"runs_per_task": "8"}, {"epochs": 1.5}, {"max_failed_share": "0.2"}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"runs_per_task": "8"}, {"epochs": 1.5}, {"max_failed_share": "0.2"}, {"retries": -1}, {"seconds": "60"},
+        {"timeout_s": "600"}, {"max_ready_rows": [8]},
+    ],
+)  # fmt: skip
 def test_an_option_of_a_wrong_type_is_named(tmp_path, option):
     file = tmp_path / "options.json"
     file.write_text(json.dumps(option))
@@ -55,3 +62,8 @@ def test_an_option_of_a_wrong_type_is_named(tmp_path, option):
 def test_a_patience_of_no_evaluation_is_refused():
     with pytest.raises(ConfigError, match="patience=0"):
         EarlyStop(patience=0).says_stop([0.5])
+
+
+def test_an_option_may_be_a_number_of_numpy():
+    found = LearnConfig(at_once=np.int64(4), max_failed_share=np.float32(0.5), stop=EarlyStop(patience=np.int64(2)))
+    assert (found.at_once, found.max_failed_share) == (4, 0.5)

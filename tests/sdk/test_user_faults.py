@@ -74,6 +74,15 @@ def test_a_credit_function_that_raises_fails_its_attempt(explorer, tmp_path):
     assert (report.stopped, report.rewarded, report.failures) == ("done", len(TASKS), {"ZeroDivisionError": 1})
 
 
+def test_a_workflow_may_enter_its_run_whose_reward_follows_the_block(explorer, tmp_path):
+    async def workflow(task: Any, model: flywheel.Model, run: flywheel.AsyncRun) -> float:
+        async with run:
+            await say_async(model)
+        return 1.0
+
+    assert learn(explorer, tmp_path, workflow).rewarded == len(TASKS)
+
+
 def exits(*_: Any) -> Any:
     raise SystemExit(2)  # as argparse does
 

@@ -162,6 +162,10 @@ def test_what_cannot_be_meant_is_one_line_with_key_reason_and_remedy(tmp_path, t
         ),
         ({"FLYWHEEL_TRAINER__ALGORITHMS": "{}"}, "trainer.algorithms={} names no algorithm"),
         ({"FLYWHEEL_TRAINER__ALGORITHMS__SFT": "true"}, "trainer.algorithms.sft=True is no weight"),
+        (
+            {"FLYWHEEL_TRAINER": "{algorithm: ppo}", "FLYWHEEL_TRAINER__SEED": "x"},
+            "environment variable FLYWHEEL_TRAINER__SEED: trainer.seed='x'",
+        ),
         ({"FLYWHEEL_TRAINER__ALGORITHMS": "{sft: 1"}, "FLYWHEEL_TRAINER__ALGORITHMS is not YAML; quote it"),
     ],
 )
