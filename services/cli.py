@@ -128,7 +128,7 @@ class _CommandParser(argparse.ArgumentParser):
         return super().add_argument(*names, **about)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if not self._intermixed:
+        if not self._intermixed or "--" in (args or ()):  # intermixed parsing loses what `--` means
             return super().parse_known_args(args, namespace)
         self._intermixed = False  # parse_known_intermixed_args calls this method
         try:

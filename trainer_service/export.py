@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from shared.ledger.given import UNUSABLE, choice_of, names_of, number_of, read_r
 from shared.ledger.queries.lease import check_rewards, rewarded_up_to
 from shared.ledger.queries.preferences import prefer
 from shared.log import StageLogger
-from shared.reward import EVERY_LESSON, Lesson, credit_of, learned_kinds
+from shared.reward import EVERY_LESSON, Lesson, Signal, credit_of, learned_kinds
 from shared.tokenizer import tokenizer_digest
 
 log = StageLogger("train")
+_HARMLESS: dict[str, Any] = {"prompt_ids": [0], "reply_ids": [0], "logprobs": [0.0], "sampling": {}}
 
 
 def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
@@ -34,6 +36,7 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
     """
     ours = tokenizer_digest(model)
     rows, left_out, said = [], Counter[str](), Counter[str]()
+    lost: set[tuple[TrajectoryKey, Signal]] = set()  # corrections of wholes whose last reply is left out
     for number, row in enumerate(read_rows(file), start=1):
         theirs = row.get("tokenizer")
         if theirs is not None and theirs != ours:
@@ -42,17 +45,23 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
                 "model.path to the model that the export is of"
             )
         if row.get("state") == State.DISCARDED:
-            left_out[State.DISCARDED] += 1
+            reason: str = State.DISCARDED
         elif row.get("prompt_ids") is None:
-            left_out["without tokens"] += 1
+            reason = "without tokens"
         else:
             try:
                 rows.append(_experience(number, row, config))
                 said.update({signal.kind for signal in signals_of(row, config.reward)})
+                lost -= _whole_corrections(rows[-1][0])
+                continue
             except UNUSABLE as exc:
-                left_out[f"unusable ({exc})"] += 1
+                reason = f"unusable ({exc})"
+        left_out[reason] += 1
+        with suppress(*UNUSABLE):
+            lost |= _whole_corrections(_experience(number, {**row, **_HARMLESS}, config)[0])
     if not rows:
         raise StartupError(f"{file}: no row has tokens ({_shown(left_out)}); export it again with --tokens")
+    rows = [(_without(row, lost), teaches) for row, teaches in rows]
     spoken_of = {trajectory_key(row) for row, teaches in rows if teaches}
     chosen = [row for row in _with_preferences(_acting(rows)) if trajectory_key(row) in spoken_of]
     left_out["of which nothing was said that is learned from"] += len(rows) - len(chosen)
@@ -96,6 +105,16 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
         signals=tuple(signal for signal in signals if signal.kind in learned),
     )
     return experience, credit.teaches
+
+
+def _whole_corrections(row: Experience) -> set[tuple[TrajectoryKey, Signal]]:
+    return {(trajectory_key(row), one) for one in row.signals if one.kind == "correction" and one.scope != "message"}
+
+
+def _without(row: Experience, lost: set[tuple[TrajectoryKey, Signal]]) -> Experience:
+    """Return the row without corrections that are about a reply that is left out."""
+    kept = tuple(one for one in row.signals if (trajectory_key(row), one) not in lost)
+    return row if len(kept) == len(row.signals) else replace(row, signals=kept)
 
 
 def _acting(rows: list[tuple[Experience, int]]) -> list[Experience]:

@@ -52,13 +52,15 @@ class OfflineTrainer(Trainer):
         """
         settings, vocabulary, context = self._config.trainer, self._learner.vocabulary, self._learner.context
         _require_known_ids(rows, vocabulary)
-        if settings.max_trajectory_tokens is None and context is not None:  # else longer rows were not read
-            rows = within_context(rows, context)
         if settings.rehearse:
             about = {"key": "trainer.rehearse", "value": settings.rehearse}
             log.warning("has no effect", **about, reason="a file is read as often as --epochs says")
         answers = answer_tokenizer(settings, self._base_folder, vocabulary=vocabulary, context=context)
-        return rows if answers is None else answers.with_corrections(rows)
+        if answers is not None:  # before rows are left out: a correction of a whole is about its last reply
+            rows = answers.with_corrections(rows)
+        if settings.max_trajectory_tokens is None and context is not None:  # else longer rows were not read
+            rows = within_context(rows, context)
+        return rows
 
     def _update_all(self, rows: list[Experience], epochs: int, stop: StopRequest) -> None:
         """Run all updates of all epochs. Raises StartupError and Stopped."""

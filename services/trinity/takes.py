@@ -151,7 +151,7 @@ def is_on(value: Any) -> bool:
 
 def chunked_prefill(value: Any, _given: Given) -> Settings:
     """vLLM's default is on."""
-    if value:
+    if is_on(value):
         raise NotNeeded("as vLLM does by itself")
     return {f"{ARGUMENTS}.--enable-chunked-prefill": False}
 

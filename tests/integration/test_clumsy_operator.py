@@ -82,6 +82,12 @@ def test_the_option_for_the_file_may_stand_anywhere(words):
     assert (args.config, args.action, args.version, args.name) == ("FILE", "tag", 0, "best")
 
 
+@pytest.mark.parametrize("words", ["-c FILE -- -rows.jsonl", "-c FILE --commit -- -rows.jsonl"])
+def test_a_file_whose_name_begins_with_a_hyphen_is_named_after_two_hyphens(words):
+    args = build_parser().parse_args(["import", *words.split()])
+    assert (args.config, args.file) == ("FILE", Path("-rows.jsonl"))
+
+
 def test_a_version_and_a_tag_fit_the_ledger(config, ledger):
     with pytest.raises(ConfigError, match="versions retry 99999999999: there is no such version"):
         run_here(config, "versions", "retry", "99999999999")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from tests.support.experiences import make_experiences, rows, samples_of, traine
 from tests.support.processes import run_here
 from trainer_service.batch import make_batch
 from trainer_service.export import read_export
-from trainer_service.offline import within_context
+from trainer_service.offline import OfflineTrainer, within_context
 
 SAID = [[Signal("reward", value=1.0)], [Signal("comment", text="w7 w3"), Signal("correction", text="w9")]]
 
@@ -68,3 +70,31 @@ def test_rows_of_a_file_that_are_longer_than_the_models_context_are_left_out_as_
     assert within_context([short, long], 8) == [short, long]
     with pytest.raises(StartupError, match="longer than the model's context of 7 tokens"):
         within_context([long], 7)
+
+
+ROW = {"prompt_ids": [1], "reply_ids": [2], "logprobs": [-0.5], "conversation_id": "c"}
+WHOLE = {"kind": "correction", "text": "w9", "scope": "conversation"}
+
+
+@pytest.mark.parametrize("left_out", [{"state": "DISCARDED"}, {"prompt_ids": [1] * 99}, {"logprobs": []}])
+def test_a_correction_of_a_whole_is_not_learned_at_an_earlier_turn_if_the_last_reply_is_left_out(
+    left_out, tmp_path, model
+):
+    config = trainer_config(tmp_path, model, algorithm="sft", max_trajectory_tokens=50)
+    first, last = ({**ROW, "msg_id": name, "signals": [WHOLE]} for name in ("m1", "m2"))
+    first["signals"] = [{"kind": "correction", "text": "w3"}, WHOLE]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [first, {**last, **left_out}])))
+    (read,) = read_export(tmp_path / "rows.jsonl", config, model)
+    assert [one.text for one in read.signals] == ["w3"]
+
+
+def test_a_correction_of_a_whole_whose_last_reply_is_longer_than_the_context_is_not_learned_at_an_earlier_turn(
+    tmp_path, model
+):
+    config = trainer_config(tmp_path, model, algorithm="sft")
+    first, last = (replace(rows(1)[0], id=n, conversation_id="c", signals=(Signal(**WHOLE),)) for n in (1, 2))
+    last = replace(last, tokens=replace(last.tokens, prompt_ids=np.ones(50, np.int32)))
+    learner = SimpleNamespace(vocabulary=1000, context=50)
+    trainer = SimpleNamespace(_config=config, _learner=learner, _base_folder=model)
+    (read,) = OfflineTrainer._require_known(trainer, [first, last])
+    assert read is first

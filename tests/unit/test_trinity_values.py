@@ -143,7 +143,9 @@ def test_a_home_folder_that_does_not_exist_is_refused_in_one_line(capsys):
 def test_numbers_and_switches_in_quotes_are_those_without():
     quoted = {"model.max_prompt_tokens": "1024", "model.max_response_tokens": "512", "model.enable_thinking": "false"}
     updates = {"algorithm.optimizer.lr_warmup_steps": "5", "trainer.param_offload": "False"}
+    quoted["explorer.rollout_model.enable_chunked_prefill"] = "false"
     done = convert(Given({**MODEL, **quoted, **updates})).settings
     assert done["engine.max_model_len"] == 1536 and done["trainer.warmup_updates"] == 5
     assert done["engine.extra_args.--default-chat-template-kwargs"] == '{"enable_thinking": false}'
     assert not any("offload" in path for path in done)
+    assert done["engine.extra_args.--enable-chunked-prefill"] is False
