@@ -26,6 +26,7 @@ from shared.reward import EVERY_LESSON, Lesson, Signal, credit_of, learned_kinds
 from shared.tokenizer import tokenizer_digest
 
 log = StageLogger("train")
+# In place of a left-out row's tokens, which may be damaged: its names and signals are still read.
 _HARMLESS: dict[str, Any] = {"prompt_ids": [0], "reply_ids": [0], "logprobs": [0.0], "sampling": {}}
 
 

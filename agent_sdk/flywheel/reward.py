@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flywheel.errors import ConfigError
+from flywheel.wire import to_number
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _read_mapping(result: Mapping[Any, Any], where: str) -> Reward:
 
 
 def _number(value: object, where: str) -> float:
-    with contextlib.suppress(TypeError, ValueError):
-        if not isinstance(value, (str, bytes)):  # an answer such as "42" is no reward
-            return float(value)  # type: ignore[arg-type]
+    number = to_number(value)  # leaves texts: an answer such as "42" is no reward
+    if isinstance(number, (int, float)):
+        return float(number)
     raise ConfigError(f"{where} gave {value!r}: return a number, a mapping of numbers, a Reward or None")
