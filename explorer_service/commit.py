@@ -64,7 +64,8 @@ async def commit_rows(writer: LedgerWriter, metrics: ExplorerMetrics, **scope: A
     while last_id is not None:
 
         def part(connection: Connection, after_id: int = last_id) -> tuple[int, int | None, int]:
-            return *transitions.commit_part(connection, **scope, after_id=after_id), count_ready(connection)
+            count, next_id = transitions.commit_part(connection, **scope, after_id=after_id)
+            return count, next_id, 0 if next_id is not None else count_ready(connection)
 
         count, last_id, ready = await writer.write(part)
         metrics.commit_rows.inc(count)

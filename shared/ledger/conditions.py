@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from shared.ledger.tables import experiences, payloads
 AnyRow = Row[*tuple[Any, ...]]
 UNGROUPED = ""  # in place of a group's name
 MAX_PARAMETERS = 1000  # maximum number of values in one IN list
-_TRAJECTORIES = 50  # maximum number in one condition
+_TRAJECTORIES = 100  # maximum number in one condition
 
 
 def in_parts(column: Column[Any], values: Sequence[Any]) -> Iterator[ColumnElement[bool]]:
@@ -50,17 +51,22 @@ def names_a_run(rows: FromClause = experiences) -> ColumnElement[bool]:
 
 def in_trajectories(keys: Collection[TrajectoryKey]) -> Iterator[ColumnElement[bool]]:
     """Yield conditions that together find the rows of these trajectories; none for a row without a trajectory."""
-    found: list[ColumnElement[bool]] = []
+    known = [key for key in keys if len(key) > 1 or isinstance(key[0], str)]
+    for start in range(0, len(known), _TRAJECTORIES):
+        yield or_(*_of_trajectories(known[start : start + _TRAJECTORIES]))
+
+
+def _of_trajectories(keys: Sequence[TrajectoryKey]) -> Iterator[ColumnElement[bool]]:
+    """Yield one condition for all conversations, and one for all runs of a task within a group."""
+    if conversations := [key[0] for key in keys if len(key) == 1]:
+        yield and_(experiences.c.conversation_id.in_(conversations), not_(names_a_run()))
+    runs: dict[tuple[str | int | None, ...], list[str | int | None]] = defaultdict(list)
     for key in keys:
         if len(key) > 1:
-            group, task_id, run_id = key
-            found.append(
-                and_(in_scope(str(task_id), str(run_id)), in_group(UNGROUPED if group is None else str(group)))
-            )
-        elif isinstance(key[0], str):
-            found.append(and_(experiences.c.conversation_id == key[0], not_(names_a_run())))
-    for start in range(0, len(found), _TRAJECTORIES):
-        yield or_(*found[start : start + _TRAJECTORIES])
+            runs[key[:-1]].append(key[-1])
+    for (group, task_id), names in runs.items():
+        of_task = and_(experiences.c.task_id == task_id, experiences.c.run_id.in_(names))
+        yield and_(of_task, in_group(UNGROUPED if group is None else str(group)))
 
 
 def is_in(state: Column[str], name: str) -> ColumnElement[bool]:

@@ -259,6 +259,15 @@ def test_rows_that_wait_for_a_commit_are_found_by_an_index(ledger):
         assert "ix_experiences_teaching" in plans[0][1], plans[0]
 
 
+def test_a_part_of_a_commit_is_bounded(ledger):
+    record(ledger, *(f"m{number}" for number in range(1200)))
+    with ledger.write() as connection:
+        connection.execute(update(experiences).values(reward=1.0, teaches=Lesson.REWARD))
+    with ledger.write() as connection:
+        count, last_id = transitions.commit_part(connection)
+    assert count == last_id == 500
+
+
 def test_rows_that_were_rewarded_before_do_not_earn_what_is_new_in_their_run(ledger):
     """The last turn is rewarded now, and the first one is back for its comment alone."""
     record(ledger, "m", **RUN)

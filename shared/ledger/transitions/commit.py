@@ -21,7 +21,7 @@ from shared.ledger.queries.rows import count_ready
 from shared.ledger.tables import WAITS, experiences
 from shared.reward import Lesson
 
-_AT_ONCE = 50  # rows with signals whose trajectories become READY together
+_AT_ONCE = 100  # rows with signals whose trajectories become READY together
 _EXPIRED_AT_ONCE = 2_000  # rows
 _COLUMNS = ("id", "task_id", "run_id", "key_group", "conversation_id", "state", "teaches", "taught", "feedback_key")
 _MAY_WAIT = (State.RECORDED, State.CONSUMED)
@@ -48,7 +48,7 @@ def commit_part(
     before: float | None = None,
     key_group: str | None = None,
     after_id: int = 0,
-    at_most: int = 2000,
+    at_most: int = 500,
 ) -> tuple[int, int | None]:
     """RECORDED or CONSUMED → READY for some rows of the scope with signals that have not acted yet, and for the rest of
     their trajectories.
