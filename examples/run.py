@@ -54,6 +54,12 @@ class Example:
     variant: tuple[str, ...] = ()  # options that the recipe depends on; part of the cached model's name
 
 
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError("give 1 or more")
+    return count
+
+
 def parser(name: str, about: str) -> argparse.ArgumentParser:
     """Return a parser with the options that all examples share."""
     found = argparse.ArgumentParser(f"python -m examples.{name}", description=about)
@@ -64,7 +70,7 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
     found.add_argument(
         "--shuffled", action="store_true", help="a control: give each run the reward of another task's run"
     )
-    found.add_argument("--held-out", type=int, metavar="N", help="evaluate only on the first N held-out tasks")
+    found.add_argument("--held-out", type=_count, metavar="N", help="evaluate only on the first N held-out tasks")
     found.add_argument(
         "--root", type=Path, default=Path(f"{name}-data"), help="folder for all output; emptied at start"
     )

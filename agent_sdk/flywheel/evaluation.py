@@ -35,6 +35,10 @@ class Trial:
     timeout_s: float
     params: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        if self.runs_per_task < 1:
+            raise ConfigError(f"runs_per_task={self.runs_per_task}: give 1 or more")
+
 
 async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask], model: Model) -> Evaluation:
     """Run the workflow on each task; failed runs give no reward, and are counted by cause."""

@@ -21,6 +21,9 @@ from explorer_service.engines.slot import EngineSlot
 from explorer_service.errors import NO_JSON, InvalidReply
 from shared.experience import CorruptTokens, Sample, TokenArray, Tokens
 
+_MAX_FINISH_REASON = 40  # characters that are stored
+_Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
 
 class _Logprob(msgspec.Struct, gc=False):
     logprob: float
@@ -32,7 +35,7 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    index: int
+    index: _Index
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None  # of a plain completion
     logprobs: _Logprobs | None = None
@@ -190,7 +193,7 @@ class _Captured:
             version_end=slot.last_version,
             tokens=tokens,
             sampling=replace(slot.engine.sampling_defaults, **chat.sampling),
-            finish_reason=self.finish_reason,
+            finish_reason=None if self.finish_reason is None else self.finish_reason[:_MAX_FINISH_REASON],
             created_at=chat.created_at,
             latency_s=time.perf_counter() - chat.received_at,
             task_id=attribution.task_id,

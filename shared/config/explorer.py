@@ -24,6 +24,7 @@ from shared.config.base import (
 from shared.config.keys import KeyConfig
 
 _ADDRESS = re.compile(r"https?://[^/?#]+")
+_HOST = r"^([A-Za-z0-9._-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$"  # a name, an IPv4 address or an IPv6 address
 
 
 class EngineAddress(Section):
@@ -116,8 +117,8 @@ class ExplorerConfig(Section):
     """Keys and their roles; without keys the explorer listens on loopback only."""
     open_feedback_from: tuple[str, ...] = ()
     """Networks (CIDR) that may send feedback and commits without a key."""
-    allowed_hosts: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], ...] = ()
-    """Host names of an explorer without keys, besides localhost and loopback addresses; without ports."""
+    allowed_hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = ()
+    """Host names and addresses of an explorer without keys, besides loopback; without ports and brackets."""
     max_connections: Count = 8_000
     """Maximum number of connections in each worker, within the limit of open files. A further connection closes the one
     that has been without a complete request for the longest time."""

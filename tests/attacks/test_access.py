@@ -83,6 +83,12 @@ def test_our_own_names_and_pages_pass(explorer, host):
     assert ask(explorer, "POST", "/commit", Host=host).status_code == 200
 
 
+def test_an_ipv6_address_that_is_allowed_passes(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], allowed_hosts=["fd00::1"]).wait_ready()
+    statuses = [ask(explorer, "GET", "/status", Host=host).status_code for host in ("[fd00::1]:8010", "[fd00::2]:8010")]
+    assert statuses == [200, 403]
+
+
 def damage_probe(explorer, version: int, damage) -> None:
     """Publish a version whose manifest is damaged after it was written."""
     folder = write_scripted_version(explorer.config.root, version, -1.0)

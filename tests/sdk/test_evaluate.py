@@ -261,3 +261,8 @@ async def test_an_evaluation_that_failed_starts_no_further_run(explorer):
         await flywheel.aevaluate(workflow, TASKS, model=0, url=explorer.url, at_once=1)
     await asyncio.sleep(0.1)
     assert len(started) <= 2
+
+
+def test_an_evaluation_of_no_runs_is_refused(explorer):
+    with pytest.raises(flywheel.ConfigError, match="runs_per_task=0"):
+        flywheel.evaluate(lambda task: 1.0, TASKS, model=0, url=explorer.url, runs_per_task=0)

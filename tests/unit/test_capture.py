@@ -87,12 +87,19 @@ def test_what_a_stream_said_before_an_error_is_no_sample():
     assert joined(*said, b'data: {"error":{"message":"engine core died"}}\n\n') == []
 
 
+def test_a_finish_reason_longer_than_its_column_is_shortened():
+    (sample,) = joined(event(0, {"content": "a"}, 1, finish_reason="r" * 41))
+    assert sample.finish_reason == "r" * 40
+
+
 @pytest.mark.parametrize(
     "text",
     [
         b"{not json",
         b'{"id":"m","choices":[{"delta":{}}]}',
         b'{"id":"m","choices":[{"index":0,"token_ids":"x"}]}',
+        b'{"id":"m","choices":[{"index":2147483648,"delta":{}}]}',
+        b'{"id":"m","choices":[{"index":-1,"delta":{}}]}',
         b'{"id":"m","choices":[{"index":0,"delta":{"content":"\xff"}}]}',
         b'{"id":"m","choices":[{"index":0,"delta":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}]}",
     ],
