@@ -8,7 +8,8 @@ import pytest
 from shared.config import ReinforcePPConfig
 from tests.support.batches import array, batch_of, precomputed, sequence
 from trainer_service.algorithms.advantages import bound_outliers, gae, returns, running_moments, shaped_rewards, whiten
-from trainer_service.algorithms.seam import one_each
+from trainer_service.algorithms.seam import Batch, one_each
+from trainer_service.trajectories import Trajectory
 
 
 def test_gae_equals_numbers_computed_by_hand():
@@ -149,3 +150,19 @@ def test_a_penalty_in_the_loss_is_not_in_the_reward():
     assert shaped_rewards(batch, one_each([0]), precomputed(batch, reference=[array(-9)]), config, {})[0].tolist() == [
         1
     ]
+
+
+@pytest.mark.parametrize("turns", [[0, 0, 0], [0, 1, 2], [0, 1, 0], [0, 1, 1], [0, 0, 1]], ids=str)
+def test_a_turn_pays_for_later_turns_whether_or_not_they_merged(turns):
+    """Turns of two actions, which cost 0.5 · (0.1, 0.2 and 0.3) and lead to an outcome of 1; turns: their sequences."""
+    count = max(turns) + 1
+    own = [[turn for turn, number in enumerate(turns) if number == one] for one in range(count)]
+    made = [sequence([0.0] * (2 * len(some) - 1) + [1.0], ends=range(1, 2 * len(some), 2)) for some in own]
+    run = Trajectory(None, made, turns, [None] * 3, 1.0, families=list(range(count)))
+    batch = Batch.of([run])
+    gaps = [[-0.1 * (turn + 1) * first - 1.0 for turn in some for first in (1, 0)] for some in own]
+    seen = precomputed(batch, reference=[array(*gap) for gap in gaps])
+    shaped = shaped_rewards(batch, one_each(range(count)), seen, ReinforcePPConfig(kl_coef=0.5), {})
+    earned = [returns(rewards, 1.0) for rewards in shaped]
+    found = [float(earned[number][begin]) for number, begin, _ in run.turn_spans()]
+    np.testing.assert_allclose(found, [1 - 0.5 * 0.6, 1 - 0.5 * 0.5, 1 - 0.5 * 0.3], rtol=1e-6)

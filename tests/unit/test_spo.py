@@ -11,7 +11,7 @@ import pytest
 from shared.config import SPOConfig
 from tests.support.batches import precomputed, rows_batch
 from tests.unit.test_groups import row
-from trainer_service.algorithms.advantages import Attempt, attempts, tracked
+from trainer_service.algorithms.attempts import Attempt, attempts, tracked
 from trainer_service.algorithms.spo import SPO
 
 

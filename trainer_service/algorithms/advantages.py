@@ -1,4 +1,4 @@
-"""Advantages: how much better each action was than expected. One function for each kind of expectation.
+"""Advantages: how much better each action was than expected. Those of attempts are in attempts.py.
 
 Generalized advantage estimation (Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE", eq. 11-16):
 
@@ -11,41 +11,23 @@ A global baseline (Hu et al. 2025, "REINFORCE++", arXiv 2501.03262): mean and st
     G_t = r_t + γ G_{t+1}                backwards from the end of the trajectory
     Â_t = (G_t − mean G) / std G         over all tokens of the batch, and of earlier ones while batches are small
 
-A group (Shao et al. 2024, "DeepSeekMath", section 4.1; leave-one-out: Kool et al. 2019, Ahmadian et al. 2024): the
-attempts at one task.
-
-    Â = (R − mean R) / std R             over the attempts of the group
-    Â = R − mean of the others' R        leave-one-out
-
-A tracker (Xu & Ding 2025, "Single-stream Policy Optimization", arXiv 2509.13232): earlier scores of similar attempts.
-
-    n ← 2^−h n + 1,  m ← m + (R − m) / n       h: half-lives since the last attempt; at each of three levels
-    v_l = (n_l m_l + κ v_{l−1}) / (n_l + κ)    from all attempts (l = 1) to those of a system prompt and of a task
-    Â = R − v_3                                with the values before the batch
-
-n m and n (1 − m) are the two counts of a Beta distribution if R lies in [0, 1]; n and m are those of a Gaussian mean.
-
 A state is the text before a sampled token, an action is the token. Tokens that were not sampled (prompts, tool results)
 are not actions: t runs only over the sampled tokens of a trajectory. Shapes: A actions of one trajectory.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
 
 import numpy as np
 import torch
 
-from shared.config import GroupConfig, SPOConfig, SurrogateConfig
-from trainer_service.algorithms.seam import Batch, Figures, Floats, Memory, Precomputed, Unit, pick
+from shared.config import SurrogateConfig
+from trainer_service.algorithms.seam import Batch, Floats, Memory, Precomputed, Unit, pick
 from trainer_service.algorithms.surrogates import divergence
 from trainer_service.trajectories import Trajectory
 
-Span = tuple[int, int, int]  # actions: index of a sequence of the units, first action, index after the last
-Part = tuple[int, list[Span]]  # number of turns before it; its spans
 _REWARDS = 1024  # sequences over which the deviation of their turns' returns is taken
 _SAME = 1e-6  # a smaller standard deviation, relative to the mean, is a rounding error
 
@@ -112,9 +94,43 @@ def shaped_rewards(
     """Return rewards of the units' sequences, [A] each, minus a KL penalty for each token if it is in the reward.
 
     r_t = reward − β KL_t, with k1 β (log π_prox − log π_ref)                             (Ziegler et al. 2019, eq. 2)
+
+    The last action of a turn also pays for the later turns of its trajectory in other sequences, so that a turn's
+    return does not depend on whether turns merged. units: one for each sequence.
     """
     rewards, penalties = given_rewards(batch, units, config, memory), kl_penalties(units, precomputed, config)
-    return [r - penalty for r, penalty in zip(rewards, penalties, strict=True)] if penalties else rewards
+    if not penalties:
+        return rewards
+    shaped = [r - penalty for r, penalty in zip(rewards, penalties, strict=True)]
+    number = numbers_of(units)
+    for trajectory, places in zip(batch.trajectories, batch.members, strict=True):
+        if len(places) < 2 or places[0] not in number:
+            continue
+        spans = [(number[places[one]], begin, end) for one, begin, end in trajectory.turn_spans()]
+        costs = [float(penalties[one][begin:end].sum()) for one, begin, end in spans]
+        for (one, _, end), later in zip(spans, _in_other_sequences(trajectory, costs), strict=True):
+            shaped[one][end - 1] -= later
+    return shaped
+
+
+def _in_other_sequences(trajectory: Trajectory, costs: list[float]) -> list[float]:
+    """For each turn: what later turns in other sequences cost, without those of alternatives.
+
+    As differences: the sum of the results from a turn to the end of its sequence is what they cost after that turn.
+    """
+    own, following = defaultdict[int, float](float), defaultdict[int, float](float)
+    found = []
+    turns = zip(trajectory.turns, costs, trajectory.totals(costs), strict=True)
+    for number, cost, total in reversed(list(turns)):
+        own[number] += cost
+        found.append(total - own[number] - following[number])
+        following[number] = total - own[number]
+    return found[::-1]
+
+
+def numbers_of(units: list[Unit]) -> dict[int, int]:
+    """Return the index of each unit by the place of its sequence. units: one for each sequence."""
+    return {unit.members[0]: position for position, unit in enumerate(units)}
 
 
 def given_rewards(batch: Batch, units: list[Unit], config: SurrogateConfig, memory: Memory) -> list[Floats]:
@@ -155,146 +171,3 @@ def bound_outliers(rewards: list[Floats], ends: list[list[int]], bound: float | 
         if (np.abs(own - centre) > width).any():
             r[places] = -np.diff(own.clip(centre - width, centre + width), append=0.0)
     return bounded
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What one score is for: a trajectory, one of its alternatives, or a turn."""
-
-    group: Hashable  # attempts of one group are compared
-    levels: tuple[str, ...]  # keys in a tracker: all, its system prompt, its task
-    score: float  # its undiscounted return minus its KL penalty
-    spans: list[Span]  # its actions
-
-
-def attempts(
-    batch: Batch,
-    units: list[Unit],
-    precomputed: Precomputed,
-    config: SurrogateConfig,
-    memory: Memory,
-    *,
-    by_turn: bool = False,
-    prompt_tokens: int = 0,
-) -> list[Attempt]:
-    """Return the attempts of a batch. units: one for each sequence. prompt_tokens: length of a system prompt's prefix.
-
-    Attempts at one task form a group. Without a task, the alternatives of a trajectory form one, and so do trajectories
-    that start with choices of one message for one prompt. Turns of a group are compared if equally many turns precede
-    them in their trajectories.
-    """
-    rewards = given_rewards(batch, units, config, memory)
-    penalties = kl_penalties(units, precomputed, config) or [np.zeros_like(one) for one in rewards]
-    earned = [returns(one, 1.0) for one in rewards]
-    number = {unit.members[0]: position for position, unit in enumerate(units)}
-    found: list[Attempt] = []
-    for position, (trajectory, places) in enumerate(zip(batch.trajectories, batch.members, strict=True)):
-        if not places or places[0] not in number:
-            continue
-        task = None if trajectory.task_id is None else (trajectory.key_group, trajectory.task_id)
-        prompt = trajectory.sequences[0].token_ids[: int(trajectory.sequences[0].actions[0])].tolist()
-        levels = ("", _digest("prompt", prompt[:prompt_tokens]), *(() if task is None else (_digest("task", task),)))
-        group = task or (trajectory.msg_id or position, _digest("prompt", prompt))
-        parts = _parts(trajectory, [number[place] for place in places], rewards, by_turn=by_turn)
-        costs = [sum(float(penalties[one][begin:end].sum()) for one, begin, end in spans) for _, spans in parts]
-        for (turn, spans), cost in zip(parts, trajectory.totals(costs) if by_turn else costs, strict=True):
-            first, begin, _ = spans[0]
-            found.append(Attempt((group, turn), levels, float(earned[first][begin]) - cost, spans))
-    return found
-
-
-def _parts(trajectory: Trajectory, own: list[int], rewards: list[Floats], *, by_turn: bool) -> list[Part]:
-    """Return what has its own score in a trajectory: the number of turns before it, and its spans."""
-    if by_turn:
-        spans = [(own[number], begin, end) for number, begin, end in trajectory.turn_spans()]
-        return [(depth, [span]) for depth, span in zip(trajectory.turn_depths(), spans, strict=True)]
-    spans = [(one, 0, len(rewards[one])) for one in own]
-    return [(0, [span]) for span in spans] if trajectory.has_alternatives else [(0, spans)]
-
-
-def group_advantages(
-    batch: Batch,
-    units: list[Unit],
-    precomputed: Precomputed,
-    config: GroupConfig,
-    memory: Memory,
-    *,
-    by_turn: bool = False,
-    leave_one_out: bool = False,
-) -> tuple[list[Floats], Figures]:
-    """Return advantages of the units' sequences, [A] each: attempts, or turns, are compared within their groups."""
-    found = attempts(batch, units, precomputed, config, memory, by_turn=by_turn)
-    advantages, figures = grouped(found, config, memory, leave_one_out=leave_one_out)
-    return spread(found, advantages, pick(precomputed.proximal, units)), figures
-
-
-def spread(found: list[Attempt], advantages: Sequence[float], like: list[Floats]) -> list[Floats]:
-    """Assign each attempt's advantage to all its actions: [A] for each sequence, shaped like `like`."""
-    arrays = [np.zeros_like(one) for one in like]
-    for attempt, advantage in zip(found, advantages, strict=True):
-        for number, begin, end in attempt.spans:
-            arrays[number][begin:end] = advantage
-    return arrays
-
-
-def grouped(
-    found: list[Attempt], config: GroupConfig, memory: Memory, *, leave_one_out: bool
-) -> tuple[list[float], Figures]:
-    """Compare each attempt with its group; a group of one with the mean of all scores. Changes `memory`."""
-    scores, advantages = np.array([one.score for one in found]), np.zeros(len(found))
-    mean, std = running_moments(memory, [np.array([one.score], np.float32) for one in found], config.baseline_sequences)
-    members: dict[Hashable, list[int]] = {}
-    for number, one in enumerate(found):
-        members.setdefault(one.group, []).append(number)
-    equal = 0
-    for own in members.values():
-        count, centre, deviation = len(own), mean, std
-        if count > 1:
-            centre, deviation = float(scores[own].mean()), float(scores[own].std(ddof=1))
-            equal += is_zero(deviation, centre)
-        width = {"group": deviation, "batch": std, "none": 1.0}[config.scale]
-        if is_zero(deviation, centre) or is_zero(width, centre if config.scale == "group" else mean):
-            continue
-        stretch = count / (count - 1) if leave_one_out and count > 1 else 1.0  # gives R − mean of the others
-        advantages[own] = stretch * (scores[own] - centre) / width
-    singles = sum(len(own) == 1 for own in members.values())
-    figures = {"groups": len(members), "groups_of_one": singles, "groups_of_equals": equal, "baseline": mean}
-    return advantages.tolist(), {name: float(value) for name, value in figures.items()}
-
-
-def tracked(found: list[Attempt], memory: Memory, drift: float, config: SPOConfig) -> list[float]:
-    """Return v of each attempt from the values before this batch; then add the batch to `memory`.
-
-    drift: KL divergence of the trainer's policy from the samplers', nats per token.
-    memory: "clock", half-lives so far; "seen", by key: n, m and the clock at the last attempt.
-    """
-    low, high = config.bounds or (0.0, 1.0)
-    scores = [(one.score - low) / (high - low) for one in found]
-    if config.bounds is not None:
-        scores = [min(max(score, 0.0), 1.0) for score in scores]
-    clock = memory.get("clock", 0.0)
-    clock += drift / config.half_life_kl if config.half_life_kl is not None else 0.0
-    clock += 1 / config.half_life_updates if config.half_life_updates is not None else 0.0
-    seen: dict[str, list[float]] = memory.get("seen", {})
-    values = []
-    for attempt in found:
-        value = 0.5 if config.bounds is not None else float(np.mean(scores))
-        for key in attempt.levels:
-            count, mean, at = seen.get(key, (0.0, 0.0, clock))
-            count *= 2.0 ** (at - clock)
-            value = (count * mean + config.shrinkage * value) / (count + config.shrinkage)
-        values.append(low + (high - low) * value)
-    for attempt, score in zip(found, scores, strict=True):
-        for key in reversed(attempt.levels):  # orders keys by last use, and keeps the key of all attempts
-            count, mean, at = seen.pop(key, (0.0, 0.0, clock))
-            count = count * 2.0 ** (at - clock) + 1
-            seen[key] = [count, mean + (score - mean) / count, clock]
-    for key in list(seen)[: max(0, len(seen) - config.max_keys)]:
-        del seen[key]
-    memory.update(clock=clock, seen=seen)
-    return values
-
-
-def _digest(*parts: object) -> str:
-    """Return a name for a level with 16 characters."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -14,7 +14,7 @@ Departures, each with its source or reason:
 from __future__ import annotations
 
 from shared.config import RLOOConfig
-from trainer_service.algorithms.advantages import group_advantages
+from trainer_service.algorithms.attempts import group_advantages
 from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Precomputed, Unit
 from trainer_service.algorithms.surrogates import PolicyGradient, policy_constants
 

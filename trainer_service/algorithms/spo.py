@@ -5,7 +5,7 @@
 
 Departures, each with its source or reason:
 1. The paper stores a value for each prompt. Prompts in production do not repeat: v is an estimate for the task, shrunk
-   towards the one for the system prompt, which is shrunk towards the one for all; see advantages.tracked.
+   towards the one for the system prompt, which is shrunk towards the one for all; see attempts.tracked.
 2. Earlier scores lose weight with KL divergence, as in the paper, and with age. The divergence is between the samplers
    of a batch and the trainer's policy: it is known without another forward pass.
 3. Unbounded rewards have a Gaussian tracker; bounded ones a Beta tracker, as in the paper.
@@ -18,7 +18,8 @@ from __future__ import annotations
 import numpy as np
 
 from shared.config import SPOConfig
-from trainer_service.algorithms.advantages import attempts, running_moments, spread, standardize, tracked
+from trainer_service.algorithms.advantages import running_moments, standardize
+from trainer_service.algorithms.attempts import attempts, spread, tracked
 from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Precomputed, Unit
 from trainer_service.algorithms.surrogates import PolicyGradient, policy_constants
 
