@@ -14,8 +14,10 @@ import torch
 from shared.config import GRPOConfig, RLOOConfig, StepGRPOConfig
 from shared.experience import Experience, Sampling, Tokens
 from tests.support.batches import loss_of, precomputed, rows_batch
+from trainer_service.algorithms.attempts import attempts
 from trainer_service.algorithms.grpo import GRPO
 from trainer_service.algorithms.rloo import RLOO
+from trainer_service.algorithms.seam import one_each
 from trainer_service.algorithms.step_grpo import StepGRPO
 
 FREE = {"kl_coef": 0.0, "outlier_bound": None}
@@ -162,6 +164,17 @@ def test_a_kl_penalty_in_the_reward_counts_in_the_score_of_a_run():
     got, _ = advantages(RLOO(config), rows, reference=[np.array([-1.5, -1.3], np.float32), np.full(2, -1, np.float32)])
     score = 1 - 0.5 * (0.5 + 0.3)
     assert [one[0] for one in got] == pytest.approx([score, -score])
+
+
+@pytest.mark.parametrize("prompt", [(1, 2, 51, 51, 7), (3, 9)], ids=["merged", "rewritten"])
+def test_a_choice_pays_the_kl_penalty_of_the_turns_after_it_whether_or_not_they_merged(prompt):
+    config = RLOOConfig(outlier_bound=None, kl_coef=0.5, kl="k1", kl_in="reward")
+    rows = [row(number, None, None, 1.0, conversation_id="c") for number in (1, 2)]
+    rows.append(row(3, None, None, 0.0, conversation_id="c", prompt=prompt, parent_id="m1"))
+    batch = rows_batch(rows)
+    seen = precomputed(batch, reference=[np.full(len(one.actions), -1.1, np.float32) for one in batch.sequences])
+    first, *_ = attempts(batch, one_each(batch.rewarded), seen, config, {})
+    assert first.score == pytest.approx(1 - 0.5 * 4 * 0.1)
 
 
 def test_by_turn_a_kl_penalty_in_the_reward_counts_for_later_turns_also_where_turns_do_not_merge():

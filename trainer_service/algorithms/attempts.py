@@ -79,12 +79,22 @@ def attempts(
         prompt = trajectory.sequences[0].token_ids[: int(trajectory.sequences[0].actions[0])].tolist()
         levels = ("", _digest("prompt", prompt[:prompt_tokens]), *(() if task is None else (_digest("task", task),)))
         group = task or (trajectory.msg_id or position, _digest("prompt", prompt))
-        parts = _parts(trajectory, [number[place] for place in places], rewards, by_turn=by_turn)
-        costs = [sum(float(penalties[one][begin:end].sum()) for one, begin, end in spans) for _, spans in parts]
-        for (turn, spans), cost in zip(parts, trajectory.totals(costs) if by_turn else costs, strict=True):
+        own = [number[place] for place in places]
+        paid = _paid(trajectory, own, penalties)
+        for turn, spans in _parts(trajectory, own, rewards, by_turn=by_turn):
             first, begin, _ = spans[0]
-            found.append(Attempt((group, turn), levels, float(earned[first][begin]) - cost, spans))
+            found.append(Attempt((group, turn), levels, float(earned[first][begin]) - paid[first, begin], spans))
     return found
+
+
+def _paid(trajectory: Trajectory, own: list[int], penalties: list[Floats]) -> dict[tuple[int, int], float]:
+    """Return what each turn pays for itself and later turns, whether or not they merged: by sequence and first action.
+
+    own: indices of the trajectory's sequences in `penalties`.
+    """
+    spans = [(own[number], begin, end) for number, begin, end in trajectory.turn_spans()]
+    costs = [float(penalties[one][begin:end].sum()) for one, begin, end in spans]
+    return {(one, begin): paid for (one, begin, _), paid in zip(spans, trajectory.totals(costs), strict=True)}
 
 
 def _parts(trajectory: Trajectory, own: list[int], rewards: list[Floats], *, by_turn: bool) -> list[Part]:
