@@ -99,6 +99,19 @@ def test_a_state_is_deleted_only_where_its_version_s_number_is_reserved(reserved
         remove_leftovers(tmp_path, ledger, "trainer")
 
 
+def test_a_trainer_that_was_killed_while_it_saved_its_last_version_s_state_before_its_exit_starts_again(
+    tmp_path, ledger
+):
+    about = {"step": 1, "version": 1, "state_path": None, "state_sha256": None}
+    with ledger.write() as connection:
+        transitions.announce_trainer(connection, name="trainer", **about)
+    write_scripted_version(tmp_path, reserve(ledger, "trainer"), -1.0)
+    with ledger.write() as connection:
+        transitions.publish_ahead(connection, version=2, trainer="trainer", parent=1, kind="full", step=2)
+    (tmp_path / "trainer/trainer/state-000002").mkdir(parents=True)
+    assert remove_leftovers(tmp_path, ledger, "trainer").version == 1
+
+
 def test_the_base_model_s_folder_that_a_crash_left_is_no_other_ledger_s(tmp_path):
     write_scripted_version(tmp_path, 0, -1.0)
     with contextlib.closing(Ledger.open(make_config(tmp_path, ["http://e0"]).ledger_url)) as ledger:
