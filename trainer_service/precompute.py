@@ -71,10 +71,12 @@ class Precompute:
         """Return log π and entropy of each action under the current weights; empty for sequences of other ranks."""
         self._backend.module.eval()
         logprobs, entropies = [_NOTHING] * len(sequences), [_NOTHING] * len(sequences)
+        own = set(self._packer.share(sequences, places))
         for micro in self._pack(sequences, places):
             scores: Scores = self._backend(micro, entropies=True, values=False)
-            scatter(scores["logprobs"], micro, logprobs)
-            scatter(scores["entropy"], micro, entropies)
+            if own.issuperset(micro.members):  # else it only pads the number of passes
+                scatter(scores["logprobs"], micro, logprobs)
+                scatter(scores["entropy"], micro, entropies)
         return logprobs, entropies
 
     def _teach(self, batch: Batch, name: str, units: list[Unit], top: int) -> dict[str, list[Any]]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from tests.integration.test_update import build
-from tests.support.batches import rows_batch
+from tests.support.batches import batch_of, rows_batch, sequence
 from tests.support.experiences import make_experiences
 from trainer_service import drift
 from trainer_service.algorithms.seam import Batch
+from trainer_service.logprobs import Scores
+from trainer_service.packer import Packer
+from trainer_service.packing import MicroBatch, Rows
+from trainer_service.precompute import Precompute
+from trainer_service.ranks import Ranks
 
 
 def log_policy(policy, batch: Batch) -> list[torch.Tensor]:
@@ -46,6 +53,39 @@ def test_the_figures_after_an_update_are_those_of_plain_forward_passes(algorithm
         assert stats["grad_norm_policy"] > 0 and stats["grad_norm_critic"] > 0
     else:
         assert "kl_to_base" not in stats and "grad_norm_critic" not in stats
+
+
+class OneOfTwo(Ranks):
+    """A rank whose partner makes as many passes, and measures what it itself does."""
+
+    def largest(self, value: int) -> int:
+        return max(2, value)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        self.measured = value
+        return [value, value]
+
+
+class EvenOdds(torch.nn.Module):
+    """Every token has a probability of ½ and an entropy of 1."""
+
+    module = property(lambda self: self)
+
+    def forward(self, micro: MicroBatch, **_: Any) -> Scores:
+        return {"logprobs": torch.full((len(micro.actions_K),), -0.7), "entropy": torch.ones(len(micro.actions_K))}
+
+
+def test_a_sequence_that_is_computed_again_to_even_out_the_passes_of_the_ranks_counts_once():
+    """Of three sequences that take a pass each, one rank has the longest, and the other one two."""
+    batch = batch_of(*(sequence([1.0] * length) for length in (12, 6, 5)))
+    nothing = {name: [np.empty(0, np.float32)] * 3 for name in ("proximal", "reference")}
+    counts = []
+    for rank in range(2):
+        ranks = OneOfTwo(rank, 2, None, 1.0)
+        precompute = Precompute(EvenOdds(), None, Packer(ranks, torch.device("cpu"), 16, Rows.SINGLE))
+        drift.Drift(precompute, ranks, batch, nothing).measure()
+        counts.append(ranks.measured["entropy_after"][1])
+    assert counts == [12, 6 + 5]
 
 
 def test_the_sample_is_bounded_and_prefers_what_was_sampled(model, monkeypatch):
