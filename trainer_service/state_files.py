@@ -56,7 +56,7 @@ def write_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
 def read_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
     """Load what `write_state` wrote into a new engine. folder: None on every rank but 0.
 
-    Raises ConfigError if it belongs to another model or algorithm, StartupError if it is damaged.
+    Raises ConfigError if it belongs to another model, algorithm or optimizer, StartupError if it is damaged.
     """
     state, parameters = backend.state, backend.trained_parameters()
     about = backend.ranks.broadcast_json(None if folder is None else _read_progress(folder))
@@ -66,6 +66,8 @@ def read_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
             _require_layout(folder, kind, _layout(backend))
     if moments:
         state.make_moments()
+        if folder is not None:
+            _require_moments(folder, moments, state.moments())
     for kind in (None, *moments):
         for name, whole in _tensors(backend, folder, kind):
             state.write(parameters[name], whole, kind)
@@ -137,6 +139,16 @@ def _require_layout(folder: Path, kind: str | None, layout: dict[str, Tensor]) -
                 f"{found.get(name, 'not in it')}, and {layout.get(name, 'not there')} in the model; restore these "
                 "settings or set another trainer.name"
             )
+
+
+def _require_moments(folder: Path, saved: list[str], own: list[str]) -> None:
+    """Raise ConfigError unless the optimizer keeps each value that was saved for a weight."""
+    if not set(saved) <= set(own):
+        raise ConfigError(
+            f"the trainer's state {folder} has {', '.join(saved)} for each weight, and trainer.deepspeed.optimizer "
+            f"keeps {', '.join(own) or 'nothing'}; set the optimizer that saved it, or set another trainer.name: it "
+            "begins at the newest version, with new moments"
+        )
 
 
 def _layout(backend: DeepSpeedBackend) -> dict[str, Tensor]:

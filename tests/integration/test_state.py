@@ -54,8 +54,9 @@ def rows(model):
 
 
 @contextlib.contextmanager
-def learner_of(root: Path, model: Path, zero: dict[str, object], **trainer):
-    config = trainer_config(root, model, deepspeed={"zero_optimization": zero}, **trainer)
+def learner_of(root: Path, model: Path, zero: dict[str, object], optimizer: dict[str, object] | None = None, **trainer):
+    deepspeed = {"zero_optimization": zero} | ({} if optimizer is None else {"optimizer": optimizer})
+    config = trainer_config(root, model, deepspeed=deepspeed, **trainer)
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
         ensure_base_version(config, ledger)
     base, ranks = config.root / version_path(0), join_ranks(60)
@@ -171,6 +172,13 @@ def test_a_state_of_another_model_is_refused_with_the_first_weight_that_differs(
         "is of another model or algorithm: 'policy.lm_head.weight' is not in it, and F32 [208, 64] in the model"
         in refusal(tmp_path / "second", other, state)
     )
+
+
+def test_a_state_of_another_optimizer_is_refused_with_what_each_keeps(tmp_path, model, saved):
+    sgd = {"type": "SGD", "params": {"momentum": 0.9}}
+    expected = "has exp_avg, exp_avg_sq for each weight, and trainer.deepspeed.optimizer keeps momentum_buffer"
+    with learner_of(tmp_path, model, {"stage": 0}, sgd) as learner, pytest.raises(ConfigError, match=expected):
+        learner.load(saved[1])
 
 
 @pytest.mark.parametrize(
