@@ -39,6 +39,8 @@ from shared.versions import MANIFEST, verify_version, version_path
 if TYPE_CHECKING:
     from torch import Tensor
 
+LONGEST_EXPORT_S = 86_400.0
+
 
 def export_model(config: Config, version: int, target: Path, *, merged: bool) -> Gap:
     """Write a version into a new folder. Returns the difference between its probe and the trainer's.
@@ -69,12 +71,15 @@ def export_model(config: Config, version: int, target: Path, *, merged: bool) ->
 
 @contextmanager
 def _leased_version(ledger: Ledger, version: int) -> Iterator[VersionRow]:
-    """Yield a version whose files are leased while they are read. Raises StartupError."""
+    """Yield a version whose files are leased while they are read, but not for longer than an export takes: it may die.
+
+    Raises StartupError.
+    """
     reader, owner = f"export {process_name()}", process_name()
     rows = {row.version: row for row in ledger.fetch(list_versions)}
     with ledger.write() as connection:
         held = version in rows and transitions.lease_version(
-            connection, version, reader=reader, purpose=Purpose.EXPORT, owner=owner, lasts=True
+            connection, version, reader=reader, purpose=Purpose.EXPORT, owner=owner, lasts_s=LONGEST_EXPORT_S
         )
     if not held:
         there = ", ".join(str(row.version) for row in rows.values() if row.has_files)
