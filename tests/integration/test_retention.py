@@ -179,6 +179,13 @@ def test_an_export_that_dies_on_another_machine_keeps_its_version_for_a_day(tmp_
     assert found == [[0, 1, 3, 4], [0, 3, 4]]
 
 
+def test_a_version_that_its_trainer_still_writes_is_not_exported(tmp_path, ledger, config):
+    make_line(ledger, tmp_path, served=1, newest=1)
+    assert write(ledger, lambda c: transitions.reserve_version(c, writer="trainer")) == 2
+    with pytest.raises(StartupError, match="version 2 is not published yet; versions with files: 0, 1"):
+        export_model(config, 2, tmp_path / "out", merged=False)
+
+
 def test_nobody_reads_what_is_given_up(tmp_path, ledger):
     make_line(ledger, tmp_path, served=4, newest=4)
     assert write(ledger, give_up) == [1, 2]
