@@ -160,11 +160,14 @@ class AdapterController:
             return str(error)
 
     async def _load(self, target: TargetVersion) -> str | None:
-        """Like `_bring_in`. Raises VersionError, EngineUnavailable, NotOwner."""
+        """Like `_bring_in`. Raises EngineUnavailable, NotOwner."""
         try:
             async with while_open(self._engine):
                 target = await self._take_up.stage(target)
             await self._take_up.run(target, None)
+        except VersionError as error:  # if an engine has proven the version, only the copy here may be damaged
+            await self._blame.condemn(target, str(error))
+            return str(error)
         except (LoadUndone, ProbeMismatch) as error:
             is_technical = isinstance(error, LoadUndone) and error.is_technical
             await (self._blame.count if is_technical else self._blame.condemn)(target, str(error))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from sqlalchemy import func, select
 
+from shared.adapters import ADAPTER_WEIGHTS
 from shared.ledger import transitions
 from shared.ledger.tables import load_failures
+from shared.versions import version_path
 from tests.integration.adapters.test_pins import held, publish_unserved
 from tests.support.adapters import engine, publish_and_wait, said, state
 from tests.support.scripted_adapters import name_of
@@ -82,3 +84,17 @@ def test_who_waits_at_another_explorer_for_a_version_that_is_rejected_gets_a_404
     scripted_engine.script.without_effect.add(name_of(owner, 1))
     reply = follower.chat(model="agent@1")
     assert (reply.status_code, state(owner, 1)) == (404, "REJECTED"), reply.text
+
+
+def test_a_pinned_version_that_engines_have_proven_is_not_rejected_for_a_damaged_file(start, scripted_engine):
+    explorer = start(retry_s=0.5)
+    publish_and_wait(explorer, 1, 2)
+    wait_until(lambda: held(scripted_engine) == ["agent@2"])
+    weights = explorer.config.root / version_path(1) / ADAPTER_WEIGHTS
+    whole = weights.read_bytes()
+    weights.write_bytes(bytes([*whole[:-1], whole[-1] ^ 1]))
+    refused = explorer.chat(model="agent@1")
+    assert (refused.status_code, "does not match its sha256" in refused.text) == (404, True)
+    assert state(explorer, 1) == "RETIRED"
+    weights.write_bytes(whole)
+    wait_until(lambda: explorer.chat(model="agent@1").status_code == 200)
