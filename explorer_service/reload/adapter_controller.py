@@ -41,15 +41,20 @@ class AdapterController:
         self._reloading = reloading
         self._pool: EnginePool = reloading.pool
         self._most_pins = reloading.config.engine.versions_held - 2  # without the newest version, and one take-up
-        retry_s = reloading.config.explorer.reload.retry_s
-        self._backoff = Backoff(retry_s)
-        self._deadly = Backoff(_DEADLY * retry_s)
+        self._retry_s = reloading.config.explorer.reload.retry_s
+        self._backoff = Backoff(self._retry_s)
+        self._deadly = Backoff(_DEADLY * self._retry_s)
         self._left_at: dict[int, int] = {}  # by leaving version: the generation that announced it
         self._held_at = 0.0  # time.monotonic(): when the leases were last renewed
 
     def take_over(self) -> None:
-        """Announce again what leaves: the previous owner may have served it, and others may have requests for it."""
+        """Announce again what leaves: the previous owner may have served it, and others may have requests for it.
+
+        Versions that failed here before may be loaded at once, except those that the engine died of repeatedly.
+        """
         self._left_at.clear()
+        self._backoff = Backoff(self._retry_s)
+        self._engine.refused |= self._deadly.waiting()
 
     async def tend(self) -> None:
         """Load pinned adapters, unload others. Raises EngineError, LedgerError."""

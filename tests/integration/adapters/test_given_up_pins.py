@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from shared.adapters import ADAPTER_WEIGHTS
 from shared.ledger import transitions
-from shared.ledger.tables import load_failures
+from shared.ledger.connect import database_time
+from shared.ledger.tables import engines, load_failures
 from shared.versions import version_path
 from tests.integration.adapters.test_pins import held, publish_unserved
 from tests.support.adapters import engine, publish_and_wait, said, state
@@ -98,3 +99,19 @@ def test_a_pinned_version_that_engines_have_proven_is_not_rejected_for_a_damaged
     assert state(explorer, 1) == "RETIRED"
     weights.write_bytes(whole)
     wait_until(lambda: explorer.chat(model="agent@1").status_code == 200)
+
+
+def test_who_owns_the_engine_no_more_refuses_no_version_that_its_new_owner_loads(start, scripted_engine):
+    before, after = (start(retry_s=60.0, unpin_after_s=0.5) for _ in range(2))
+    publish_and_wait(before, 1, 2)
+    wait_until(lambda: served(after) == "2" and held(scripted_engine) == ["agent@2"])
+    scripted_engine.script.refused.add("/v1/load_lora_adapter")
+    assert before.chat(model="agent@1").status_code == 404
+    wait_until(lambda: not before.deps.pool.pinned)
+    scripted_engine.script.refused.clear()
+    with before.ledger.write() as connection:
+        until = database_time(connection) + transitions.ENGINE_LEASE_S
+        connection.execute(update(engines).values(owner=after.deps.leases.explorer, owner_until=until))
+    url = scripted_engine.url
+    wait_until(lambda: after.deps.leases.holds(url) and not before.deps.leases.believes_to_own(url))
+    assert said(before.chat(model="agent@1")) == "v000001"
