@@ -101,6 +101,7 @@ class AdapterController:
             else:
                 self._reloading.metrics.pins.labels("served").inc()
                 self._engine.refused.pop(version, None)
+                self._backoff.retry(version)
                 if self._engine.is_open:
                     await self._announce()
                 log.info("pinned version in service", version=version, engine=self._engine.name)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from sqlalchemy import func, select, update
 
+from explorer_service.reload import adapter_controller
+from explorer_service.reload.blame import Backoff
 from shared.adapters import ADAPTER_WEIGHTS
 from shared.ledger import transitions
 from shared.ledger.connect import database_time
@@ -115,3 +119,19 @@ def test_who_owns_the_engine_no_more_refuses_no_version_that_its_new_owner_loads
     url = scripted_engine.url
     wait_until(lambda: after.deps.leases.holds(url) and not before.deps.leases.believes_to_own(url))
     assert said(before.chat(model="agent@1")) == "v000001"
+
+
+def test_a_pinned_version_that_was_loaded_again_has_after_its_next_failure_the_first_wait(
+    start, scripted_engine, monkeypatch
+):
+    now = 0.0
+    monkeypatch.setattr(adapter_controller, "Backoff", partial(Backoff, clock=lambda: now))
+    explorer, refused = start(retry_s=60.0, unpin_after_s=0.3), scripted_engine.script.refused
+    publish_and_wait(explorer, 1, 2)
+    for _ in range(2):
+        wait_until(lambda: held(scripted_engine) == ["agent@2"])
+        refused.add("/v1/load_lora_adapter")
+        wait_until(lambda: explorer.chat(model="agent@1").status_code == 404)
+        refused.clear()
+        now += 61.0
+        wait_until(lambda: explorer.chat(model="agent@1").status_code == 200)
