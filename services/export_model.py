@@ -27,7 +27,7 @@ from shared.adapters import (
 from shared.chain import copy_version, read_chain
 from shared.config import Config
 from shared.errors import ConfigError, StartupError, VersionError
-from shared.experience import Purpose
+from shared.experience import Purpose, VersionState
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, list_versions
@@ -38,6 +38,8 @@ from shared.versions import MANIFEST, verify_version, version_path
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+LONGEST_EXPORT_S = 86_400.0
 
 
 def export_model(config: Config, version: int, target: Path, *, merged: bool) -> Gap:
@@ -69,16 +71,26 @@ def export_model(config: Config, version: int, target: Path, *, merged: bool) ->
 
 @contextmanager
 def _leased_version(ledger: Ledger, version: int) -> Iterator[VersionRow]:
-    """Yield a version whose files are leased while they are read. Raises StartupError."""
+    """Yield a version whose files are leased while they are read, but not for longer than an export takes: it may die.
+
+    Raises StartupError.
+    """
     reader, owner = f"export {process_name()}", process_name()
     rows = {row.version: row for row in ledger.fetch(list_versions)}
     with ledger.write() as connection:
-        held = version in rows and transitions.lease_version(
-            connection, version, reader=reader, purpose=Purpose.EXPORT, owner=owner, lasts=True
+        held = (
+            version in rows
+            and rows[version].has_files
+            and transitions.lease_version(
+                connection, version, reader=reader, purpose=Purpose.EXPORT, owner=owner, lasts_s=LONGEST_EXPORT_S
+            )
         )
     if not held:
         there = ", ".join(str(row.version) for row in rows.values() if row.has_files)
-        state = "has no files any more" if version in rows else "does not exist"
+        state = "does not exist"
+        if version in rows:
+            is_reserved = rows[version].state == VersionState.RESERVED
+            state = "is not published yet" if is_reserved else "has no files any more"
         raise StartupError(f"version {version} {state}; versions with files: {there or 'none'}")
     try:
         yield rows[version]

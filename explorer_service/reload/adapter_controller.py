@@ -41,15 +41,20 @@ class AdapterController:
         self._reloading = reloading
         self._pool: EnginePool = reloading.pool
         self._most_pins = reloading.config.engine.versions_held - 2  # without the newest version, and one take-up
-        retry_s = reloading.config.explorer.reload.retry_s
-        self._backoff = Backoff(retry_s)
-        self._deadly = Backoff(_DEADLY * retry_s)
+        self._retry_s = reloading.config.explorer.reload.retry_s
+        self._backoff = Backoff(self._retry_s)
+        self._deadly = Backoff(_DEADLY * self._retry_s)
         self._left_at: dict[int, int] = {}  # by leaving version: the generation that announced it
         self._held_at = 0.0  # time.monotonic(): when the leases were last renewed
 
     def take_over(self) -> None:
-        """Announce again what leaves: the previous owner may have served it, and others may have requests for it."""
+        """Announce again what leaves: the previous owner may have served it, and others may have requests for it.
+
+        Versions that failed here before may be loaded at once, except those that the engine died of repeatedly.
+        """
         self._left_at.clear()
+        self._backoff = Backoff(self._retry_s)
+        self._engine.refused |= self._deadly.waiting()
 
     async def tend(self) -> None:
         """Load pinned adapters, unload others. Raises EngineError, LedgerError."""
@@ -96,6 +101,7 @@ class AdapterController:
             else:
                 self._reloading.metrics.pins.labels("served").inc()
                 self._engine.refused.pop(version, None)
+                self._backoff.retry(version)
                 if self._engine.is_open:
                     await self._announce()
                 log.info("pinned version in service", version=version, engine=self._engine.name)
@@ -160,11 +166,14 @@ class AdapterController:
             return str(error)
 
     async def _load(self, target: TargetVersion) -> str | None:
-        """Like `_bring_in`. Raises VersionError, EngineUnavailable, NotOwner."""
+        """Like `_bring_in`. Raises EngineUnavailable, NotOwner."""
         try:
             async with while_open(self._engine):
                 target = await self._take_up.stage(target)
             await self._take_up.run(target, None)
+        except VersionError as error:  # if an engine has proven the version, only the copy here may be damaged
+            await self._blame.condemn(target, str(error))
+            return str(error)
         except (LoadUndone, ProbeMismatch) as error:
             is_technical = isinstance(error, LoadUndone) and error.is_technical
             await (self._blame.count if is_technical else self._blame.condemn)(target, str(error))

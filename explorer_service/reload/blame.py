@@ -61,6 +61,10 @@ class Backoff:
         """Return the time until the version may be tried; 0: now."""
         return max(0.0, self._failed[version].due_at - self._clock()) if version in self._failed else 0.0
 
+    def waiting(self) -> dict[int, str]:
+        """Return the versions that may not be tried yet, and why their take-up failed."""
+        return {version: failed.reason for version, failed in self._failed.items() if self.wait_s(version)}
+
     def reason(self, version: int) -> str:
         """Return why the version's take-up failed; empty if it did not."""
         return self._failed[version].reason if version in self._failed else ""

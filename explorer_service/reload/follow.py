@@ -34,6 +34,7 @@ class EngineFollower:
     async def follow(self) -> None:
         """Apply the engine's row, and acknowledge it. Raises EngineUnavailable, LedgerError, VersionError."""
         engine = self._engine
+        engine.refused.clear()  # only its owner knows which versions it does not load
         row = await self._reloading.leases.read(engine.url)
         self.owner_reloads = row is not None and row.state == EngineState.RELOADING
         if row is None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, update
 
+from services.export_model import export_model
 from services.trainer import begin_with
 from shared.config import Config
-from shared.errors import ConfigError, StartupError
+from shared.errors import ConfigError, StartupError, VersionError
 from shared.experience import Purpose
 from shared.experience import VersionState as S
 from shared.ledger import transitions
@@ -158,6 +159,31 @@ def test_a_trainer_that_dies_in_its_start_on_another_machine_keeps_one_version_f
     write(ledger, lambda c: c.execute(update(version_leases).values(until=version_leases.c.until - 86_400)))
     janitor(ledger, tmp_path).run(None)
     assert left(tmp_path) == [0, 5, 6]
+
+
+def test_an_export_that_dies_on_another_machine_keeps_its_version_for_a_day(tmp_path, ledger, config, monkeypatch):
+    make_line(ledger, tmp_path, served=4, newest=4)
+    monkeypatch.setattr("services.export_model.process_name", lambda: "far-away")
+    found = []
+
+    def die(*_: object) -> None:
+        for until in (version_leases.c.until, version_leases.c.until - 86_400):
+            write(ledger, lambda c, until=until: c.execute(update(version_leases).values(until=until)))
+            janitor(ledger, tmp_path).run(None)
+            found.append(left(tmp_path))
+        raise VersionError("it ended")
+
+    monkeypatch.setattr("services.export_model._write_verified", die)
+    with pytest.raises(StartupError, match="it ended"):
+        export_model(config, 1, tmp_path.parent / f"{tmp_path.name}-out", merged=False)
+    assert found == [[0, 1, 3, 4], [0, 3, 4]]
+
+
+def test_a_version_that_its_trainer_still_writes_is_not_exported(tmp_path, ledger, config):
+    make_line(ledger, tmp_path, served=1, newest=1)
+    assert write(ledger, lambda c: transitions.reserve_version(c, writer="trainer")) == 2
+    with pytest.raises(StartupError, match="version 2 is not published yet; versions with files: 0, 1"):
+        export_model(config, 2, tmp_path / "out", merged=False)
 
 
 def test_nobody_reads_what_is_given_up(tmp_path, ledger):

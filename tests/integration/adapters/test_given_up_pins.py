@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from sqlalchemy import func, select
+from functools import partial
 
+from sqlalchemy import func, select, update
+
+from explorer_service.reload import adapter_controller
+from explorer_service.reload.blame import Backoff
+from shared.adapters import ADAPTER_WEIGHTS
 from shared.ledger import transitions
-from shared.ledger.tables import load_failures
+from shared.ledger.connect import database_time
+from shared.ledger.tables import engines, load_failures
+from shared.versions import version_path
 from tests.integration.adapters.test_pins import held, publish_unserved
 from tests.support.adapters import engine, publish_and_wait, said, state
 from tests.support.scripted_adapters import name_of
@@ -82,3 +89,49 @@ def test_who_waits_at_another_explorer_for_a_version_that_is_rejected_gets_a_404
     scripted_engine.script.without_effect.add(name_of(owner, 1))
     reply = follower.chat(model="agent@1")
     assert (reply.status_code, state(owner, 1)) == (404, "REJECTED"), reply.text
+
+
+def test_a_pinned_version_that_engines_have_proven_is_not_rejected_for_a_damaged_file(start, scripted_engine):
+    explorer = start(retry_s=0.5)
+    publish_and_wait(explorer, 1, 2)
+    wait_until(lambda: held(scripted_engine) == ["agent@2"])
+    weights = explorer.config.root / version_path(1) / ADAPTER_WEIGHTS
+    whole = weights.read_bytes()
+    weights.write_bytes(bytes([*whole[:-1], whole[-1] ^ 1]))
+    refused = explorer.chat(model="agent@1")
+    assert (refused.status_code, "does not match its sha256" in refused.text) == (404, True)
+    assert state(explorer, 1) == "RETIRED"
+    weights.write_bytes(whole)
+    wait_until(lambda: explorer.chat(model="agent@1").status_code == 200)
+
+
+def test_who_owns_the_engine_no_more_refuses_no_version_that_its_new_owner_loads(start, scripted_engine):
+    before, after = (start(retry_s=60.0, unpin_after_s=0.5) for _ in range(2))
+    publish_and_wait(before, 1, 2)
+    wait_until(lambda: served(after) == "2" and held(scripted_engine) == ["agent@2"])
+    scripted_engine.script.refused.add("/v1/load_lora_adapter")
+    assert before.chat(model="agent@1").status_code == 404
+    wait_until(lambda: not before.deps.pool.pinned)
+    scripted_engine.script.refused.clear()
+    with before.ledger.write() as connection:
+        until = database_time(connection) + transitions.ENGINE_LEASE_S
+        connection.execute(update(engines).values(owner=after.deps.leases.explorer, owner_until=until))
+    url = scripted_engine.url
+    wait_until(lambda: after.deps.leases.holds(url) and not before.deps.leases.believes_to_own(url))
+    assert said(before.chat(model="agent@1")) == "v000001"
+
+
+def test_a_pinned_version_that_was_loaded_again_has_after_its_next_failure_the_first_wait(
+    start, scripted_engine, monkeypatch
+):
+    now = 0.0
+    monkeypatch.setattr(adapter_controller, "Backoff", partial(Backoff, clock=lambda: now))
+    explorer, refused = start(retry_s=60.0, unpin_after_s=0.3), scripted_engine.script.refused
+    publish_and_wait(explorer, 1, 2)
+    for _ in range(2):
+        wait_until(lambda: held(scripted_engine) == ["agent@2"])
+        refused.add("/v1/load_lora_adapter")
+        wait_until(lambda: explorer.chat(model="agent@1").status_code == 404)
+        refused.clear()
+        now += 61.0
+        wait_until(lambda: explorer.chat(model="agent@1").status_code == 200)
