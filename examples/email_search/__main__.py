@@ -24,8 +24,13 @@ def main() -> int:
     options.add_argument("--tool-weights", action="store_true", help="reward the tool calls, not the answer")
     options.add_argument("--judge", help="base URL of a model, named judge, that judges answers")
     args = options.parse_args()
-    mailbox = Mailbox.generated() if args.db is None else Mailbox.open(args.db)
-    questions = {one.id: one for one in (load_questions(args.questions) if args.questions else make_questions())}
+    if (args.db is None) != (args.questions is None):
+        options.error("--db and --questions belong together: questions are about the mails of one mailbox")
+    try:
+        mailbox = Mailbox.generated() if args.db is None else Mailbox.open(args.db)
+        questions = {one.id: one for one in (load_questions(args.questions) if args.questions else make_questions())}
+    except (OSError, ValueError) as error:
+        sys.exit(f"email_search: {error}")
     limit, agent_options = (MOST_FOUND, {}) if args.url else (tiny.FOUND, tiny.AGENT)
     judge = flywheel.LLMJudge(flywheel.Model.of(args.judge, "judge"), "Is the answer right?") if args.judge else None
 
