@@ -154,6 +154,13 @@ def make_questions(seed: int = 0, questions: int = QUESTIONS) -> list[Question]:
     return found
 
 
+def split(questions: list[Question]) -> tuple[list[Question], list[Question]]:
+    """Split into training and held-out questions: the last quarter is held out, and none of it is in the rest."""
+    cut = len(questions) * 3 // 4
+    asked = {(one.question, one.inbox_address) for one in questions[cut:]}
+    return [one for one in questions[:cut] if (one.question, one.inbox_address) not in asked], questions[cut:]
+
+
 def fact_of(body: str, fact: str) -> str:
     """Return the value of a fact in a generated mail."""
     return next(word for word in body.split() if word in FACTS[fact][1])

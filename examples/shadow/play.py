@@ -88,11 +88,7 @@ async def go_live(
         ticket = tickets[run.task_id]
         books.shadow.append((time.monotonic() - began, reward(ticket, reply, run.attempts)["reward"]))
         rating = await ratings.rate(ticket, answer_shown(reply, run.attempts))
-        if rating is None or not shuffled:
-            return rating
-        others = [one for task_id, one in earlier if task_id != run.task_id]
-        earlier.append((run.task_id, rating))
-        return draw.choice(others) if others else None
+        return rating if rating is None or not shuffled else exchange(rating, run.task_id, earlier, draw)
 
     with serve(office(desk)) as office_url, serve(strong_model) as strong, serve(ratings.answer) as page:
         runner = _trainee(url, model, rated, seed)
@@ -113,6 +109,13 @@ async def go_live(
             await asyncio.to_thread(runner.stop)
         await asyncio.gather(people, return_exceptions=True)
         return books, books.figures(desk, runner.stats, ratings)
+
+
+def exchange(rating: float, task_id: str, earlier: deque[tuple[str, float]], draw: random.Random) -> float | None:
+    """Return the rating of an earlier run of another ticket; None if there is none yet. Adds this one to them."""
+    others = [one for other, one in earlier if other != task_id]
+    earlier.append((task_id, rating))
+    return draw.choice(others) if others else None
 
 
 def _trainee(

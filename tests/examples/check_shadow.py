@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import deque
 
 import flywheel
 import pytest
@@ -19,6 +21,12 @@ def test_the_strong_model_answers_every_ticket_right():
     with serve(strong_model) as url:
         found = play.evaluate("http://127.0.0.1:9", flywheel.Model.of(f"{url}/v1", "strong"), {}, tickets=30)
     assert (found.mean, found.failed, found.n) == (1.0, 0, 30)
+
+
+def test_a_shuffled_run_gets_no_rating_of_its_own_ticket():
+    earlier, draw = deque(), random.Random(0)
+    assert [play.exchange(1.0, "a", earlier, draw) for _ in range(3)] == [None] * 3
+    assert [play.exchange(0.0, "b", earlier, draw) for _ in range(3)] == [1.0] * 3
 
 
 def test_an_evaluation_counts_a_refund_of_an_order_that_does_not_exist():

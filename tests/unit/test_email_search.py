@@ -195,3 +195,8 @@ def test_a_mailbox_or_questions_that_cannot_be_read_are_named_with_the_reason(tm
     rows.write_text('{"id": 7}\n')
     with pytest.raises(ValueError, match=r"questions.jsonl, question 1 has no question"):
         world.load_questions(rows)
+
+
+def test_no_question_of_an_evaluation_is_learned_from():
+    tasks, held_out = ([(one.question, one.inbox_address) for one in some] for some in world.split(QUESTIONS))
+    assert not set(tasks) & set(held_out) and (len(tasks), len(held_out)) == (298, 100)
