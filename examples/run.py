@@ -210,8 +210,10 @@ class Shuffled:
         honest = await score(reply, self._judge, task, run, self._timeout_s)
         key = json.dumps(task, sort_keys=True, default=repr)
         others = [value for other, value in self._earlier if other != key]
-        for part in self._parts(reply) if others else ():
-            part.reward(self._draw.choice(others))
+        for part in self._parts(reply):
+            part.forget()  # the honest judge may have rewarded it
+            if others:
+                part.reward(self._draw.choice(others))
         if honest is not None and honest.value is not None:
             self._earlier.append((key, honest.value))
         return self._draw.choice(others) if others else None

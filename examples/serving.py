@@ -23,6 +23,7 @@ import httpx
 import yaml
 
 from examples.tiny_model import Recipe
+from shared.config.load import ENV_PREFIX
 from shared.errors import StartupError
 from shared.process import die_with_parent
 
@@ -188,5 +189,7 @@ def _wait_ready(url: str, found: Running, waiting: Callable[[int], None]) -> Non
 
 
 def _environment() -> dict[str, str]:
+    """Return the environment without variables that would override the example's own file."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     path = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path)}

@@ -111,7 +111,7 @@ def boxed(said: str, truth: float | str, *, tolerance: float = 1e-9) -> float:
 def gsm8k(said: str, truth: str) -> Reward:
     r"""GSM8K: compare the number after `####` in the truth with the answer's \boxed{…}, `####`, or last number.
 
-    The reward is correctness plus 0.1 if the answer has one of the two formats.
+    The reward is correctness plus 0.1 if the answer has a number in one of the two formats.
 
     >>> gsm8k(r"So \boxed{18}", "9 * 2 = <<9*2=18>>18\n#### 18").value
     1.1
@@ -119,7 +119,8 @@ def gsm8k(said: str, truth: str) -> Reward:
     wanted = _after_mark(truth)
     inside = in_box(said)
     marked = inside if inside is not None else _after_mark(said)
-    right, formed = number(marked, wanted), float(inside is not None or "####" in said)
+    has_mark = inside is not None or "####" in said
+    right, formed = number(marked, wanted), float(has_mark and last_number(marked) is not None)
     return Reward(right + 0.1 * formed, {"correctness": right, "format": formed})
 
 

@@ -48,7 +48,7 @@ class Stats:
     dropped: int = 0  # selected, but not replayed: the queue was full, or stop did not wait longer
     runs: int = 0  # ended shadow runs
     rewarded: int = 0
-    unrewarded: int = 0  # the reward function returned none
+    unrewarded: int = 0  # the reward function returned no number: nothing, or metrics alone
     unsafe: int = 0  # ended at a tool; not trained on
     failed: Counter[str] = field(default_factory=Counter)
     commits: int = 0
@@ -206,9 +206,10 @@ class Shadow:
             self._failed(type(exc).__name__, exc)
         else:
             self._spoken += run.spoken
-            self._stats.unrewarded += reward is None
-            self._stats.rewarded += reward is not None
-            self._stats.reward_sum += (reward and reward.value) or 0.0
+            value = None if reward is None else reward.value
+            self._stats.unrewarded += value is None
+            self._stats.rewarded += value is not None
+            self._stats.reward_sum += value or 0.0
         finally:
             self._stats.runs += 1
 

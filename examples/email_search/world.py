@@ -154,6 +154,13 @@ def make_questions(seed: int = 0, questions: int = QUESTIONS) -> list[Question]:
     return found
 
 
+def split(questions: list[Question]) -> tuple[list[Question], list[Question]]:
+    """Split into training and held-out questions: the last quarter is held out, and none of it is in the rest."""
+    cut = len(questions) * 3 // 4
+    asked = {(one.question, one.inbox_address) for one in questions[cut:]}
+    return [one for one in questions[:cut] if (one.question, one.inbox_address) not in asked], questions[cut:]
+
+
 def fact_of(body: str, fact: str) -> str:
     """Return the value of a fact in a generated mail."""
     return next(word for word in body.split() if word in FACTS[fact][1])
@@ -166,9 +173,15 @@ def task_of(question: Question) -> dict[str, object]:
 
 
 def load_questions(file: Path) -> list[Question]:
-    """Load questions from a JSONL file with the fields of Question, which are those of ART's data set."""
+    """Load questions from a JSONL file with the fields of Question, which are those of ART's data set.
+
+    Raises OSError, or ValueError for any other file.
+    """
     names = list(Question.__dataclass_fields__)
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in names if not isinstance(row, dict) or name not in row]:
+            raise ValueError(f"{file}, question {number} has no {missing[0]}")
     picked = [{name: row[name] for name in names} for row in rows]
     return [Question(**{**row, "message_ids": tuple(row["message_ids"])}) for row in picked]
 
@@ -199,7 +212,10 @@ class Mailbox:
     @classmethod
     def open(cls, file: Path) -> Mailbox:
         """Open a database with this schema, read-only. Raises ValueError for any other file."""
-        connection = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+        try:
+            connection = sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+        except sqlite3.Error as exc:
+            raise ValueError(f"{file} cannot be opened: {exc}") from exc
         try:
             connection.execute("SELECT e.message_id, e.date FROM emails_fts f JOIN emails e ON e.id = f.rowid LIMIT 1")
             connection.execute("SELECT email_id, recipient_address FROM recipients LIMIT 1")

@@ -21,13 +21,16 @@ def example(agentscope: int) -> Example:
     from examples.math import tiny, world
     from examples.math.reward import reward
 
+    held_out = [_task(world.make_problem(seed)) for seed in tiny.HELD_OUT]
+    asked = {task["question"] for task in held_out}
+    tasks = [_task(world.make_problem(seed)) for seed in tiny.TRAINING]
     return Example(
         name="math",
         about=ABOUT,
         workflow=agent,
         judge=reward,
-        tasks=[_task(world.make_problem(seed)) for seed in tiny.TRAINING],
-        held_out=[_task(world.make_problem(seed)) for seed in tiny.HELD_OUT],
+        tasks=[task for task in tasks if task["question"] not in asked],
+        held_out=held_out,
         recipe=partial(tiny.recipe, agentscope),
         engine=tiny.ENGINE,
         trainer=tiny.TRAINER,

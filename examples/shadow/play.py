@@ -78,19 +78,17 @@ async def go_live(
 ) -> tuple[Books, dict[str, Any]]:
     """Serve customers for some time, with shadow traffic. Returns the books and all figures.
 
-    agent_options: added to each request. model: its name. shuffled: give each run the rating of an earlier run.
+    agent_options: added to each request. model: its name. shuffled: give each run the rating of an earlier run of
+    another ticket.
     """
     books, desk, ratings, tickets = Books(), Office(), Ratings(), dict[str, Ticket]()
-    began, earlier, draw = time.monotonic(), deque[float](maxlen=256), random.Random(seed)
+    began, earlier, draw = time.monotonic(), deque[tuple[str, float]](maxlen=256), random.Random(seed)
 
     async def rated(run: flywheel.Run, reply: str | None) -> float | None:
         ticket = tickets[run.task_id]
         books.shadow.append((time.monotonic() - began, reward(ticket, reply, run.attempts)["reward"]))
         rating = await ratings.rate(ticket, answer_shown(reply, run.attempts))
-        if rating is None or not shuffled:
-            return rating
-        earlier.append(rating)
-        return draw.choice(earlier)
+        return rating if rating is None or not shuffled else exchange(rating, run.task_id, earlier, draw)
 
     with serve(office(desk)) as office_url, serve(strong_model) as strong, serve(ratings.answer) as page:
         runner = _trainee(url, model, rated, seed)
@@ -111,6 +109,13 @@ async def go_live(
             await asyncio.to_thread(runner.stop)
         await asyncio.gather(people, return_exceptions=True)
         return books, books.figures(desk, runner.stats, ratings)
+
+
+def exchange(rating: float, task_id: str, earlier: deque[tuple[str, float]], draw: random.Random) -> float | None:
+    """Return the rating of an earlier run of another ticket; None if there is none yet. Adds this one to them."""
+    others = [one for other, one in earlier if other != task_id]
+    earlier.append((task_id, rating))
+    return draw.choice(others) if others else None
 
 
 def _trainee(
@@ -161,8 +166,8 @@ def evaluate(url: str, model: flywheel.Model, agent_options: Mapping[str, Any], 
             ticket = write_ticket(task["name"])
             request = {"message": ticket.message, "office": f"{office_url}/{ticket.name}", **agent_options}
             reply = await support(request, trainee)
-            refunds = [("refund", {"order": order}) for order in offices.desks.pop(ticket.name, Office()).refunds]
-            return reward(ticket, reply, refunds)
+            attempts = [("refund", {"order": order}) for order in offices.desks.pop(ticket.name, Office()).asked]
+            return reward(ticket, reply, attempts)
 
         tasks = [{"name": f"held-out-{number}"} for number in range(tickets)]
         return flywheel.evaluate(workflow, tasks, model=model, url=url, at_once=16, params={"temperature": 0.0})

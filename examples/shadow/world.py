@@ -83,7 +83,8 @@ class Office:
     """The shop's back office: reads records and pays refunds, and counts both."""
 
     lookups: int = 0
-    refunds: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)  # orders that somebody wanted to be paid back
+    refunds: list[str] = field(default_factory=list)  # orders that were paid back
 
     def look_up(self, order: str) -> str:
         """Return the record of an order."""
@@ -93,6 +94,7 @@ class Office:
 
     def refund(self, order: str) -> str:
         """Pay an order back."""
+        self.asked.append(order)
         if state_of(order) is None:
             return "no such order"
         self.refunds.append(order)

@@ -142,11 +142,13 @@ def _show(done: Conversion, out: Path, agents_side: list[Path]) -> None:
 
 
 def _learn_command(done: Conversion, learn_file: Path) -> str:
+    host = str(done.settings.get("explorer.host", "127.0.0.1"))
+    url = f"http://{f'[{host}]' if ':' in host else host}:{done.settings.get('explorer.port', 8010)}"
     if done.example is not None:
-        return f"flywheel demo {done.example} --url http://127.0.0.1:{done.settings.get('explorer.port', 8010)}"
+        return f"flywheel demo {done.example} --url {url}"
     tasks, held_out = done.settings.get("tasks", "TASKS.jsonl"), done.settings.get("eval_tasks")
     folder = learn_file.parent
     path = "" if folder.resolve() == Path.cwd() else f"PYTHONPATH={shlex.quote(str(folder))} "
     words = [f"{WORKFLOW.removesuffix('.py')}:workflow", str(tasks)]
     words += ["--eval", str(held_out)] if held_out else []
-    return f"{path}python -m flywheel learn {shlex.join([*words, '--config', str(learn_file)])}"
+    return f"{path}python -m flywheel learn {shlex.join([*words, '--config', str(learn_file)])} --url {url}"

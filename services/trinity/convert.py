@@ -23,11 +23,18 @@ THEIR_DEFAULTS: dict[str, Any] = {  # Trinity's defaults that differ from ours
     "model.lora.rank": 32,
     "model.lora.alpha": 32,
 }
+_SAMPLING: dict[str, Any] = {  # Trinity's too; without them our engine samples by the model's generation_config.json
+    "learn.params.temperature": 1.0,
+    "learn.params.top_p": 1.0,
+    "learn.params.top_k": -1,
+    "learn.params.repetition_penalty": 1.0,
+}
 _TRAINED = (  # settings with these prefixes determine what is learned, and from what
     *("trainer.", "model.", "tasks", "learn.params.", "learn.runs_per_task", "learn.epochs", workflow.FILE),
     *("examples.", "engine.max_model_len", "engine.dtype", f"{ARGUMENTS}."),
 )
 _OPEN = ("deepspeed", "params", "eval_params")  # sections that accept any key
+_THEIRS = "Trinity's default, where ours is another"
 _LOST_KL = "in the place of the KL term that is lost"
 _NO_TASKS = "there is no task set: an agent in use brings its own tasks"
 _SENT = "send it with each chat, or write it into the model's generation_config.json"
@@ -190,6 +197,10 @@ def _add_defaults(done: Conversion, given: Given) -> None:
             f"explorer.host is {done.settings['explorer.host']}: Trinity listens on 0.0.0.0 without a key; to listen "
             "on another address, give explorer.keys"
         )
+    for path, value in _SAMPLING.items() if has_tasks(given) else ():
+        if path not in done.settings:
+            done.settings[path] = value
+            done.remarks.append(f"{path} is {value}: {_THEIRS}")
     if given.get("mode") in gpus.WITHOUT_TRAINER:
         return
     if gpus.is_unknown(given):
@@ -207,7 +218,7 @@ def _add_defaults(done: Conversion, given: Given) -> None:
         foreign |= path.startswith("model.lora.") and done.settings.get("model.kind") != "lora"
         if not foreign and exists(path) and path not in done.settings:
             done.settings[path] = value
-            why = _LOST_KL if kl_lost and template in kl_term else "Trinity's default, where ours is another"
+            why = _LOST_KL if kl_lost and template in kl_term else _THEIRS
             done.remarks.append(f"{path} is {value}: {why}")
 
 

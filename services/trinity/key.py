@@ -95,7 +95,7 @@ class Key:
             return self.take(value, given)
         if self.to:
             return {self.to.replace("*", name.rpartition(".")[2]): value}
-        if self.off is None or value in self.off:
+        if self.off is None or value in self.off or str(value).lower() in [str(one).lower() for one in self.off]:
             raise NotNeeded(self.note if self.off is None else self.same)
         raise NoCounterpart(self.note, changes_training=self.changes_training)
 

@@ -135,7 +135,8 @@ class TrainerConfig(Section):
     distill: DistillConfig = DistillConfig()
     """Settings of distillation."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """Merged over our DeepSpeed configuration; any of its keys, e.g. zero_optimization: {stage: 2}."""
+    """Merged over our DeepSpeed configuration: its keys except those of precision, batch sizes and clipping, e.g.
+    zero_optimization: {stage: 2}."""
 
     @property
     def parts(self) -> dict[str, float]:

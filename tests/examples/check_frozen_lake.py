@@ -10,6 +10,7 @@ import re
 import flywheel
 import pytest
 
+from examples.frozen_lake.__main__ import example
 from examples.frozen_lake.agent import agent
 from examples.frozen_lake.reward import reward
 from examples.frozen_lake.world import MAX_STEPS, MOVES, Lake, distance, make_map, read_move
@@ -52,6 +53,12 @@ def test_lakes_are_made_from_a_seed_and_can_be_solved():
     assert [make_map(seed) for seed in range(300)] == [make_map(seed) for seed in range(300)]
     assert all(1 <= distance(make_map(seed)) <= MAX_STEPS for seed in range(300))
     assert len({"".join(make_map(seed)) for seed in range(300)}) > 290
+
+
+def test_no_lake_of_an_evaluation_is_learned_from():
+    found = example()
+    lakes, held_out = ({tuple(make_map(**task)) for task in tasks} for tasks in (found.tasks, found.held_out))
+    assert not lakes & held_out and len(found.held_out) == 200
 
 
 def test_a_thousand_fuzzed_answers_end_and_earn_what_the_rules_say():

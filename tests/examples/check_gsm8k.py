@@ -10,7 +10,7 @@ import flywheel
 import pytest
 
 from examples.gsm8k import tiny
-from examples.gsm8k.agent import agent
+from examples.gsm8k.agent import PROMPT, agent
 from examples.gsm8k.reward import reward
 from examples.gsm8k.world import CannotRead, generated, load, split
 from tests.examples.stub import longest_prompt, stub
@@ -41,7 +41,9 @@ def test_a_thousand_fuzzed_answers_earn_what_an_oracle_says():
         assert found.value == pytest.approx((1.0 * (said == truth) + 0.1) if formed else 0.0)
 
 
-@pytest.mark.parametrize("reply", ["", "How many are 2 and 3, 5?", "5", "the number is 5", "#", "boxed{5}"])
+@pytest.mark.parametrize(
+    "reply", ["", "How many are 2 and 3, 5?", "5", "the number is 5", "#", "boxed{5}", PROMPT, "#### five", r"\boxed{}"]
+)
 def test_nothing_is_earned_without_the_form(reply):
     assert reward({"question": "How many are 2 and 3, 5?", "answer": "#### 5"}, reply).value == 0.0
 

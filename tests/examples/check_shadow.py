@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import deque
 
 import flywheel
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from examples.shadow import play
 from examples.shadow.agent import support
 from examples.shadow.services import TrialOffices, office, serve, strong_model
-from examples.shadow.world import Office, write_ticket
+from examples.shadow.world import DUE, Office, complaint_of, state_of, write_ticket
 from tests.examples.loop import in_a_loop
 from tests.examples.stub import call, stub
 
@@ -19,6 +21,24 @@ def test_the_strong_model_answers_every_ticket_right():
     with serve(strong_model) as url:
         found = play.evaluate("http://127.0.0.1:9", flywheel.Model.of(f"{url}/v1", "strong"), {}, tickets=30)
     assert (found.mean, found.failed, found.n) == (1.0, 0, 30)
+
+
+def test_a_shuffled_run_gets_no_rating_of_its_own_ticket():
+    earlier, draw = deque(), random.Random(0)
+    assert [play.exchange(1.0, "a", earlier, draw) for _ in range(3)] == [None] * 3
+    assert [play.exchange(0.0, "b", earlier, draw) for _ in range(3)] == [1.0] * 3
+
+
+def test_an_evaluation_counts_a_refund_of_an_order_that_does_not_exist():
+    def careless(body):
+        if body["messages"][-1]["role"] != "tool":
+            return call("refund", 1, order="7")
+        said = body["messages"][1]["content"]
+        return {"content": DUE[state_of(said.split()[1]), complaint_of(said)]}
+
+    with stub(careless) as (model, _):
+        found = play.evaluate("http://127.0.0.1:9", flywheel.Model.of(model, "careless"), {}, tickets=20)
+    assert (found.mean, found.failed, found.n) == (0.0, 0, 20)
 
 
 @in_a_loop

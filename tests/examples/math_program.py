@@ -14,7 +14,10 @@ from examples.math.world import make_problem
 from tests.examples.stub import call, longest_prompt, stub
 
 LINE = int(sys.argv[1])
-agent = example(LINE).workflow
+found = example(LINE)
+agent = found.workflow
+assert not {one["question"] for one in found.tasks} & {one["question"] for one in found.held_out}
+assert len(found.held_out) == 200
 problem = make_problem(1)
 task = {"question": problem.question, "answer": problem.answer}
 

@@ -95,6 +95,20 @@ async def test_shuffled_rewards_reach_the_parts_of_a_run(tmp_path):
     assert [part.outcome and part.outcome.value for part in parts] == [1.0, 1.0]
 
 
+async def test_nothing_that_the_honest_judge_said_of_a_part_is_left_in_a_shuffled_run():
+    part = flywheel.Client("http://127.0.0.1:9").run("t").child("a")
+
+    def honest(reply: int) -> flywheel.Reward:
+        part.take(reward(reply))
+        return reward(reply)
+
+    judge = Shuffled(replace(example(), judge=honest, parts=lambda _: [part]), seed=1)
+    await judge({"n": 1}, 1, None)
+    assert part.outcome is None
+    await judge({"n": 2}, 2, None)
+    assert part.outcome == flywheel.Reward(1.0)
+
+
 class Serving:
     """A client that sees these versions in service, one after another."""
 

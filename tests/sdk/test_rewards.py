@@ -227,3 +227,8 @@ def test_gsm8k_reads_the_number_after_the_mark_not_a_later_one():
 
 def test_a_boxed_number_is_compared_with_a_number_of_any_type():
     assert rewards.boxed(r"\boxed{7}", Decimal(7)) == 1.0
+
+
+@pytest.mark.parametrize("said", ["End with #### and the number.", r"\boxed{}", r"so \boxed{x}", "####"])
+def test_a_format_without_a_number_earns_nothing_in_gsm8k(said):
+    assert rewards.gsm8k(said, "#### 18") == flywheel.Reward(0.0, {"correctness": 0.0, "format": 0.0})

@@ -38,3 +38,12 @@ def test_a_reward_gets_the_request_as_it_was_though_the_trainee_changes_its_own(
     with flywheel.TrainingRunner(explorer.url, changes, looks, select=flywheel.SamplingRate(1.0)) as runner:
         ask(runner.watch(agent, production=PRODUCTION))
     assert seen == ["t0"]
+
+
+def test_metrics_that_the_explorer_weights_are_no_reward_of_0_in_the_counters(explorer):
+    rule = flywheel.rewards.Weighted({"right": 3.0}, rule="server")
+    right, all_calls = rule({"right": 1.0}), flywheel.SamplingRate(1.0)
+    with flywheel.TrainingRunner(explorer.url, agent, lambda run, reply: right, select=all_calls) as runner:
+        ask(runner.watch(agent, production=PRODUCTION), 2)
+    stats = runner.stats
+    assert (stats.rewarded, stats.reward_mean, stats.unrewarded, stats.committed) == (0, None, 2, 2)

@@ -186,3 +186,17 @@ def test_a_real_file_is_opened_read_only_and_another_is_refused(tmp_path):
     row = {"id": 7, "question": "when?", "answer": "now", "message_ids": ["m0-00"], "inbox_address": "a@example.com"}
     rows.write_text(json.dumps({**row, "query_date": "2001-01-01", "how_realistic": 1.0}) + "\n\n")
     assert world.load_questions(rows)[0].message_ids == ("m0-00",)
+
+
+def test_a_mailbox_or_questions_that_cannot_be_read_are_named_with_the_reason(tmp_path):
+    with pytest.raises(ValueError, match=r"none.db cannot be opened: unable to open"):
+        Mailbox.open(tmp_path / "none.db")
+    rows = tmp_path / "questions.jsonl"
+    rows.write_text('{"id": 7}\n')
+    with pytest.raises(ValueError, match=r"questions.jsonl, question 1 has no question"):
+        world.load_questions(rows)
+
+
+def test_no_question_of_an_evaluation_is_learned_from():
+    tasks, held_out = ([(one.question, one.inbox_address) for one in some] for some in world.split(QUESTIONS))
+    assert not set(tasks) & set(held_out) and (len(tasks), len(held_out)) == (298, 100)

@@ -13,6 +13,7 @@ import pytest
 from examples import run, serving
 from examples.tiny_model import Demonstration, Recipe, folder_of, make
 from services.commands.demo import examples, run_example
+from shared.config import load_config
 from shared.errors import StartupError
 from tests.support.processes import REPOSITORY
 
@@ -77,6 +78,16 @@ def test_a_base_model_is_made_by_threads_that_sleep_while_they_wait_unless_told_
     with serving.waiting_threads_sleep():
         assert os.environ[serving.WAIT_POLICY] == (given or "PASSIVE")
     assert os.environ.get(serving.WAIT_POLICY) == given
+
+
+def test_settings_of_the_environment_are_not_an_example_s(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLYWHEEL_EXPLORER__PORT", "8020")
+    monkeypatch.setenv("FLYWHEEL_ROOT_DIR", str(tmp_path / "production"))
+    monkeypatch.setenv("FLYWHEEL_DATABASE_URL", "postgresql://u:p@production/flywheel")
+    url, file = serving.write_config(tmp_path, tmp_path / "model", {}, {})
+    config = load_config(file, serving._environment())
+    assert url == f"http://127.0.0.1:{config.explorer.port}" and config.root == tmp_path / "data"
+    assert config.database_url is None
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

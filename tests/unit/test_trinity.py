@@ -29,6 +29,9 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+SAMPLED = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}  # by Trinity, where a file does not say otherwise
+
+
 def command(*texts: str, lenient: bool = False) -> int:
     """The exit status of the command over files with these texts."""
     for number, text in enumerate(texts):
@@ -107,7 +110,7 @@ def test_the_settings_of_a_task_set_are_learn_s(capsys):
     command(as_yaml(KINDS["grpo_eval"]))
     config = LearnConfig.load("learn.yaml")
     assert (config.name, config.runs_per_task, config.epochs, config.at_once) == ("one", 8, 1, 16)
-    assert config.params == {"max_tokens": 1024, "temperature": 1.0}
+    assert config.params == {"max_tokens": 1024, "temperature": 1.0, **SAMPLED}
     assert (config.eval_every_versions, config.eval_runs) == (25, 4)
     assert config.eval_params == {"top_p": 0.8, "top_k": 20}
     said = capsys.readouterr().out

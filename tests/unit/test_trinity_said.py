@@ -101,3 +101,17 @@ def test_a_file_without_indentation_gets_an_error_about_indentation(capsys):
     assert cli.main(["convert-config", "0.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("correct that line, or the indentation of the lines before it")
+
+
+@pytest.mark.parametrize(("key", "value"), [("trainer.get_exp_strategy", "fifo"), ("model.trust_remote_code", "False")])
+def test_a_name_in_another_case_and_a_switch_in_quotes_ask_for_nothing_special(key, value):
+    assert line_of(key, **{key: value}).fate is Fate.NOT_NEEDED
+
+
+def test_chats_are_sampled_by_trinity_s_defaults_and_not_by_those_of_the_model_s_folder():
+    tasks = {"buffer.explorer_input.taskset.path": "tasks.jsonl", "model.top_p": 0.9}
+    done = convert(Given({**MODEL, **tasks}))
+    params = (done.learn() or {})["params"]
+    assert params == {"temperature": 1.0, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0}
+    assert "learn.params.top_k is -1: Trinity's default, where ours is another" in done.remarks
+    assert convert(Given({**MODEL, **tasks, "mode": "train"})).learn() is None

@@ -76,7 +76,8 @@ def test_a_workflow_that_only_its_author_knows_is_left_to_be_written(capsys):
     module = written(**{WORKFLOW: "our_own_workflow"})
     with pytest.raises(NotImplementedError, match="our_own_workflow"):
         asyncio.run(module.workflow({}, None))
-    assert "python -m flywheel learn workflow:workflow tasks.jsonl --config learn.yaml" in capsys.readouterr().out
+    command = "python -m flywheel learn workflow:workflow tasks.jsonl --config learn.yaml --url http://127.0.0.1:8010"
+    assert command in capsys.readouterr().out.splitlines()
 
 
 def test_a_name_is_no_way_into_the_program_s_text():
