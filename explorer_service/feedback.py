@@ -157,7 +157,14 @@ class _Feedback:
         self._scope: Scope | None = "message" if body.each else None
         rule, learned = deps.config.reward, learned_kinds(deps.config.trainer)
         self._feedback = GivenFeedback(
-            signals, rule, learned, caller.name, self._task_id, self._run_id, frozenset(msg_ids)
+            signals,
+            rule,
+            learned,
+            caller.name,
+            self._task_id,
+            self._run_id,
+            frozenset(msg_ids),
+            self._conversations,
         )
         self._cost = cost_of_row(signals)
         self._deps = deps
