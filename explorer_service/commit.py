@@ -42,6 +42,7 @@ async def answer_commit(request: Request, deps: Deps) -> Response:
     with caller.limit.taken():
         raw = await deps.bodies.read(request)
         scope = parse_commit(raw)
+        ignored = [] if raw.strip() in _NO_BODY else ignored_fields(raw, scope)
         task_id, run_id = read_id(scope.task_id, "task_id"), read_id(scope.run_id, "run_id")
         before = scope.time_threshold
         if before is not None and before > _MILLISECONDS_ABOVE:
@@ -49,7 +50,7 @@ async def answer_commit(request: Request, deps: Deps) -> Response:
         where = {"task_id": task_id, "run_id": run_id, "before": before, "key_group": caller.group}
         committed, ready = await commit_rows(deps.feedback_writer, deps.metrics, **where)
     answer: dict[str, Any] = {"status": "success", "committed": committed, "ready": ready}
-    if raw.strip() not in _NO_BODY and (ignored := ignored_fields(raw, scope)):
+    if ignored:
         answer["ignored"] = ignored
     return Response(msgspec.json.encode(agentscope_java_answer(request, answer)), media_type="application/json")
 

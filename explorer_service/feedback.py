@@ -73,12 +73,13 @@ async def answer_feedback(request: Request, deps: Deps) -> Response:
     with caller.limit.taken():
         raw = await deps.bodies.read(request)
         body, signals = parse_feedback(raw, deps.config.reward)
+        ignored = ignored_fields(raw, body)
         msg_ids = list(dict.fromkeys(body.msg_ids or []))
         feedback = _Feedback(body, msg_ids, signals, caller, deps, _keyed_request(request, caller.name, raw))
         async with while_caller_waits(request.receive):  # if the caller leaves now, nothing is applied
             await feedback.wait_recorded()
         answer = _answer(await feedback.apply())
-    answer.ignored = ignored_fields(raw, body) or msgspec.UNSET
+    answer.ignored = ignored or msgspec.UNSET
     for state, count in Counter(receipt.state for receipt in answer.receipts).items():
         deps.metrics.feedback_receipts.labels(state).inc(count)
     if answer.status != "success":
@@ -156,7 +157,14 @@ class _Feedback:
         self._scope: Scope | None = "message" if body.each else None
         rule, learned = deps.config.reward, learned_kinds(deps.config.trainer)
         self._feedback = GivenFeedback(
-            signals, rule, learned, caller.name, self._task_id, self._run_id, frozenset(msg_ids)
+            signals,
+            rule,
+            learned,
+            caller.name,
+            self._task_id,
+            self._run_id,
+            frozenset(msg_ids),
+            self._conversations,
         )
         self._cost = cost_of_row(signals)
         self._deps = deps

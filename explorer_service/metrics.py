@@ -23,6 +23,7 @@ from shared.ledger.queries import Tripped, progress
 _MAX_AGE_S = 1.0  # of the text; also the longest wait for the ledger
 
 _NO_VERSION = -1
+_TRIPPED = "flywheel_update_tripped_trainers"
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -94,13 +95,23 @@ class ExplorerMetrics:
 
     def render(self) -> bytes:
         """Return Prometheus text."""
-        registry = self.registry
-        if (folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR")) is not None:
-            _delete_stale_gauges(Path(folder))
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)
-        text: bytes = generate_latest(registry)
+        text: bytes = generate_latest(self._of_all_workers())
         return text
+
+    def shown_tripped(self) -> set[Tripped]:
+        """Return the labels that `update_tripped` has in any worker."""
+        families = (family for family in self._of_all_workers().collect() if family.name == _TRIPPED)
+        labels = (sample.labels for family in families for sample in family.samples)
+        return {Tripped(one["figure"], one["fix"]) for one in labels}
+
+    def _of_all_workers(self) -> CollectorRegistry:
+        folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+        if folder is None:
+            return self.registry
+        _delete_stale_gauges(Path(folder))
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        return registry
 
 
 def _delete_stale_gauges(folder: Path) -> None:
@@ -122,7 +133,6 @@ class MetricsText:
         self._metrics = metrics
         self._text = b""
         self._rendered_at = -math.inf  # time.monotonic()
-        self._tripped: set[Tripped] = set()  # everything that has tripped a breaker
         self._query: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
@@ -145,8 +155,7 @@ class MetricsText:
             return
         self._metrics.claim_ready.set(now.ready)
         self._metrics.update_step.set(now.step)
-        self._tripped |= set(now.tripped)
-        for one in self._tripped:
+        for one in self._metrics.shown_tripped().union(now.tripped):
             self._metrics.update_tripped.labels(*one).set(now.tripped.count(one))
         self._metrics.publish_version.set(now.newest)
         self._metrics.reload_lag.set(now.lag)

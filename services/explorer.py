@@ -54,6 +54,7 @@ from shared.stop_request import StopRequest
 
 log = StageLogger("explorer")
 _BACKLOG = 2048  # uvicorn's default
+_PROXIES = "127.0.0.1,::1,::ffff:127.0.0.1"  # of this machine, so believed; the last is the first at a socket of IPv6
 
 
 def run_explorer(config: Config, file: Path, is_worker: bool = False) -> int:
@@ -132,6 +133,7 @@ def build_server(app: ASGIApp, explorer: ExplorerConfig) -> uvicorn.Server:
             http=protocol,
             ws="none",
             proxy_headers=bool(explorer.open_feedback_from),  # only then a request's origin matters
+            forwarded_allow_ips=os.environ.get("FORWARDED_ALLOW_IPS", _PROXIES),
         )
     )
 

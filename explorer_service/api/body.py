@@ -95,8 +95,11 @@ def decode_typed(raw: bytes, decode: Callable[[bytes], T]) -> T:
 
 
 def ignored_fields(raw: bytes, body: msgspec.Struct) -> list[str]:
-    """Return the first fields of a JSON object that its decoded type does not have, such as misspelled ones."""
-    given = _decode_fields(raw)
+    """Return the first fields of a JSON object that its decoded type does not have, such as misspelled ones.
+
+    Raises ApiError 400: a typed decoder does not check the names of fields that it ignores.
+    """
+    given = decode_typed(raw, _decode_fields)
     return [name[:_LONGEST_SHOWN] for name in given if name not in body.__struct_fields__][:_MOST_SHOWN]
 
 

@@ -27,7 +27,7 @@ class HttpRules:
             await _refuse(error, scope, receive, send)
             return
         is_old = scope["http_version"] == "1.0"
-        if is_old or _header(scope, b"connection").strip().lower() == b"close":
+        if is_old or _ends_connection(scope):
             body = _Body(scope, receive, send)
             receive, send = body.receive, body.send
         await self._app(scope, receive, _Whole(send) if is_old else send)
@@ -45,6 +45,12 @@ def _check(scope: Scope) -> ApiError | None:
 
 def _header(scope: Scope, name: bytes) -> bytes:
     return next((value for field, value in scope["headers"] if field == name), b"")
+
+
+def _ends_connection(scope: Scope) -> bool:
+    """Whether `close` is among the options of the connection, such as in `Connection: TE, close`."""
+    options = (one for name, value in scope["headers"] if name == b"connection" for one in value.lower().split(b","))
+    return any(one.strip() == b"close" for one in options)
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -208,6 +208,7 @@ def _from_path(names: Mapping[str, str], name: str) -> str | None:
 def _header_text(headers: Mapping[str, str], name: str) -> str | None:
     """Return a header's value, decoded as UTF-8, like JSON; or else as Latin-1, which older clients send."""
     value = headers.get(name)  # Starlette decodes every value as Latin-1
+    value = value and value.rstrip(" \t")  # the server removes only the spaces before a value
     if value is None or value.isascii():
         return value
     try:

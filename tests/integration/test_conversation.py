@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from sqlalchemy import select
 
 from shared.ledger import queries, transitions
@@ -164,11 +165,12 @@ def test_feedback_of_scope_conversation_reaches_all_turns(explorer):
     assert rewards == {first: 1.0, second: 1.0, other: None}
 
 
-def test_a_run_that_is_named_with_a_conversation_has_all_of_its_turns(explorer):
+@pytest.mark.parametrize("each", [False, True])
+def test_a_run_that_is_named_with_a_conversation_has_all_of_its_turns(explorer, each):
     _, messages = turn(explorer, FIRST)
     second, _ = turn(explorer, go_on(messages, "and tomorrow?"))
-    run = {"task_id": "t", "run_id": "0"}
-    explorer.http.post("/feedback", json={"msg_ids": [second], "reward": 1, "scope": "conversation", **run})
+    about = {"msg_ids": [second], "scope": "conversation", "each": each, "task_id": "t", "run_id": "0"}
+    explorer.http.post("/feedback", json={**about, "reward": 1})
     with explorer.ledger.read() as connection:
         found = connection.execute(select(experiences.c.task_id, experiences.c.run_id)).all()
     assert [tuple(row) for row in found] == [("t", "0")] * 2, "or its reward would count once more outside of the run"

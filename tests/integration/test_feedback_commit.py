@@ -138,6 +138,17 @@ def test_fields_that_feedback_and_commit_do_not_have_are_named_in_the_answer(exp
         assert "ignored" not in explorer.http.post("/commit", content=body).json()
 
 
+def test_a_field_whose_name_is_not_utf_8_is_refused_before_anything_is_applied(explorer):
+    name = new_message(explorer).encode()
+    feedback(explorer, msg_ids=[name.decode()], rating="up").raise_for_status()
+    said = b'{"msg_ids": ["%b"], "reward": 1, "\xff": 2}' % name
+    assert explorer.http.post("/feedback", content=said).status_code == 400
+    assert explorer.http.post("/commit", content=b'{"\xff": 2}').status_code == 400
+    with explorer.ledger.read() as connection:
+        assert connection.execute(select(signals.c.kind)).scalars().all() == ["rating"]
+        assert connection.execute(select(experiences.c.state)).scalar() == "RECORDED"
+
+
 def test_commit_makes_rewarded_rows_of_the_scope_ready(explorer):
     first, second = new_message(explorer, metadata={"task_id": "a"}), new_message(explorer, metadata={"task_id": "b"})
     new_message(explorer)

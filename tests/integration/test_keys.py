@@ -189,3 +189,14 @@ def test_a_caller_of_ipv4_is_in_its_open_network_also_if_the_explorer_listens_on
     for stranger in ("11.1.2.3", "::ffff:11.1.2.3", "::10.1.2.3", "fd00::1"):
         with pytest.raises(ApiError):
             group_of(stranger)
+
+
+def test_a_proxy_on_this_machine_names_its_caller_also_if_the_explorer_listens_on_ipv6(scripted_engine, start_explorer):
+    keys, networks = [hashed("chat", "chat")], ["127.0.0.0/8", "10.0.0.0/8"]
+    explorer = start_explorer([scripted_engine.url], host="::", keys=keys, open_feedback_from=networks).wait_ready()
+
+    def status_of(caller: str) -> int:
+        body = {"msg_ids": ["chatcmpl-1"], "reward": 1}
+        return explorer.http.post("/feedback", json=body, headers={"X-Forwarded-For": caller}).status_code
+
+    assert (status_of("10.1.2.3"), status_of("203.0.113.9")) == (404, 401)

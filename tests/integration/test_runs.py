@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from shared.ledger.tables import experiences
+from tests.support.wire import CHAT_BODY, connect, post, read_answer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -45,6 +46,12 @@ def test_a_path_that_names_no_run_is_refused_and_nothing_is_recorded(explorer, p
     assert reply.status_code == status
     assert reply.json()["error"]["message"]
     assert names(explorer) == []
+
+
+def test_spaces_after_a_name_in_a_header_are_not_part_of_it(explorer):
+    with connect(explorer, post("/chat", CHAT_BODY, "X-Flywheel-Task: a b ", "X-Flywheel-Run:\t0 \t")) as opened:
+        assert read_answer(opened).status == 200
+    assert names(explorer) == [("a b", "0")]
 
 
 def test_a_run_is_shown_with_its_messages_their_state_rewards_and_tokens(explorer):

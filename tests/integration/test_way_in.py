@@ -144,7 +144,7 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_there(scripted_engine, 
     assert (status, json.loads(answer)["error"]["code"]) == (413, "body_too_large")
 
 
-@pytest.mark.parametrize("spoken", ["Connection: close", "HTTP/1.0"])
+@pytest.mark.parametrize("spoken", ["Connection: close", "Connection: TE, close", "HTTP/1.0"])
 def test_who_sends_all_of_a_body_before_it_reads_is_told_why_it_is_refused(spoken, scripted_engine, start_explorer):
     """Its connection ends with the answer: with bytes of it unread there, the answer would be lost with them."""
     explorer = start_explorer([scripted_engine.url], max_body_bytes=1000).wait_ready()

@@ -68,6 +68,34 @@ def test_of_a_worker_that_died_what_it_had_counted_stays_and_what_it_was_doing_d
     assert later["flywheel_commit_rows_total"] == 7
 
 
+SCRAPED = """
+import asyncio, sys
+from explorer_service.metrics import ExplorerMetrics, MetricsText
+from shared.ledger.queries import LedgerProgress, Tripped
+
+class Reader:
+    async def read(self, _query):
+        return LedgerProgress(0, 0, 0, 0, [Tripped(*pair.split("=")) for pair in sys.argv[1:]])
+
+text = asyncio.run(MetricsText(Reader(), ExplorerMetrics()).read()).decode()
+print(*(line for line in text.splitlines() if line.startswith("flywheel_update_tripped_trainers{")), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_breaker_that_holds_no_longer_is_shown_so_by_a_worker_that_never_saw_it_hold(tmp_path: Path):
+    environ = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    worker = [sys.executable, "-c", SCRAPED]
+    series = 'flywheel_update_tripped_trainers{figure="kl",fix="lr"}'
+    with subprocess.Popen(
+        [*worker, "kl=lr"], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None and first.stdout.readline() == f"{series} 1.0\n"
+        other = subprocess.run(worker, env=environ, input="", capture_output=True, text=True, timeout=60, check=True)
+        first.communicate("", timeout=60)
+    assert other.stdout == f"{series} 0.0\n"
+
+
 class Counted(ExplorerMetrics):
     """Counts how often it is rendered."""
 

@@ -75,7 +75,7 @@ def apply_feedback(
     """
     asked: dict[str, Any] = {"msg_ids": msg_ids, "task_id": task_id, "run_id": run_id}
     targets = find_targets(connection, **asked, key_group=key_group, conversations=conversations, scope=scope)
-    feedback = GivenFeedback(signals, rule, learned, key_name, task_id, run_id, frozenset(msg_ids))
+    feedback = GivenFeedback(signals, rule, learned, key_name, task_id, run_id, frozenset(msg_ids), conversations)
     return apply_to(connection, targets, feedback)
 
 
@@ -90,6 +90,7 @@ class GivenFeedback:
     task_id: str | None = None  # for rows in `named` whose chat named none
     run_id: str | None = None
     named: frozenset[str] = frozenset()  # names of these rows
+    conversations: bool = False  # the other turns of their conversations are such rows, too
 
 
 def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) -> list[Receipt]:
@@ -103,7 +104,7 @@ def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) 
     scopes = {row.id: row.scope for reached in targets.values() for row in reached}
     rows = {row.id: row for row in _lock(connection, sorted(scopes))}
     of = {name: [rows[row.id] for row in reached if row.id in rows] for name, reached in targets.items()}
-    _attribute(connection, [row for name in of if _is_named(name, targets, feedback) for row in of[name]], feedback)
+    _attribute(connection, [row for name in of if _is_named(name, feedback) for row in of[name]], feedback)
     applied = _Application(feedback, scopes, load_signals(connection, list(rows.values())), time.time())
     receipts = [Receipt(name, applied.to(found)) for name, found in of.items()]
     _append(connection, applied.logged)
@@ -116,10 +117,9 @@ def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) 
     return receipts
 
 
-def _is_named(name: str, targets: Targets, feedback: GivenFeedback) -> bool:
-    """Whether the caller named this target, or a message of its conversation, which is rewarded as a whole."""
-    whole = any(row.scope == "conversation" for row in targets[name])
-    return name in feedback.named or (whole and bool(feedback.named))
+def _is_named(name: str, feedback: GivenFeedback) -> bool:
+    """Whether the caller named this target, or a message of its conversation together with the conversation."""
+    return name in feedback.named or (feedback.conversations and bool(feedback.named))
 
 
 def _lock(connection: Connection, ids: Sequence[int]) -> Iterable[AnyRow]:
