@@ -50,7 +50,7 @@ def make_model(recipe: Callable[[], Recipe], folder: Path, root: Path) -> Path:
         file = root / "recipe.json"
         recipe().dump(file)
         with waiting_threads_sleep():
-            command = [product_python(), "-m", "examples.tiny_model", str(file), str(folder)]
+            command = [product_python(), "-P", "-m", "examples.tiny_model", str(file), str(folder)]
             ended = subprocess.run(command, env=_environment(), check=False)
         if ended.returncode != 0:
             raise StartupError("the base model could not be made; what is written above says why")
@@ -129,7 +129,7 @@ def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] 
     log = file.with_name("flywheel.log")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [product_python(), "-m", "services.cli", "up", "-c", str(file), *options],
+            [product_python(), "-P", "-m", "services.cli", "up", "-c", str(file), *options],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

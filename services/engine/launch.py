@@ -36,7 +36,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, list_versions
 from shared.log import StageLogger, configure_logging
 from shared.ports import require_free_port
-from shared.process import adopt_orphans, die_with_parent, visible_devices
+from shared.process import adopt_orphans, die_with_parent, import_path, visible_devices
 from shared.soundness import read_base, require_sound
 from shared.stop_request import StopRequest
 from shared.versions import read_manifest, version_label, version_path
@@ -220,7 +220,7 @@ def environment(config: Config) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if config.model.kind == "lora" else "0",
         "VLLM_CPU_KVCACHE_SPACE": f"{config.engine.kv_cache_gb}",
         "VLLM_LOGGING_LEVEL": "INFO" if config.log_level == "DEBUG" else "WARNING",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
+        **import_path(),
         **(one_process(len(os.sched_getaffinity(0)), os.environ) if runs_on_cpu() else {}),
     }
 
