@@ -121,6 +121,20 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
+def loopback_without_proxy() -> Iterator[None]:
+    """Let HTTP clients that are created in the block reach 127.0.0.1 also if the environment names a proxy."""
+    given = os.environ.get("no_proxy")
+    without = given if given is not None else os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = ",".join(filter(None, (without, "127.0.0.1")))  # comes before NO_PROXY
+    try:
+        yield
+    finally:
+        os.environ.pop("no_proxy")
+        if given is not None:
+            os.environ["no_proxy"] = given
+
+
+@contextlib.contextmanager
 def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] = lambda _: None) -> Iterator[Running]:
     """Run `flywheel up` while the block runs. Yields when it is ready; interrupts it at the end. Raises StartupError.
 
@@ -139,8 +153,9 @@ def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] 
         )
     found = Running(process, log)
     try:
-        _wait_ready(url, found, waiting)
-        yield found
+        with loopback_without_proxy():
+            _wait_ready(url, found, waiting)
+            yield found
     finally:
         process.send_signal(signal.SIGINT)
         try:
