@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
@@ -255,13 +256,22 @@ def _start(
         if stop.wait(0.5):
             return False
     log.info("warming up", loaded_s=time.monotonic() - started)
+    is_late = False
+    with ThreadPoolExecutor(1, "warm-up") as thread:
+        warmed = thread.submit(warming.warm_up_and_open)
+        while not (stop or is_late) and not wait([warmed], 0.2).done:
+            is_late = time.monotonic() - started > timeout_s
+        if not warmed.done():
+            _end(process)  # which ends its calls
     try:
-        warming.warm_up()
-        warming.write_label()
-        warming.open_gate()
+        warmed.result()
     except EngineError as error:
         if stop:
             return False
+        if is_late:
+            raise StartupError(
+                f"vLLM was not warm after {timeout_s:g} s; raise engine.start_timeout_s, or see its log"
+            ) from error
         raise StartupError(
             f"the engine does not answer its warm-up ({error}): {output.reason(in_service=False)}"
         ) from error
