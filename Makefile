@@ -19,7 +19,7 @@ $(STAMP): $(LOCKS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "flywheel: $(PYTHON) is older than Python 3.11. Name one that is not: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
 	@command -v cc >/dev/null || command -v gcc >/dev/null || { echo "flywheel: no C compiler found, and vLLM compiles small kernels at start. On Debian: apt-get install gcc g++ python3-dev"; exit 2; }
 	@$(PYTHON) -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || { echo "flywheel: libnuma.so.1 is missing, and vLLM's CPU build is linked against it. On Debian: apt-get install libnuma1"; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "[1/5] build tools";            $(INSTALL) -r requirements/build.txt
 	@echo "[2/5] PyTorch, CPU build";     case $$($(BIN)/python -c 'import sys; print(*sys.version_info[:2])') in \
 	    "3 11") torch="--require-hashes -r requirements/torch.txt" ;; \
@@ -35,10 +35,10 @@ $(STAMP): $(LOCKS) pyproject.toml
 clients: $(CLIENTS)/.installed
 
 $(CLIENTS)/.installed: requirements/clients.txt requirements/agent.txt requirements/agentscope-1.txt tests/clients/package-lock.json | $(STAMP)
-	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@test -x $(CLIENTS)/bin/pip || $(PYTHON) -m venv $(CLIENTS)
 	@echo "[1/2] clients in Python, and Node";  $(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements/clients.txt
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes --upgrade --target $(CLIENTS)/agentscope-1 -r requirements/agentscope-1.txt
-	@test -x $(CLIENTS)/agent/bin/python || $(PYTHON) -m venv $(CLIENTS)/agent
+	@test -x $(CLIENTS)/agent/bin/pip || $(PYTHON) -m venv $(CLIENTS)/agent
 	@$(CLIENTS)/agent/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements/agent.txt
 	@echo "[2/2] the client in Node";           PATH="$(CURDIR)/$(CLIENTS)/bin:$$PATH" npm ci --prefix tests/clients --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@
@@ -47,7 +47,7 @@ $(CLIENTS)/.installed: requirements/clients.txt requirements/agent.txt requireme
 examples: $(EXAMPLES)/.installed
 
 $(EXAMPLES)/.installed: requirements/clients.txt requirements/agentscope-1.txt requirements/examples.txt requirements/alfworld.txt | $(STAMP)
-	@test -x $(EXAMPLES)/bin/python || $(PYTHON) -m venv $(EXAMPLES)
+	@test -x $(EXAMPLES)/bin/pip || $(PYTHON) -m venv $(EXAMPLES)
 	@echo "[1/3] agents' frameworks";  $(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements/clients.txt
 	@$(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes --upgrade --target $(EXAMPLES)/agentscope-1 -r requirements/agentscope-1.txt
 	@$(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements/build.txt

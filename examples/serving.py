@@ -51,7 +51,7 @@ def make_model(recipe: Callable[[], Recipe], folder: Path, root: Path) -> Path:
         file = root / "recipe.json"
         recipe().dump(file)
         with waiting_threads_sleep():
-            command = [product_python(), "-m", "examples.tiny_model", str(file), str(folder)]
+            command = [product_python(), "-P", "-m", "examples.tiny_model", str(file), str(folder)]
             ended = subprocess.run(command, env=_environment(), check=False)
         if ended.returncode != 0:
             raise StartupError("the base model could not be made; what is written above says why")
@@ -122,6 +122,20 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
+def loopback_without_proxy() -> Iterator[None]:
+    """Let HTTP clients that are created in the block reach 127.0.0.1 also if the environment names a proxy."""
+    given = os.environ.get("no_proxy")
+    without = given if given is not None else os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = ",".join(filter(None, (without, "127.0.0.1")))  # comes before NO_PROXY
+    try:
+        yield
+    finally:
+        os.environ.pop("no_proxy")
+        if given is not None:
+            os.environ["no_proxy"] = given
+
+
+@contextlib.contextmanager
 def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] = lambda _: None) -> Iterator[Running]:
     """Run `flywheel up` while the block runs. Yields when it is ready; interrupts it at the end. Raises StartupError.
 
@@ -130,7 +144,7 @@ def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] 
     log = file.with_name("flywheel.log")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [product_python(), "-m", "services.cli", "up", "-c", str(file), *options],
+            [product_python(), "-P", "-m", "services.cli", "up", "-c", str(file), *options],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -140,8 +154,9 @@ def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] 
         )
     found = Running(process, log)
     try:
-        _wait_ready(url, found, waiting)
-        yield found
+        with loopback_without_proxy():
+            _wait_ready(url, found, waiting)
+            yield found
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -7,6 +7,7 @@ run, the demo only uses HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -182,14 +183,14 @@ async def _play(
             elapsed_s = time.monotonic() - started
             if elapsed_s > limit_s:
                 customers.stop()
-            view.show(await _frame(http, customers, goal, elapsed_s, limit_s))
+            with contextlib.suppress(StartupError):  # the explorer is busy or starts again: chats tell, and the end
+                view.show(await _frame(http, customers, goal, elapsed_s, limit_s))
         await running
         seconds = time.monotonic() - started
-        status = (await http.get("/status")).json()
-        versions = (await http.get("/versions")).json()["versions"]
-    episodes = customers.books.episodes
-    if not episodes:
-        raise StartupError(f"no chat was answered: {customers.books.failures[-1:]}; see {processes.log}")
+        episodes = customers.books.episodes
+        if not episodes:
+            raise StartupError(f"no chat was answered: {customers.books.failures[-1:]}; see {processes.log}")
+        status, versions = await _read(http, "/status"), (await _read(http, "/versions"))["versions"]
     served = [(v["version"], v["served_at"]) for v in versions if v["version"] > 0 and v["served_at"]]
     draw_report(report, episodes, served, "A support desk learns from its customers")
     first, last = first_and_last_tenth(episodes)
@@ -206,10 +207,18 @@ async def _play(
     )
 
 
+async def _read(http: httpx.AsyncClient, path: str) -> Any:
+    """Return the explorer's answer. Raises StartupError."""
+    try:
+        return (await http.get(path)).raise_for_status().json()
+    except httpx.HTTPError as exc:
+        raise StartupError(f"the explorer does not answer GET {path} ({exc}); its log says why") from exc
+
+
 async def _frame(
     http: httpx.AsyncClient, customers: Customers, goal: int | None, elapsed_s: float, limit_s: float | None
 ) -> Frame:
-    status = (await http.get("/status")).json()
+    status = await _read(http, "/status")
     trainers = status["trainers"]
     return Frame(
         episodes=customers.books.episodes,

@@ -16,7 +16,7 @@ import time
 from shared.errors import ConfigError
 from shared.log import StageLogger, configure_logging
 from shared.ports import free_port
-from shared.process import die_with_parent
+from shared.process import die_with_parent, import_path
 from shared.stop_request import StopRequest
 
 log = StageLogger("trainer")
@@ -73,8 +73,8 @@ def run_ranks(size: int, command: list[str], log_level: str) -> int:
 
 def _start(command: list[str], environ: dict[str, str]) -> Rank:
     return subprocess.Popen(
-        [sys.executable, "-m", "services.cli", *command],
-        env={**os.environ, **environ},
+        [sys.executable, "-P", "-m", "services.cli", *command],
+        env={**os.environ, **import_path(), **environ},
         stdin=subprocess.DEVNULL,
         preexec_fn=die_with_parent(signal.SIGKILL),  # noqa: PLW1509 — one prctl call, no lock
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from shared.log import StageLogger
-from shared.process import die_with_parent
+from shared.process import die_with_parent, import_path
 from shared.stop_request import StopRequest
 
 log = StageLogger("up")
@@ -73,13 +73,13 @@ class Supervisor:
 
     def _start(self, child: Child) -> None:
         child.process = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", *child.arguments],
+            [sys.executable, "-P", "-m", "services.cli", *child.arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,  # a group, not a session; see decision 10
             preexec_fn=die_with_parent(),  # noqa: PLW1509 — one prctl call, no lock
-            env={**os.environ, "FLYWHEEL_LOG_PLAIN": "1", "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **import_path(), "FLYWHEEL_LOG_PLAIN": "1", "PYTHONUNBUFFERED": "1"},
         )
         child.started_at, child.restart_at = time.monotonic(), None
         assert child.process.stdout is not None

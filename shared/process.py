@@ -92,6 +92,15 @@ def visible_devices(devices: Sequence[int] | None) -> dict[str, str]:
     return {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
 
 
+def import_path() -> dict[str, str]:
+    """Return the environment in which Python finds our packages.
+
+    With its option -P, packages of the same names in the working folder do not come before them.
+    """
+    path = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
 def die_with_parent(signal_number: int = signal.SIGTERM) -> Callable[[], None]:
     """A `preexec_fn` for subprocess: the kernel signals the child when its parent dies for any reason (Linux)."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -98,4 +98,4 @@ def run_example(name: str, options: list[str]) -> NoReturn:
         )
     path = [str(REPOSITORY), str(REPOSITORY / "agent_sdk"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    os.execve(python, [str(python), "-m", f"examples.{name}", *options], environment)
+    os.execve(python, [str(python), "-P", "-m", f"examples.{name}", *options], environment)

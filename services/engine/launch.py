@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, list_versions
 from shared.log import StageLogger, configure_logging
 from shared.ports import require_free_port
-from shared.process import adopt_orphans, die_with_parent, visible_devices
+from shared.process import adopt_orphans, die_with_parent, import_path, visible_devices
 from shared.soundness import read_base, require_sound
 from shared.stop_request import StopRequest
 from shared.versions import read_manifest, version_label, version_path
@@ -220,7 +221,7 @@ def environment(config: Config) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if config.model.kind == "lora" else "0",
         "VLLM_CPU_KVCACHE_SPACE": f"{config.engine.kv_cache_gb}",
         "VLLM_LOGGING_LEVEL": "INFO" if config.log_level == "DEBUG" else "WARNING",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
+        **import_path(),
         **(one_process(len(os.sched_getaffinity(0)), os.environ) if runs_on_cpu() else {}),
     }
 
@@ -255,13 +256,22 @@ def _start(
         if stop.wait(0.5):
             return False
     log.info("warming up", loaded_s=time.monotonic() - started)
+    is_late = False
+    with ThreadPoolExecutor(1, "warm-up") as thread:
+        warmed = thread.submit(warming.warm_up_and_open)
+        while not (stop or is_late) and not wait([warmed], 0.2).done:
+            is_late = time.monotonic() - started > timeout_s
+        if not warmed.done():
+            _end(process)  # which ends its calls
     try:
-        warming.warm_up()
-        warming.write_label()
-        warming.open_gate()
+        warmed.result()
     except EngineError as error:
         if stop:
             return False
+        if is_late:
+            raise StartupError(
+                f"vLLM was not warm after {timeout_s:g} s; raise engine.start_timeout_s, or see its log"
+            ) from error
         raise StartupError(
             f"the engine does not answer its warm-up ({error}): {output.reason(in_service=False)}"
         ) from error

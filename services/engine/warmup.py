@@ -11,11 +11,12 @@ from services.engine.adapters import WarmUpAdapters
 from services.engine.gate import OPEN_PATH, WARMUP_HEADER
 from shared.errors import EngineError
 
-REQUEST_TIMEOUT_S = 300.0
-
 
 class WarmingEngine:
-    """Blocking calls to an engine on this machine whose gate is still closed. A context manager."""
+    """Blocking calls to an engine on this machine whose gate is still closed. A context manager.
+
+    A call lasts until the engine answers or its process ends: engine.start_timeout_s bounds all calls together.
+    """
 
     def __init__(
         self, url: str, model: str, token: str, label: str = "default", adapters: WarmUpAdapters | None = None
@@ -42,6 +43,12 @@ class WarmingEngine:
         except EngineError:
             return False
         return True
+
+    def warm_up_and_open(self) -> None:
+        """Warm the engine up, label its weights, and open it to all callers. Raises EngineError."""
+        self.warm_up()
+        self.write_label()
+        self.open_gate()
 
     def warm_up(self) -> None:
         """Sample alone and concurrently, score tokens, pause under load and resume. Raises EngineError."""
@@ -97,7 +104,7 @@ class WarmingEngine:
         method: str,
         path: str,
         body: dict[str, Any] | None = None,
-        timeout_s: float = REQUEST_TIMEOUT_S,
+        timeout_s: float | None = None,
         *,
         missing_ok: bool = False,
     ) -> None:

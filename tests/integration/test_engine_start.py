@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import select, update
 
-from services.engine.launch import prepare_model, run_engine
+from services.engine.launch import _start, prepare_model, run_engine
 from services.engine.lease import StartLease
+from services.engine.output import EngineOutput
 from services.engine.stage import Stage
+from services.engine.warmup import WarmingEngine
 from shared.config import Config
 from shared.errors import StartupError
 from shared.ledger import transitions
@@ -133,3 +137,37 @@ def test_what_an_engine_starts_on_stays_leased_while_its_files_are_read_for_long
     monkeypatch.setattr(StopRequest, "listen", lambda self: self)
     assert run_engine(config, None) == 0
     assert read == [0]
+
+
+HANGS = """
+import sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        time.sleep(600)
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_warm_up_that_hangs_ends_at_a_stop_request_and_at_the_limit_of_the_start(is_stopped, tmp_path, monkeypatch):
+    monkeypatch.setattr("services.engine.launch._end", subprocess.Popen.kill)  # this process has other children
+    stop, port = StopRequest(), free_port()
+    with (
+        subprocess.Popen([sys.executable, "-c", HANGS, f"{port}"], stdout=subprocess.PIPE) as process,
+        WarmingEngine(f"http://127.0.0.1:{port}", "agent", "secret") as warming,
+    ):
+        output = EngineOutput(process.stdout, tmp_path / "vllm.log")
+        wait_until(warming.is_healthy)
+        if is_stopped:
+            stop.set()
+            assert not _start(process, warming, stop, 600.0, output)
+        else:
+            with pytest.raises(StartupError, match=r"was not warm after 0.1 s; raise engine.start_timeout_s"):
+                _start(process, warming, stop, 0.1, output)

@@ -119,6 +119,21 @@ def test_a_refused_configuration_stops_all_and_is_not_tried_again():
     assert child.failures == 0
 
 
+def test_packages_with_the_names_of_ours_in_the_working_folder_are_not_taken_for_ours(tmp_path, monkeypatch):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/__init__.py").touch()
+    (tmp_path / "shared/errors.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    stop = StopRequest()
+    child = Child("lister", ["demo", "--list"])
+    running = threading.Thread(target=Supervisor([child], stop).run)
+    running.start()
+    wait_for(lambda: child.restart_at is not None, "the end of the child", 60)
+    stop.set()
+    running.join(30)
+    assert child.process is not None and child.process.returncode == 0
+
+
 def test_a_log_that_cannot_be_written_stops_nobody(monkeypatch):
     stop = StopRequest()
     child = Child("lister", ["demo", "--list"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -172,3 +175,23 @@ def test_every_configuration_of_the_documents_is_valid():
     for page in (ROOT / "docs").rglob("*.md"):
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
             Config.model_validate({"model": {"path": "m"}, **yaml.safe_load(block)})
+
+
+VENV_WITHOUT_PIP = """#!/bin/sh
+[ "$1 $2" = "-m venv" ] || exit 0
+echo "$3" >> made; mkdir -p "$3/bin"; printf '#!/bin/sh\\nexit 1' > "$3/bin/python"; chmod +x "$3/bin/python"
+"""
+
+
+def test_an_environment_that_got_no_pip_because_it_was_interrupted_is_made_again(tmp_path):
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "python").write_text(VENV_WITHOUT_PIP)
+    (tmp_path / "python").chmod(0o700)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    for _ in range(2):
+        command = ["make", "setup", "PYTHON=./python"]
+        made = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, check=False)
+        assert made.returncode != 0
+    assert (tmp_path / "made").read_text().splitlines() == [".venv"] * 2

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import os
+import threading
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,30 @@ def test_an_unknown_example_is_refused_with_the_known_names():
 
 def stop() -> dict[str, object]:
     raise KeyboardInterrupt
+
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_an_example_reaches_its_processes_also_where_the_environment_names_a_proxy(tmp_path, monkeypatch):
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 600")
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.setattr(serving, "product_python", lambda: str(tmp_path / "python"))
+    monkeypatch.setattr(serving, "READY_TIMEOUT_S", 5.0)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.com")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with serving.running(f"http://127.0.0.1:{server.server_port}", tmp_path / "flywheel.yaml"):
+                assert os.environ["no_proxy"] == "example.com,127.0.0.1"
+        finally:
+            server.shutdown()
+    assert "no_proxy" not in os.environ
 
 
 def test_an_example_that_ctrl_c_stops_is_one_line(capsys):

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import subprocess
+import threading
 from collections import Counter
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from examples import tiny_model
-from examples.serving import make_root
+from examples.serving import Running, make_root
 from examples.support_desk import agent, base_model
-from examples.support_desk.customers import Episode
+from examples.support_desk.customers import Episode, say_reward
 from examples.support_desk.desk import DESKS, format_answer, parse_answer, satisfaction, write_ticket
 from examples.support_desk.report import draw_report, first_and_last_tenth, moving_average
-from examples.support_desk.view import Frame, sparkline
+from examples.support_desk.view import Frame, View, sparkline
 from services.commands.demo import LESSONS
-from services.demo import MARKER, Plan, write_config
+from services.demo import MARKER, Plan, _play, write_config
 from shared.config import HintConfig, load_config
 from shared.errors import StartupError
 from shared.reward import Signal
@@ -126,3 +130,30 @@ def test_a_misled_teacher_is_shown_the_same_answers_at_other_tickets():
     assert tickets == same and Counter(answers) == Counter(others)
     right = sum(a == b for a, b in zip(answers, others, strict=True)) / len(answers)
     assert right < 0.05  # of 36 desks with three priorities
+
+
+class Unavailable(BaseHTTPRequestHandler):
+    """An explorer whose database does not answer."""
+
+    def do_GET(self) -> None:
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(b'{"error": {}}')
+
+    do_POST = do_GET
+
+
+def test_a_demo_whose_explorer_answers_503_ends_with_one_line(tmp_path):
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Unavailable) as server,
+        subprocess.Popen(["sleep", "600"]) as up,
+        View(quiet=True) as view,
+    ):
+        threading.Thread(target=server.serve_forever).start()
+        url, running = f"http://127.0.0.1:{server.server_port}", Running(up, tmp_path / "flywheel.log")
+        try:
+            with pytest.raises(StartupError, match="no chat was answered"):
+                asyncio.run(_play(url, running, view, Plan(), 2, None, say_reward, tmp_path / "report.png"))
+        finally:
+            server.shutdown()
+            up.kill()
