@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,9 @@ def free_ports(count: int) -> list[int]:
 @contextlib.contextmanager
 def loopback_without_proxy() -> Iterator[None]:
     """Let HTTP clients that are created in the block reach 127.0.0.1 also if the environment names a proxy."""
+    if not set(urllib.request.getproxies()) - {"no"}:
+        yield  # some clients take the variable itself for a proxy
+        return
     given = os.environ.get("no_proxy")
     without = given if given is not None else os.environ.get("NO_PROXY")
     os.environ["no_proxy"] = ",".join(filter(None, (without, "127.0.0.1")))  # comes before NO_PROXY

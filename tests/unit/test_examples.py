@@ -84,6 +84,13 @@ def test_an_example_reaches_its_processes_also_where_the_environment_names_a_pro
     assert "no_proxy" not in os.environ
 
 
+def test_without_a_proxy_the_environment_is_left_as_it_is(monkeypatch):
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    with serving.loopback_without_proxy():
+        assert "no_proxy" not in os.environ
+
+
 def test_an_example_that_ctrl_c_stops_is_one_line(capsys):
     assert run.in_one_line("frozen_lake", stop) == 130
     assert capsys.readouterr().err == "frozen_lake: stopped\n"
