@@ -202,7 +202,7 @@ def command_line(config: Config, address: EngineAddress, host: str, folder: Path
     if address.devices is not None and len(address.devices) > 1:
         arguments["--tensor-parallel-size"] = f"{len(address.devices)}"
     pairs = [part for pair in arguments.items() for part in pair]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *engine.extra_args]
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *engine.extra_args]
 
 
 def saved_dtype(folder: Path) -> str:
@@ -221,7 +221,7 @@ def environment(config: Config) -> dict[str, str]:
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if config.model.kind == "lora" else "0",
         "VLLM_CPU_KVCACHE_SPACE": f"{config.engine.kv_cache_gb}",
         "VLLM_LOGGING_LEVEL": "INFO" if config.log_level == "DEBUG" else "WARNING",
-        **import_path(),
+        "PYTHONPATH": os.pathsep.join((import_path()["PYTHONPATH"], str(Path.cwd()))),  # for modules in extra_args
         **(one_process(len(os.sched_getaffinity(0)), os.environ) if runs_on_cpu() else {}),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from services.engine.launch import _start, prepare_model, run_engine
+from services.engine.launch import _start, command_line, environment, prepare_model, run_engine
 from services.engine.lease import StartLease
 from services.engine.output import EngineOutput
 from services.engine.stage import Stage
@@ -171,3 +172,18 @@ def test_a_warm_up_that_hangs_ends_at_a_stop_request_and_at_the_limit_of_the_sta
         else:
             with pytest.raises(StartupError, match=r"was not warm after 0.1 s; raise engine.start_timeout_s"):
                 _start(process, warming, stop, 0.1, output)
+
+
+def test_vllm_finds_our_gate_and_modules_of_the_working_folder_also_if_packages_there_have_names_of_ours(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "services").mkdir()
+    for name in ("__init__.py", "engine.py"):
+        (tmp_path / "services" / name).touch()
+    (tmp_path / "of_a_user.py").touch()
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    config = make_config(tmp_path, ["http://127.0.0.1:1"])
+    command = command_line(config, config.explorer.engines[0], "127.0.0.1", tmp_path)
+    python = [*command[: command.index("-m")], "-c", "import of_a_user, services.engine.gate"]
+    subprocess.run(python, env={**os.environ, **environment(config)}, check=True)
