@@ -55,9 +55,9 @@ class Example:
 
 
 def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError("give 1 or more")
-    return count
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("give a whole number of 1 or more")
+    return int(text)
 
 
 def parser(name: str, about: str) -> argparse.ArgumentParser:

@@ -50,6 +50,13 @@ def test_an_example_ends_with_a_line_of_json_and_a_report(explorer, tmp_path, ca
     assert play(explorer, tmp_path, "--held-out", "1") == 0, "the same folder is made anew"
 
 
+@pytest.mark.parametrize("count", ["0", "-1", "few"])
+def test_a_number_of_held_out_tasks_is_1_or_more(count, capsys):
+    with pytest.raises(SystemExit):
+        parser("sums", "sums").parse_args([f"--held-out={count}"])
+    assert capsys.readouterr().err.endswith("argument --held-out: give a whole number of 1 or more\n")
+
+
 def test_a_model_of_a_server_learns_with_options_of_its_own(explorer, tmp_path):
     served = {**example().served, "runs_per_task": 2}
     arguments = ["--url", explorer.url, "--minutes", "0.02", "--root", str(tmp_path / "root")]
