@@ -24,7 +24,7 @@ import flywheel
 from flywheel.run import Run
 from flywheel.workflow import Caller, score
 
-from examples.serving import make_model, make_root, running, write_config
+from examples.serving import loopback_without_proxy, make_model, make_root, running, write_config
 from examples.tiny_model import Recipe, folder_of
 from shared.errors import StartupError
 
@@ -55,9 +55,9 @@ class Example:
 
 
 def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError("give 1 or more")
-    return count
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("give a whole number of 1 or more")
+    return int(text)
 
 
 def parser(name: str, about: str) -> argparse.ArgumentParser:
@@ -109,7 +109,8 @@ def _run(example: Example, args: argparse.Namespace) -> dict[str, Any]:
 def _served(example: Example, args: argparse.Namespace) -> Iterator[str]:
     """Yield the explorer's address."""
     if args.url:
-        yield args.url
+        with loopback_without_proxy():  # its own pages, such as the shop's, are on loopback
+            yield args.url
         return
     model = make_model(example.recipe, folder_of(example.name, *example.variant), args.root)
     url, file = write_config(args.root, model, example.engine, {**example.trainer, "seed": args.seed})

@@ -11,7 +11,7 @@ from typing import Any
 import flywheel
 
 from examples.run import in_one_line, of_version_in_service, parser
-from examples.serving import make_model, make_root, running, write_config
+from examples.serving import loopback_without_proxy, make_model, make_root, running, write_config
 from examples.shadow import tiny
 from examples.shadow.picture import draw
 from examples.shadow.play import evaluate, go_live
@@ -28,6 +28,7 @@ def measured(found: flywheel.Evaluation) -> dict[str, float]:
 def main(args: Namespace) -> dict[str, Any]:
     make_root(args.root)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(loopback_without_proxy())
         url, agent_options = args.url, dict[str, Any]()
         if url is None:
             model = make_model(tiny.recipe, folder_of("shadow"), args.root)

@@ -41,11 +41,13 @@ def test_a_thousand_fuzzed_answers_earn_what_an_oracle_says():
         assert found.value == pytest.approx((1.0 * (said == truth) + 0.1) if formed else 0.0)
 
 
-@pytest.mark.parametrize(
-    "reply", ["", "How many are 2 and 3, 5?", "5", "the number is 5", "#", "boxed{5}", PROMPT, "#### five", r"\boxed{}"]
-)
+QUESTION = "How many are 2 and 3, 5?"
+WITHOUT_FORM = ("", QUESTION, "5", "the number is 5", "#", "boxed{5}", PROMPT, f"{PROMPT}\n{QUESTION}", "#### five")
+
+
+@pytest.mark.parametrize("reply", [*WITHOUT_FORM, r"\boxed{}"])
 def test_nothing_is_earned_without_the_form(reply):
-    assert reward({"question": "How many are 2 and 3, 5?", "answer": "#### 5"}, reply).value == 0.0
+    assert reward({"question": QUESTION, "answer": "#### 5"}, reply).value == 0.0
 
 
 def test_of_several_marked_numbers_one_counts():

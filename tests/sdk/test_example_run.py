@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,13 @@ def test_an_example_ends_with_a_line_of_json_and_a_report(explorer, tmp_path, ca
     assert play(explorer, tmp_path, "--held-out", "1") == 0, "the same folder is made anew"
 
 
+@pytest.mark.parametrize("count", ["0", "-1", "few"])
+def test_a_number_of_held_out_tasks_is_1_or_more(count, capsys):
+    with pytest.raises(SystemExit):
+        parser("sums", "sums").parse_args([f"--held-out={count}"])
+    assert capsys.readouterr().err.endswith("argument --held-out: give a whole number of 1 or more\n")
+
+
 def test_a_model_of_a_server_learns_with_options_of_its_own(explorer, tmp_path):
     served = {**example().served, "runs_per_task": 2}
     arguments = ["--url", explorer.url, "--minutes", "0.02", "--root", str(tmp_path / "root")]
@@ -56,6 +64,17 @@ def test_a_model_of_a_server_learns_with_options_of_its_own(explorer, tmp_path):
     runs = [json.loads(line)["place"] for line in (tmp_path / "root/episodes.jsonl").read_text().splitlines()]
     assert {run.rpartition("#")[2] for run in runs} == {"0", "1"}
     assert SERVED["runs_per_task"] > 1, "GRPO compares runs of a task"
+
+
+def test_an_example_with_a_server_s_address_reaches_loopback_also_where_the_environment_names_a_proxy(
+    explorer, tmp_path, monkeypatch
+):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setattr("examples.run.RETRY_S", 0.1)
+    assert play(explorer, tmp_path) == 0
+    assert "no_proxy" not in os.environ
 
 
 def test_a_folder_of_something_else_is_left_alone(explorer, tmp_path, capsys):
