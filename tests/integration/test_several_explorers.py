@@ -105,10 +105,11 @@ def test_feedback_to_one_waits_for_a_stream_of_the_other(both, scripted_engine):
 def test_feedback_for_a_run_waits_for_its_streams_and_for_no_others(both, scripted_engine, asked):
     for name in ("run/t/1", "run/t/2"):
         both[0].http.post(f"/{name}/chat", json={"messages": []}).raise_for_status()
-    scripted_engine.script.gap_s = 0.4
+    scripted_engine.script.gap_s = 3.0
     streaming, ids = begin_stream(both[0], "/run/t/1/chat")
     other = both[asked].http.post("/feedback", json={"task_id": "t", "run_id": 2, "reward": 1}).json()
     assert streaming.is_alive()
+    scripted_engine.script.gap_s = 0.0
     receipts = both[asked].http.post("/feedback", json={"task_id": "t", "run_id": 1, "reward": 1}).json()["receipts"]
     streaming.join()
     assert (other["applied"], len(receipts)) == (1, 2)
@@ -118,10 +119,11 @@ def test_feedback_for_a_run_waits_for_its_streams_and_for_no_others(both, script
 @pytest.mark.parametrize("asked", [0, 1])
 def test_feedback_for_a_task_waits_for_the_streams_of_its_runs_and_for_no_others(both, scripted_engine, asked):
     both[0].http.post("/run/other/1/chat", json={"messages": []}).raise_for_status()
-    scripted_engine.script.gap_s = 0.4
+    scripted_engine.script.gap_s = 3.0
     streaming, ids = begin_stream(both[0], "/run/t/1/chat")
     other = both[asked].http.post("/feedback", json={"task_id": "other", "reward": 1}).json()
     assert streaming.is_alive()
+    scripted_engine.script.gap_s = 0.0
     receipts = both[asked].http.post("/feedback", json={"task_id": "t", "reward": 1}).json()["receipts"]
     streaming.join()
     assert (other["applied"], receipts) == (1, [{"msg_id": ids[0], "state": "applied"}])
