@@ -22,7 +22,7 @@ from trainer_service.parts import Part, Work
 
 FOLDER = Path(registry.__file__).parent
 ALLOWED = {"__future__", "dataclasses", "math", "collections.abc", "typing", "numpy", "torch", "shared.config"} | {
-    f"trainer_service.algorithms.{name}" for name in ("seam", "advantages", "surrogates")
+    f"trainer_service.algorithms.{name}" for name in ("seam", "advantages", "attempts", "surrogates")
 }
 
 
