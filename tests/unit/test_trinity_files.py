@@ -48,6 +48,8 @@ def test_the_printed_command_can_be_pasted_whatever_the_names_are(capsys):
         "./the tasks.jsonl",
         "--config",
         "it's here/learn.yaml",
+        "--url",
+        "http://127.0.0.1:8010",
     ]
 
 
