@@ -54,7 +54,7 @@ def finish(lives: Lives, root: Path, **environ: str) -> None:
     log = root / "trainer.log"
     before = log.stat().st_size if log.exists() else 0
     with begin(lives, root, **environ) as trainer:
-        wait_for(lambda: _said(log, before, b"no ready rows") or not trainer.alive, "the last version", 60)
+        wait_for(lambda: _said(log, before, b"no ready rows") or not trainer.alive, "the last version", 240)
         assert newest(root) == LAST
         assert trainer.stop() == 0
 
