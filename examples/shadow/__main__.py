@@ -28,13 +28,14 @@ def measured(found: flywheel.Evaluation) -> dict[str, float]:
 def main(args: Namespace) -> dict[str, Any]:
     make_root(args.root)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(loopback_without_proxy())
         url, agent_options = args.url, dict[str, Any]()
         if url is None:
             model = make_model(tiny.recipe, folder_of("shadow"), args.root)
             url, file = write_config(args.root, model, tiny.ENGINE, {**tiny.TRAINER, "seed": args.seed})
             agent_options = tiny.AGENT
             stack.enter_context(running(url, file))
+        else:
+            stack.enter_context(loopback_without_proxy())  # the office and the strong model are on loopback
         client = flywheel.Client(url, model=args.model)
         tickets = args.held_out or HELD_OUT
         before = of_version_in_service(client, lambda model: evaluate(url, model, agent_options, tickets))

@@ -124,6 +124,17 @@ def test_packages_with_the_names_of_ours_in_the_working_folder_are_not_taken_for
     (tmp_path / "shared/__init__.py").touch()
     (tmp_path / "shared/errors.py").write_text("")
     monkeypatch.chdir(tmp_path)
+    assert status_of_a_child() == 0
+
+
+def test_a_log_that_cannot_be_written_stops_nobody(monkeypatch):
+    with contextlib.suppress(OSError), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("services.supervisor.sys.stderr", full)
+        assert status_of_a_child() == 0
+
+
+def status_of_a_child() -> int:
+    """The exit status of a supervised process that ends by itself."""
     stop = StopRequest()
     child = Child("lister", ["demo", "--list"])
     running = threading.Thread(target=Supervisor([child], stop).run)
@@ -131,20 +142,8 @@ def test_packages_with_the_names_of_ours_in_the_working_folder_are_not_taken_for
     wait_for(lambda: child.restart_at is not None, "the end of the child", 60)
     stop.set()
     running.join(30)
-    assert child.process is not None and child.process.returncode == 0
-
-
-def test_a_log_that_cannot_be_written_stops_nobody(monkeypatch):
-    stop = StopRequest()
-    child = Child("lister", ["demo", "--list"])
-    with contextlib.suppress(OSError), Path("/dev/full").open("w") as full:
-        monkeypatch.setattr("services.supervisor.sys.stderr", full)
-        running = threading.Thread(target=Supervisor([child], stop).run)
-        running.start()
-        wait_for(lambda: child.restart_at is not None, "the end of the child", 60)
-        stop.set()
-        running.join(30)
-        assert child.process is not None and child.process.returncode == 0
+    assert child.process is not None and child.process.returncode is not None
+    return child.process.returncode
 
 
 def test_the_pause_before_a_restart_grows(monkeypatch, tmp_path):

@@ -28,6 +28,7 @@ from trainer_service.algorithms.seam import Batch, Floats, Memory, Precomputed, 
 from trainer_service.algorithms.surrogates import divergence
 from trainer_service.trajectories import Trajectory
 
+Span = tuple[int, int, int]  # actions: index of a sequence of the units, first action, index after the last
 _REWARDS = 1024  # sequences over which the deviation of their turns' returns is taken
 _SAME = 1e-6  # a smaller standard deviation, relative to the mean, is a rounding error
 
@@ -106,11 +107,19 @@ def shaped_rewards(
     for trajectory, places in zip(batch.trajectories, batch.members, strict=True):
         if len(places) < 2 or places[0] not in number:
             continue
-        spans = [(number[places[one]], begin, end) for one, begin, end in trajectory.turn_spans()]
-        costs = [float(penalties[one][begin:end].sum()) for one, begin, end in spans]
+        spans, costs = turn_costs(trajectory, [number[place] for place in places], penalties)
         for (one, _, end), later in zip(spans, _in_other_sequences(trajectory, costs), strict=True):
             shaped[one][end - 1] -= later
     return shaped
+
+
+def turn_costs(trajectory: Trajectory, own: list[int], penalties: list[Floats]) -> tuple[list[Span], list[float]]:
+    """Return the span of each turn, and the penalty of its own actions.
+
+    own: indices of the trajectory's sequences in `penalties`.
+    """
+    spans = [(own[number], begin, end) for number, begin, end in trajectory.turn_spans()]
+    return spans, [float(penalties[one][begin:end].sum()) for one, begin, end in spans]
 
 
 def _in_other_sequences(trajectory: Trajectory, costs: list[float]) -> list[float]:

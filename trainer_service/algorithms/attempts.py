@@ -27,17 +27,18 @@ import numpy as np
 
 from shared.config import GroupConfig, SPOConfig, SurrogateConfig
 from trainer_service.algorithms.advantages import (
+    Span,
     given_rewards,
     is_zero,
     kl_penalties,
     numbers_of,
     returns,
     running_moments,
+    turn_costs,
 )
 from trainer_service.algorithms.seam import Batch, Figures, Floats, Memory, Precomputed, Unit, pick
 from trainer_service.trajectories import Trajectory
 
-Span = tuple[int, int, int]  # actions: index of a sequence of the units, first action, index after the last
 Part = tuple[int, list[Span]]  # number of turns before it; its spans
 
 
@@ -92,8 +93,7 @@ def _paid(trajectory: Trajectory, own: list[int], penalties: list[Floats]) -> di
 
     own: indices of the trajectory's sequences in `penalties`.
     """
-    spans = [(own[number], begin, end) for number, begin, end in trajectory.turn_spans()]
-    costs = [float(penalties[one][begin:end].sum()) for one, begin, end in spans]
+    spans, costs = turn_costs(trajectory, own, penalties)
     return {(one, begin): paid for (one, begin, _), paid in zip(spans, trajectory.totals(costs), strict=True)}
 
 
