@@ -273,7 +273,7 @@ def test_who_has_no_key_learns_nothing_of_the_inside_and_costs_nothing(scripted_
     for role in ("chat", "admin"):
         monkeypatch.setenv(f"KEY_{role}", f"the-secret-of-{role}")
     keys = [{"key_env": f"KEY_{role}", "role": role} for role in ("chat", "admin")]
-    explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
+    explorer = start_explorer([scripted_engine.url], keys=keys, reload={"poll_interval_s": 5.0}).wait_ready()
     asked = counted(explorer, lambda: [explorer.http.get(path) for path in ("/ready", "/metrics") for _ in range(50)])
     assert asked < 50, "of 100 requests"
     scripted_engine.script.healthy = False

@@ -54,7 +54,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("workers")
     engines = [ScriptedEngine(), ScriptedEngine()]
     urls = [engine.url for engine in engines]
-    config = make_config(folder, urls, workers=WORKERS, reload=SETTINGS, ledger_timeout_s=1.0)
+    config = make_config(folder, urls, workers=WORKERS, reload=SETTINGS, ledger_timeout_s=3.0)
     ledger = Ledger.open(config.ledger_url)
     with Process(["explorer", "-c", str(write_config(config, folder / "f.yaml"))], folder / "log") as process:
         wait_for(lambda: process.output().count("listening") == WORKERS, "the workers", 60)
@@ -105,7 +105,7 @@ def test_four_workers_give_up_a_version_as_one_and_the_last_good_one_serves(hous
     with Streams(house) as chats:
         house.publish(last)
     house.all_serve(last)
-    assert len(chats.whole) == 8 and not chats.ended
+    assert len(chats.whole) == 8 and not chats.ended, chats.ended
     chats.check_labels()
 
 

@@ -58,6 +58,7 @@ def make_config(
                 "engines": [{"name": f"e{n}", "url": url} for n, url in enumerate(engine_urls)],
                 "reload": {"poll_interval_s": 0.02, "drain_s": 1.0},
                 "engine_wait_s": 5.0,
+                "ledger_timeout_s": 15.0,  # a busy machine's disk may take seconds
                 "allowed_hosts": ["x"],  # the host in hand-written HTTP of tests
                 "port": free_port(),
                 **explorer,

@@ -118,6 +118,7 @@ def test_who_owns_the_engine_no_more_refuses_no_version_that_its_new_owner_loads
         connection.execute(update(engines).values(owner=after.deps.leases.explorer, owner_until=until))
     url = scripted_engine.url
     wait_until(lambda: after.deps.leases.holds(url) and not before.deps.leases.believes_to_own(url))
+    wait_until(lambda: not engine(before).refused)  # its controller has read that another explorer owns the engine
     assert said(before.chat(model="agent@1")) == "v000001"
 
 
