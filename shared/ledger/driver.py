@@ -28,18 +28,19 @@ class Patience:
     """Time limits of a process for its database, in seconds."""
 
     connect_s: float
-    lock_s: float  # for a lock: of a row in PostgreSQL, of the database in SQLite
+    lock_s: float  # for a lock of a row (PostgreSQL)
+    file_lock_s: float  # for the lock of the database (SQLite)
     answer_s: float | None  # for one statement (PostgreSQL); None: no limit
     idle_s: float  # idle time after which PostgreSQL ends a transaction
 
 
-OPERATOR = Patience(connect_s=10, lock_s=60, answer_s=None, idle_s=3600)  # for commands and the trainer
+OPERATOR = Patience(connect_s=10, lock_s=60, file_lock_s=60, answer_s=None, idle_s=3600)  # for commands and the trainer
 
 
 def answering_within(seconds: float) -> Patience:
     """Return limits for a process that must tell its callers within this time that the database does not answer."""
     half = seconds / 2  # for a connection that does not answer, and then for a new one
-    return Patience(connect_s=half, lock_s=half * 3 / 4, answer_s=half, idle_s=60)
+    return Patience(connect_s=half, lock_s=half * 3 / 4, file_lock_s=seconds * 7 / 8, answer_s=half, idle_s=60)
 
 
 def make_engine(url: URL, patience: Patience, *, create: bool) -> Engine:
@@ -50,7 +51,7 @@ def make_engine(url: URL, patience: Patience, *, create: bool) -> Engine:
 
 
 def _sqlite(url: URL, patience: Patience, create: bool) -> Engine:
-    engine = create_engine(url, connect_args={"timeout": patience.lock_s, "check_same_thread": False})
+    engine = create_engine(url, connect_args={"timeout": patience.file_lock_s, "check_same_thread": False})
     file = Path(url.database) if url.database and url.database != ":memory:" else None
 
     def connect(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> Any:
@@ -77,7 +78,7 @@ def prepare_sqlite(connection: sqlite3.Connection, patience: Patience) -> None:
         "synchronous=FULL",
         "foreign_keys=ON",
         "secure_delete=ON",
-        f"busy_timeout={int(patience.lock_s * 1000)}",
+        f"busy_timeout={int(patience.file_lock_s * 1000)}",
     ):
         connection.execute(f"PRAGMA {pragma}")
 

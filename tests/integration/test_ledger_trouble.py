@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Callable
 
 from sqlalchemy import Connection
@@ -84,6 +85,20 @@ def test_a_locked_database_is_a_clear_503_and_chats_go_on_when_it_is_free(script
         holder.close()
     wait_until(lambda: explorer.chat().status_code == 200)
     assert make_config(tmp_path, [scripted_engine.url])
+
+
+def test_a_chat_waits_for_a_database_that_is_locked_for_less_than_the_time_limit(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], ledger_timeout_s=10).wait_ready()
+    file = explorer.config.root / "ledger.sqlite3"
+    holder = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+    holder.execute("BEGIN IMMEDIATE")
+    unlock = threading.Timer(5.0, holder.rollback)
+    unlock.start()
+    try:
+        assert explorer.chat().status_code == 200
+    finally:
+        unlock.join()
+        holder.close()
 
 
 def test_postgresql_is_killed_and_comes_back(scripted_engine, tmp_path, caplog):

@@ -54,7 +54,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("workers")
     engines = [ScriptedEngine(), ScriptedEngine()]
     urls = [engine.url for engine in engines]
-    config = make_config(folder, urls, workers=WORKERS, reload=SETTINGS, ledger_timeout_s=3.0)
+    config = make_config(folder, urls, workers=WORKERS, reload=SETTINGS, ledger_timeout_s=2.0)
     ledger = Ledger.open(config.ledger_url)
     with Process(["explorer", "-c", str(write_config(config, folder / "f.yaml"))], folder / "log") as process:
         wait_for(lambda: process.output().count("listening") == WORKERS, "the workers", 60)
