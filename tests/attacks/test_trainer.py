@@ -38,7 +38,7 @@ def trained(tmp_path_factory, lives, model, rows) -> Path:
     root = tmp_path_factory.mktemp("trained")
     prepare(root, model, rows)
     with begin(lives, root) as trainer:
-        wait_for(lambda: newest(root) == 3, "the last version", 60)
+        wait_for(lambda: newest(root) == 3, "the last version", 240)
         assert trainer.stop() == 0
     return root
 
@@ -109,11 +109,11 @@ def test_a_trainer_on_the_wrong_ledger_deletes_nothing_and_names_both_sides(tmp_
     before = learned(root)
     wrong = tmp_path / "wrong.sqlite3"
     with begin(lives, root, FLYWHEEL_DATABASE_URL=f"sqlite:///{wrong}") as trainer:
-        assert trainer.wait(60) == 1
+        assert trainer.wait(240) == 1
     assert str(wrong) in last_line(root) and str(root) in last_line(root) and "database_url" in last_line(root)
     assert learned(root) == before
     with begin(lives, root) as trainer:
-        wait_for(lambda: "at work" in said(root), "a trainer that goes on", 60)
+        wait_for(lambda: "at work" in said(root), "a trainer that goes on", 240)
         assert trainer.stop() == 0
 
 
@@ -125,12 +125,12 @@ def test_a_trainer_on_an_older_backup_of_the_ledger_deletes_nothing(tmp_path, li
     older.mkdir()
     prepare(older, model, rows[: 2 * BATCH])
     with begin(lives, older) as trainer:
-        wait_for(lambda: newest(older) == 2, "the second version", 60)
+        wait_for(lambda: newest(older) == 2, "the second version", 240)
         assert trainer.stop() == 0
     shutil.copy(older / "ledger.sqlite3", root / "ledger.sqlite3")
     before = learned(root)
     with begin(lives, root) as trainer:
-        assert trainer.wait(60) == 1
+        assert trainer.wait(240) == 1
     assert "v000003" in last_line(root) and "ledger.sqlite3" in last_line(root)
     assert learned(root) == before
 
@@ -145,7 +145,7 @@ def test_saved_states_that_no_row_names_are_not_deleted(tmp_path, lives, trained
     with_ledger(root, forget)
     before = learned(root)
     with begin(lives, root) as trainer:
-        assert trainer.wait(60) == 1
+        assert trainer.wait(240) == 1
     assert "state-000003" in last_line(root)
     assert learned(root) == before
 
@@ -239,7 +239,7 @@ def test_a_saved_state_that_someone_changed_is_not_loaded(tmp_path, lives, train
     weights = root / "trainer/trainer/state-000003/master.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with begin(lives, root) as trainer:
-        assert trainer.wait(60) == 1
+        assert trainer.wait(240) == 1
     assert "SHA-256" in last_line(root)
 
 
@@ -249,7 +249,7 @@ def test_a_disk_below_its_floor_stops_publishing_and_the_trainer_goes_on_when_th
     prepare(tmp_path, model, rows[:BATCH])
     room = tmp_path / "room"
     with begin(lives, tmp_path, FREE_BYTES_WITHOUT=f"{room}:500000000") as trainer:
-        wait_for(lambda: "not publishing" in said(tmp_path), "a warning", 60)
+        wait_for(lambda: "not publishing" in said(tmp_path), "a warning", 240)
         trouble = wait_for(lambda: with_ledger(tmp_path, trouble_of), "the trouble in the status", 10)
         assert "min_free_disk_gb" in trouble
         assert counts(tmp_path)["LEASED"] == BATCH and newest(tmp_path) == 0
@@ -270,18 +270,18 @@ def test_a_save_that_fails_half_way_leaves_nothing_and_one_clear_line(limit, tmp
     """The kernel refuses to write beyond a size: first the version's weights, then the state's."""
     prepare(tmp_path, model, rows[:BATCH])
     with begin(lives, tmp_path) as trainer:
-        wait_for(lambda: newest(tmp_path) == 1, "a first version", 60)
+        wait_for(lambda: newest(tmp_path) == 1, "a first version", 240)
         assert trainer.stop() == 0
     with_ledger(tmp_path, lambda ledger: record_ready(ledger, rows[BATCH : 2 * BATCH]))
     before = learned(tmp_path)
     with begin(lives, tmp_path, LIMIT_FILE=str(limit)) as trainer:
-        assert trainer.wait(60) == 1
+        assert trainer.wait(240) == 1
     assert "cannot be written" in last_line(tmp_path) and "free space" in last_line(tmp_path)
     after = learned(tmp_path)
     assert {name: after[name] for name in before} == before
     assert not [name for name in after if "tmp" in name or "state-000002" in name]
     with begin(lives, tmp_path) as trainer:
-        wait_for(lambda: newest(tmp_path) == 2, "the version after it", 60)
+        wait_for(lambda: newest(tmp_path) == 2, "the version after it", 240)
         assert trainer.stop() == 0
 
 
@@ -290,6 +290,6 @@ def test_a_trainer_leaves_nothing_in_the_temporary_folder(tmp_path, lives, model
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     with begin(lives, tmp_path, TMPDIR=str(temporary)) as trainer:
-        wait_for(lambda: "at work" in said(tmp_path), "a trainer", 60)
+        wait_for(lambda: "at work" in said(tmp_path), "a trainer", 240)
         assert not list(temporary.iterdir())
         trainer.stop()

@@ -51,7 +51,7 @@ class Streams:
     def __enter__(self) -> Streams:
         for thread in self._threads:
             thread.start()
-        wait_for(lambda: len(self.ids) == STREAMS, "streams", 60)
+        wait_for(lambda: len(self.ids) == STREAMS, "streams", 240)
         return self
 
     def __exit__(self, *_: object) -> None:

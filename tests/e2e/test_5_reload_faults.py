@@ -32,7 +32,7 @@ def test_a_fault_of_a_folder_reaches_neither_the_engine_nor_a_stream(live, ledge
         with Streams(live) as chats:
             for fault in FOLDER_FAULTS[first : first + AT_ONCE]:
                 version = publish(live, ledger, fault)
-                row = wait_for(lambda version=version: _judged(ledger, version), f"a verdict of {fault.name}", 60)
+                row = wait_for(lambda version=version: _judged(ledger, version), f"a verdict of {fault.name}", 240)
                 assert row.state == "REJECTED" and fault.reason in row.reason, (fault.name, row.reason)
                 assert serving(live) == good and label(live) == held, fault.name
         assert set(chats.ends.values()) == {"data: [DONE]"}
@@ -49,7 +49,7 @@ def test_a_folder_that_shows_late_is_waited_for_and_then_taken_up(live, ledger, 
     assert _judged(ledger, version) is None and serving(live) == good
     with Streams(live) as chats:
         shutil.move(tmp_path / "late", live.config.root / version_path(version))
-        wait_for(lambda: serving(live) == version, "the version in service", 60)
+        wait_for(lambda: serving(live) == version, "the version in service", 240)
     assert set(chats.ends.values()) == {"data: [DONE]"}
     assert label(live).startswith(f"{version}:") and _judged(ledger, version).state == "SERVING"
 

@@ -128,7 +128,7 @@ def stream(service: Service, number: int, model: str, ends: dict[str, str], begu
 def test_versions_are_loaded_under_streams_that_stay_whole_and_each_row_is_what_its_version_says(service):
     assert service.chat(max_tokens=4).headers["X-Flywheel-Version"] == "0"
     first = service.publish()
-    wait_for(lambda: service.serves(first), "the first adapter", 60)
+    wait_for(lambda: service.serves(first), "the first adapter", 240)
     ends: dict[str, str] = {}
     begun = threading.Semaphore(0)
     models = ["agent", f"agent@{first}", "agent@0"] * (STREAMS // 3)
@@ -140,7 +140,7 @@ def test_versions_are_loaded_under_streams_that_stay_whole_and_each_row_is_what_
     newer = []
     for _ in range(3):
         newer.append(service.publish())
-        wait_for(lambda: service.serves(newer[-1]), "a newer adapter", 60)
+        wait_for(lambda: service.serves(newer[-1]), "a newer adapter", 240)
     for version in (0, first, *newer[1:]):
         reply = service.chat(model=f"agent@{version}", max_tokens=8)
         assert (reply.status_code, reply.headers["X-Flywheel-Version"]) == (200, str(version)), reply.text
@@ -170,21 +170,21 @@ def recompute_adapted(service: Service, version: int, tokens: Tokens) -> np.ndar
 
 def test_an_adapter_that_the_engine_cannot_hold_is_refused_and_the_rest_serves_on(service):
     before = service.publish()
-    wait_for(lambda: service.serves(before), "an adapter", 60)
+    wait_for(lambda: service.serves(before), "an adapter", 240)
     service.publisher.prepare()
     folder: Path = service.config.root / f"versions/v{service.publisher.version:06d}"
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 64}))
     broken = service.publisher.publish()
-    wait_for(lambda: service.state(broken) == "REJECTED", "the verdict", 60)
+    wait_for(lambda: service.state(broken) == "REJECTED", "the verdict", 240)
     assert service.serves(before)
     assert not any(name.startswith(f"agent@{broken}+") for name in service.at_the_engine())
 
 
 def test_what_is_no_longer_asked_for_leaves_the_engine_and_what_is_staged_of_the_others_stays(service):
     versions = [service.publish() for _ in range(2)]
-    wait_for(lambda: service.serves(versions[-1]), "an adapter", 60)
-    held = wait_for(lambda: _settled(service, versions[-1]), "the older ones gone", 60)
+    wait_for(lambda: service.serves(versions[-1]), "an adapter", 240)
+    held = wait_for(lambda: _settled(service, versions[-1]), "the older ones gone", 240)
     assert all(Path(root).is_dir() for name, root in held.items() if name != "agent")
 
 

@@ -134,7 +134,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             make_config(root, [relay.url], engine=engine, reload=RELOAD, ledger_timeout_s=20.0, engine_wait_s=200.0)
         )
         stack.callback(explorer.stop)
-        wait_for(lambda: explorer.http.get("/ready").status_code == 200, "service", 60)
+        wait_for(lambda: explorer.http.get("/ready").status_code == 200, "service", 240)
         service = Service(process, relay, explorer, Publisher(explorer.config, explorer.ledger), url)
         service.wait_serving(service.publish())
         yield service
@@ -159,9 +159,9 @@ def test_a_load_that_takes_too_long_twice_is_given_up_and_all_streams_are_whole(
     with Streams(service) as chats:
         service.relay.on_call["/collective_rpc"] = hang
         version = service.publish()
-        wait_for(lambda: failures(service, version) == 1, "the first verdict", 60)
+        wait_for(lambda: failures(service, version) == 1, "the first verdict", 240)
         service.relay.on_call["/collective_rpc"] = hang
-        row = wait_for(lambda: (found := service.row(version)).state == "FAILED" and found, "the second one", 60)
+        row = wait_for(lambda: (found := service.row(version)).state == "FAILED" and found, "the second one", 240)
         assert "took too long" in row.reason
     assert set(chats.ends.values()) == WHOLE
     service.wait_serving(good, chats)
@@ -178,7 +178,7 @@ def test_a_full_disk_while_staging_leaves_the_engine_serving(service):
     limit(service.launcher().pid, 100_000)
     with Streams(service) as chats:
         version = service.publish()
-        wait_for(lambda: "free space there" in str(service.status()["engines"]), "the reason", 60)
+        wait_for(lambda: "free space there" in str(service.status()["engines"]), "the reason", 240)
         assert serving(service) == good and label(service) == held
         assert service.row(version).state == "PUBLISHED"
     assert set(chats.ends.values()) == WHOLE
@@ -210,7 +210,7 @@ def take_up(service: Service, is_good: bool) -> None:
     with Streams(service) as chats:  # type: ignore[arg-type]
         wrong = partial(publish_copy, service.config.root, service.ledger, good, WRONG_PROBE)
         version = service.publish() if is_good else wrong()
-        wait_for(lambda: service.row(version).state in ("SERVING", "REJECTED"), "the end", 60)
+        wait_for(lambda: service.row(version).state in ("SERVING", "REJECTED"), "the end", 240)
     assert not is_good or set(chats.ends.values()) == WHOLE
     service.wait_serving(version if is_good else good, chats)
 

@@ -80,7 +80,7 @@ def vllm_pid(live: Live) -> int:
 @pytest.mark.parametrize("victim", ["explorer", "trainer", "vllm", "engine-e0"])
 def test_killed_under_load_it_comes_back_and_no_acknowledged_row_is_lost(live, victim):
     with Load(live) as load:
-        wait_for(lambda: len(load.rewards) > 30, "some load", 60)
+        wait_for(lambda: len(load.rewards) > 30, "some load", 240)
         pid = vllm_pid(live) if victim == "vllm" else pid_of(live, victim)
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not _runs(pid), "its end", 10)

@@ -50,7 +50,7 @@ def run_two_kinds(root: Path, model: Path, lives: Lives, fault: str | None = Non
     prepare(root, model, algorithm="auto", hint={"least_effect": 0.0, "neutral_reward": None})
     ledger, rows = open_ledger(root), make_experiences(model, BATCH)
     with begin(lives, root, **({"FAULT": fault} if fault else {})) as trainer:
-        wait_for(lambda: lines(root, "waiting for feedback"), "a trainer that waits", 60)
+        wait_for(lambda: lines(root, "waiting for feedback"), "a trainer that waits", 240)
         with ledger.write() as connection:
             transitions.record(connection, samples_of(rows))
         for row in rows:

@@ -77,7 +77,7 @@ def run(tmp_path, lives, taught) -> Run:
 def test_a_spoiled_run_trips_before_a_worse_version_serves_and_goes_on_when_told_to(run, rows):
     record_ready(run.ledger, rows[:BATCH])
     with run.begin() as trainer:
-        tripped = wait_for(lambda: run.tripped, "the breaker", 60)
+        tripped = wait_for(lambda: run.tripped, "the breaker", 240)
         assert tripped["setting"] == f"trainer.breaker.{tripped['figure']}" and tripped["value"] > tripped["bound"]
         assert run.newest == 0 and run.read(count_by_state)["LEASED"] == BATCH
         assert run.read(ledger_status)["trainers"][0]["tripped"]["reason"] == tripped["reason"]
@@ -87,11 +87,11 @@ def test_a_spoiled_run_trips_before_a_worse_version_serves_and_goes_on_when_told
     assert run.read(count_by_state)["READY"] == 3 * BATCH
     run.configure(learning_rate=HEALTHY_RATE)
     with run.begin() as trainer:
-        wait_for(lambda: said(run.root).count("the breaker has tripped") == 2, "the restart to hold still", 60)
+        wait_for(lambda: said(run.root).count("the breaker has tripped") == 2, "the restart to hold still", 240)
         assert run.newest == 0 and run.read(count_by_state)["READY"] == 3 * BATCH
         with run.begin("--resume") as command:
-            assert command.wait(60) == 0
-        wait_for(lambda: run.newest == 3, "all versions", 60)
+            assert command.wait(240) == 0
+        wait_for(lambda: run.newest == 3, "all versions", 240)
         assert trainer.stop() == 0
     assert run.read(count_by_state)["CONSUMED"] == 3 * BATCH
     assert run.tripped is None
@@ -109,7 +109,7 @@ def test_without_its_breaker_the_same_run_serves_a_worse_version(run, rows):
     run.configure(learning_rate=100 * HEALTHY_RATE, breaker=dict.fromkeys(bounds))
     record_ready(run.ledger, rows)
     with run.begin() as trainer:
-        wait_for(lambda: run.newest == 3, "all versions", 60)
+        wait_for(lambda: run.newest == 3, "all versions", 240)
         assert trainer.stop() == 0
     assert min(run.reward(version) for version in (1, 2, 3)) < run.reward(0) - 0.1
 
@@ -117,11 +117,11 @@ def test_without_its_breaker_the_same_run_serves_a_worse_version(run, rows):
 def test_resume_starts_a_trainer_that_does_not_run(run, rows):
     record_ready(run.ledger, rows[:BATCH])
     with run.begin() as trainer:
-        wait_for(lambda: run.tripped, "the breaker", 60)
+        wait_for(lambda: run.tripped, "the breaker", 240)
         trainer.kill()
     run.configure(learning_rate=HEALTHY_RATE)
     with run.begin("--resume") as trainer:
-        wait_for(lambda: run.newest == 1, "a version", 60)
+        wait_for(lambda: run.newest == 1, "a version", 240)
         assert trainer.stop() == 0
 
 

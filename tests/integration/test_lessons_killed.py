@@ -75,9 +75,9 @@ def run(story: Story, root: Path, model: Path, lives: Lives, fault: str | None =
         assert commit(ledger) == len(sampled)
         if version == 2 and fault:
             with begin(lives, root, FAULT=fault) as trainer:
-                assert trainer.wait(60) == -9
+                assert trainer.wait(240) == -9
         with begin(lives, root) as trainer:
-            wait_for(lambda version=version: newest(root) == version or not trainer.alive, "the next version", 60)
+            wait_for(lambda version=version: newest(root) == version or not trainer.alive, "the next version", 240)
             assert trainer.stop() == 0
     ledger.close()
     return sampled

@@ -36,7 +36,7 @@ def adapter(root: Path, version: int) -> dict[str, torch.Tensor]:
 
 
 def finish(root: Path, process) -> None:
-    wait_for(lambda: newest(root) == LAST or not process.alive, "the last version", 60)
+    wait_for(lambda: newest(root) == LAST or not process.alive, "the last version", 240)
     assert process.stop() == 0, process.output()
     assert "Traceback" not in process.output()
 
@@ -70,9 +70,9 @@ def test_rows_become_adapters_whose_row_and_manifest_agree(undisturbed):
 def test_killed_before_an_adapter_is_official_it_goes_on_to_the_same_bits(tmp_path, lives, model, rows, undisturbed):
     prepare(tmp_path, model, rows, **SETTINGS)
     with begin(lives, tmp_path, FAULT="after StateStore.save", FAULT_CALL="2") as trainer:
-        assert trainer.wait(60) == -9
+        assert trainer.wait(240) == -9
     with begin(lives, tmp_path) as trainer:
-        wait_for(lambda: newest(tmp_path) == LAST or not trainer.alive, "the last version", 60)
+        wait_for(lambda: newest(tmp_path) == LAST or not trainer.alive, "the last version", 240)
         assert trainer.stop() == 0
     for version in range(1, LAST + 1):
         expected = adapter(undisturbed, version)
@@ -84,9 +84,9 @@ def test_versions_that_no_state_contains_are_withdrawn_their_rows_trained_again_
 ):
     prepare(tmp_path, model, rows, save_every=2, **SETTINGS)
     with begin(lives, tmp_path, FAULT="publish_ahead committed", FAULT_CALL="2") as trainer:
-        assert trainer.wait(60) == -9
+        assert trainer.wait(240) == -9
     with begin(lives, tmp_path, FLYWHEEL_VERSIONS__MAX_VERSIONS="3") as trainer:
-        wait_for(lambda: newest(tmp_path) == LAST + 1 or not trainer.alive, "the last version", 60)
+        wait_for(lambda: newest(tmp_path) == LAST + 1 or not trainer.alive, "the last version", 240)
         assert trainer.stop() == 0
     expected = adapter(undisturbed, LAST)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in adapter(tmp_path, LAST + 1).items())
@@ -105,7 +105,7 @@ def test_two_ranks_end_with_the_adapter_of_one(stage, tmp_path, lives, model, ro
     settings = {**SETTINGS, "deepspeed": {**SETTINGS["deepspeed"], "zero_optimization": zero}}
     prepare(tmp_path, model, rows[:16], ranks=2, **settings)
     with begin(lives, tmp_path) as process:
-        wait_for(lambda: newest(tmp_path) == 2 or not process.alive, "two versions", 60)
+        wait_for(lambda: newest(tmp_path) == 2 or not process.alive, "two versions", 240)
         assert process.stop() == 0 and "Traceback" not in process.output()
     expected = adapter(undisturbed, 2)
     assert all(torch.allclose(found, expected[name], atol=2e-5) for name, found in adapter(tmp_path, 2).items())

@@ -31,7 +31,7 @@ def trained(tmp_path_factory, model, lives) -> Path:
     root = tmp_path_factory.mktemp("online")
     prepare(root, model, make_experiences(model, BATCH))
     with begin(lives, root) as trainer:
-        wait_for(lambda: (root / "versions/v000001").exists() or not trainer.alive, "a version", 60)
+        wait_for(lambda: (root / "versions/v000001").exists() or not trainer.alive, "a version", 240)
         assert trainer.stop() == 0
     run_here(load_config(root / "flywheel.yaml"), "export", "--out", str(root / "rows.parquet"), "--tokens")
     return root
@@ -41,7 +41,7 @@ def train(lives: Any, root: Path, *arguments: str, status: int = 0) -> str:
     """Run `flywheel train` to its end, and return what it logged."""
     log = root / "offline.log"
     with lives.begin(["train", "-c", str(root / "flywheel.yaml"), *arguments], log) as life:
-        assert life.wait(60) == status, log.read_text()
+        assert life.wait(240) == status, log.read_text()
     return log.read_text()
 
 
@@ -61,7 +61,7 @@ def test_an_export_trains_a_model_to_the_very_bits_of_the_trainer_on_the_ledger(
 def test_an_export_makes_the_next_version_of_a_root_which_its_trainer_goes_on_from(trained, tmp_path, model, lives):
     prepare(tmp_path, model, make_experiences(model, BATCH, seed=1))
     with begin(lives, tmp_path) as trainer:
-        wait_for(lambda: (tmp_path / "versions/v000001").exists() or not trainer.alive, "a version", 60)
+        wait_for(lambda: (tmp_path / "versions/v000001").exists() or not trainer.alive, "a version", 240)
         assert trainer.stop() == 0
     train(lives, tmp_path, "--from", str(trained / "rows.parquet"), "--epochs", "2")
     ledger = open_ledger(tmp_path)
@@ -79,7 +79,7 @@ def test_training_that_is_stopped_says_so_fails_and_leaves_nothing(trained, tmp_
     log = tmp_path / "offline.log"
     arguments = ["train", "-c", str(tmp_path / "flywheel.yaml"), "--from", str(trained / "rows.parquet")]
     with lives.begin([*arguments, "--epochs", "100000", "--out", str(tmp_path / "out")], log) as life:
-        wait_for(lambda: (log.exists() and "trained" in log.read_text()) or not life.alive, "an update", 60)
+        wait_for(lambda: (log.exists() and "trained" in log.read_text()) or not life.alive, "an update", 240)
         assert life.stop() == 1
     assert "asked to stop before all epochs were done; nothing was published" in log.read_text()
     assert not list(tmp_path.glob("*out"))
@@ -208,7 +208,7 @@ def test_token_ids_that_the_model_does_not_know_are_refused_before_an_update(con
     log = tmp_path / "offline.log"
     arguments = ["train", "-c", str(tmp_path / "flywheel.yaml"), "--from", str(file), "--out", str(tmp_path / "out")]
     with lives.begin(arguments, log) as life:
-        assert life.wait(60) == 1
+        assert life.wait(240) == 1
     assert "row 1: the token id 40000 is outside of the model's vocabulary of 208; set model.path" in log.read_text()
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 

@@ -51,7 +51,7 @@ def exported(lives: Any, root: Path, model: Path, *, rewarded: bool = False, **t
         transitions.commit(connection)
     ledger.close()
     with begin(lives, root) as trainer_process:
-        wait_for(lambda: (root / "versions/v000001").exists() or not trainer_process.alive, "a version", 60)
+        wait_for(lambda: (root / "versions/v000001").exists() or not trainer_process.alive, "a version", 240)
         assert trainer_process.stop() == 0
     run_here(load_config(root / "flywheel.yaml"), "export", "--out", str(root / "rows.parquet"), "--tokens")
     return root / "rows.parquet"

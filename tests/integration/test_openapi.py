@@ -108,7 +108,7 @@ def test_the_explorer_answers_as_the_document_says(explorer, tmp_path: Path):
     document.write_text(json.dumps(bounded_document()), encoding="utf-8")
     command = [SCHEMATHESIS, "run", document, "--url", explorer.url, "--checks", CHECKS, "--seed", "1", "--no-color"]
     ended = subprocess.run(
-        [*command, "--max-examples", str(EXAMPLES), "--generation-database", "none"],
+        [*command, "--max-examples", str(EXAMPLES), "--generation-database", "none", "--request-timeout", "60"],
         capture_output=True,
         text=True,
         timeout=550,

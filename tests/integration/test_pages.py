@@ -130,7 +130,7 @@ def test_a_version_comes_of_what_people_say_with_the_page_s_configuration(
     tree["trainer"] |= {"batch_size": len(names), "poll_interval_s": 0.02, "cpu_threads": 1}
     write_config(Config.model_validate(tree), tmp_path / "flywheel.yaml")
     with lives.begin(["trainer", "-c", str(tmp_path / "flywheel.yaml")], tmp_path / "trainer.log") as trainer:
-        wait_for(lambda: newest(tmp_path) == 1 or not trainer.alive, "a version", 60, 0.02)
+        wait_for(lambda: newest(tmp_path) == 1 or not trainer.alive, "a version", 240, 0.02)
         assert trainer.stop() == 0, trainer.output()
     ledger = open_ledger(tmp_path)
     with ledger.read() as connection:

@@ -28,8 +28,8 @@ class Explorer:
     def __init__(self, config: Config, file: Path) -> None:
         self.url = f"http://127.0.0.1:{config.explorer.port}"
         self.process = Process(["explorer", "-c", str(write_config(config, file))], file.with_suffix(".log"))
-        wait_for(lambda: "listening" in self.process.output(), "a start", 60)
-        wait_for(lambda: httpx.get(self.url + "/ready").status_code == 200, "service", 60)
+        wait_for(lambda: "listening" in self.process.output(), "a start", 240)
+        wait_for(lambda: httpx.get(self.url + "/ready").status_code == 200, "service", 240)
 
     def chat(self) -> tuple[str, str]:
         """The message's id, and the weights that gave it, by the engine's own word."""
@@ -232,7 +232,7 @@ def test_streams_of_an_owner_that_stood_still_while_a_version_was_staged_go_on_u
     def stage() -> None:
         asked.append(time.monotonic())
         if len(asked) == 1:
-            ends.wait(60)
+            ends.wait(240)
 
     script.on_call["/flywheel/stage"] = stage
     script.reply_ids, script.logprobs, script.gap_s = list(range(200)), [-0.5] * 200, 0.5

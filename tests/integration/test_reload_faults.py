@@ -83,7 +83,7 @@ def test_a_version_that_no_engine_takes_up_is_given_up_and_the_last_good_one_ser
         getattr(engine.script, name).add(folder)
     with Streams(house) as chats:
         house.publish(2)
-        wait_until(lambda: house.state(2) == state, 40)
+        wait_until(lambda: house.state(2) == state, 120)
     house.all_serve(1)
     assert house.row(2).reason and house.row(2).served_at is None
     chats.check_labels()

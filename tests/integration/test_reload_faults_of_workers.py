@@ -57,10 +57,10 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     config = make_config(folder, urls, workers=WORKERS, reload=SETTINGS, ledger_timeout_s=2.0)
     ledger = Ledger.open(config.ledger_url)
     with Process(["explorer", "-c", str(write_config(config, folder / "f.yaml"))], folder / "log") as process:
-        wait_for(lambda: process.output().count("listening") == WORKERS, "the workers", 60)
+        wait_for(lambda: process.output().count("listening") == WORKERS, "the workers", 240)
         explorer = Workers(config, ledger, process)
         house = House([explorer, explorer], engines, asked=2 * WORKERS)  # type: ignore[list-item]
-        wait_for(lambda: explorer.http.get("/ready").status_code == 200, "service", 60)
+        wait_for(lambda: explorer.http.get("/ready").status_code == 200, "service", 240)
         for version in (0, 1):
             house.publish(version)
         house.all_serve(1)
@@ -94,7 +94,7 @@ def test_four_workers_give_up_a_version_as_one_and_the_last_good_one_serves(hous
             getattr(engine.script, fault).add(f"v{version:06d}")
         with Streams(house) as chats:
             house.publish(version)
-            wait_until(lambda: house.state(version) == state, 40)  # noqa: B023
+            wait_until(lambda: house.state(version) == state, 120)  # noqa: B023
         house.all_serve(before)
         assert house.row(version).reason and house.row(version).served_at is None
         assert house.loads(version) <= 2

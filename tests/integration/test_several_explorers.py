@@ -249,8 +249,8 @@ def test_workers_share_a_port_and_answer_as_one(scripted_engine, tmp_path, datab
     file = write_config(config, tmp_path / "flywheel.yaml")
     url = f"http://127.0.0.1:{config.explorer.port}"
     with Process(["explorer", "-c", str(file)], tmp_path / "explorer.log") as process:
-        wait_for(lambda: process.output().count("listening") == 3, "three workers", 60)
-        wait_for(lambda: httpx.get(url + "/ready").status_code == 200, "service", 60)
+        wait_for(lambda: process.output().count("listening") == 3, "three workers", 240)
+        wait_for(lambda: httpx.get(url + "/ready").status_code == 200, "service", 240)
         family = descendants(process.pid)
         ids = []
         for _ in range(24):  # a new connection each time: the kernel gives it to any of them

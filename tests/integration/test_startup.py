@@ -56,7 +56,7 @@ def refused(lives: Lives, tmp_path: Path) -> Callable[..., str]:
         log = tmp_path / "refused.log"
         log.unlink(missing_ok=True)
         with lives.begin(list(arguments), log) as life:
-            assert life.wait(60) == 1, life.output()[-1500:]
+            assert life.wait(240) == 1, life.output()[-1500:]
             assert "Traceback" not in life.output()
             (line,) = [line for line in life.output().splitlines() if line.startswith("flywheel: ")]
         return line

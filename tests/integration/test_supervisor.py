@@ -33,7 +33,7 @@ def started(tmp_path: Path, **trainer: object) -> Iterator[Process]:
     )
     file = write_config(config, tmp_path / "flywheel.yaml")
     with Process(["up", "-c", str(file), "--without", "engines"], tmp_path / "up.log") as process:
-        wait_for(lambda: "at work" in process.output() and "listening" in process.output(), "both at work", 60)
+        wait_for(lambda: "at work" in process.output() and "listening" in process.output(), "both at work", 240)
         yield process
 
 
@@ -92,7 +92,7 @@ def test_killed_itself_it_takes_its_processes_along(up):
 def test_a_crashed_process_starts_again(up):
     trainer = next(p for p in psutil.Process(up.pid).children() if "trainer" in p.cmdline())
     trainer.kill()
-    wait_for(lambda: up.output().count("at work") == 2, "a second trainer at work", 60)
+    wait_for(lambda: up.output().count("at work") == 2, "a second trainer at work", 240)
     assert "ended by itself; restarting" in up.output()
 
 
@@ -139,7 +139,7 @@ def status_of_a_child() -> int:
     child = Child("lister", ["demo", "--list"])
     running = threading.Thread(target=Supervisor([child], stop).run)
     running.start()
-    wait_for(lambda: child.restart_at is not None, "the end of the child", 60)
+    wait_for(lambda: child.restart_at is not None, "the end of the child", 240)
     stop.set()
     running.join(30)
     assert child.process is not None and child.process.returncode is not None
@@ -153,7 +153,7 @@ def test_the_pause_before_a_restart_grows(monkeypatch, tmp_path):
     child = Child("broken", ["export", "-c", str(config), "--out", str(tmp_path / "rows.csv")])  # ends with status 1
     running = threading.Thread(target=Supervisor([child], stop).run)
     running.start()
-    wait_for(lambda: child.failures == 3 and child.restart_at is not None, "three failures", 60)
+    wait_for(lambda: child.failures == 3 and child.restart_at is not None, "three failures", 240)
     assert child.restart_at - time.monotonic() > 30
     stop.set()
     running.join(10)

@@ -30,8 +30,8 @@ def undisturbed(tmp_path_factory, model, rows) -> Path:
     root = tmp_path_factory.mktemp("undisturbed")
     prepare(root, model, rows)
     with start(root) as trainer:
-        wait_for(lambda: newest(root) == LAST, "the last version", 60)
-        wait_for(lambda: "no ready rows" in trainer.output(), "a look for more rows", 60)
+        wait_for(lambda: newest(root) == LAST, "the last version", 240)
+        wait_for(lambda: "no ready rows" in trainer.output(), "a look for more rows", 240)
         assert trainer.stop() == 0
     return root
 
@@ -97,7 +97,7 @@ def test_killed_between_two_steps_of_publishing_it_goes_on_to_the_same_bits(
 ):
     prepare(tmp_path, model, rows)
     with begin(lives, tmp_path, FAULT=fault, FAULT_CALL="2") as trainer:
-        assert trainer.wait(60) == -9
+        assert trainer.wait(240) == -9
     finish(lives, tmp_path)
     check_same_line(tmp_path, undisturbed)
 
@@ -108,7 +108,7 @@ def test_killed_at_random_moments_it_goes_on_to_the_same_bits(tmp_path, lives, m
     for _ in range(5):
         with begin(lives, tmp_path):
             at = newest(tmp_path)
-            wait_for(lambda at=at: newest(tmp_path) > at or newest(tmp_path) == LAST, "progress", 60, 0.005)
+            wait_for(lambda at=at: newest(tmp_path) > at or newest(tmp_path) == LAST, "progress", 240, 0.005)
             time.sleep(draw.random() * 0.1)  # a random moment is what is wanted
     finish(lives, tmp_path)
     check_same_line(tmp_path, undisturbed)
@@ -121,7 +121,7 @@ def test_after_updates_that_fail_it_goes_on_to_the_same_bits(publish_every, tmp_
     log = tmp_path / "trainer.log"
     log.touch()
     with begin(lives, tmp_path, FAIL_UPDATES="1,5") as trainer:
-        wait_for(lambda: "no ready rows" in log.read_text() or not trainer.alive, "the end", 60)
+        wait_for(lambda: "no ready rows" in log.read_text() or not trainer.alive, "the end", 240)
         last = newest(tmp_path)
         assert trainer.stop() == 0
     assert last == LAST // publish_every
@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_while_a_version_is_written_makes_the_trainer_wait_
 ):
     prepare(tmp_path, model, rows)
     with begin(lives, tmp_path, FULL_DISK='{"version": 2, "state": 2}') as trainer:
-        wait_for(lambda: newest(tmp_path) == LAST or not trainer.alive, "the last version", 60)
+        wait_for(lambda: newest(tmp_path) == LAST or not trainer.alive, "the last version", 240)
         assert trainer.stop() == 0
     check_same_line(tmp_path, undisturbed)
     said = (tmp_path / "trainer.log").read_text()
@@ -165,11 +165,11 @@ def test_versions_between_two_saved_states_are_withdrawn_after_a_crash_and_made_
 ):
     prepare(tmp_path, model, rows, save_every=2)
     with begin(lives, tmp_path, FAULT=fault, FAULT_CALL=f"{call}") as trainer:
-        wait_for(lambda: len(line_of(tmp_path)) > LAST or not trainer.alive, "an end", 60)
-        assert (trainer.stop() if trainer.alive else trainer.wait(60)) == -9
+        wait_for(lambda: len(line_of(tmp_path)) > LAST or not trainer.alive, "an end", 240)
+        assert (trainer.stop() if trainer.alive else trainer.wait(240)) == -9
     with begin(lives, tmp_path) as trainer:
-        wait_for(lambda: len(line_of(tmp_path)) > LAST or not trainer.alive, "the last version", 60)
-        wait_for(lambda: (tmp_path / "trainer.log").read_text().count("at work") == 2, "the second start", 60)
+        wait_for(lambda: len(line_of(tmp_path)) > LAST or not trainer.alive, "the last version", 240)
+        wait_for(lambda: (tmp_path / "trainer.log").read_text().count("at work") == 2, "the second start", 240)
         assert trainer.stop() == 0
     line = line_of(tmp_path)
     for number, version in enumerate(line):
@@ -196,7 +196,7 @@ def line_of(root: Path) -> list[int]:
 def test_a_failed_update_withdraws_what_no_saved_state_contains(tmp_path, lives, model, rows, undisturbed):
     prepare(tmp_path, model, rows, save_every=3)
     with begin(lives, tmp_path, FAIL_UPDATES="3") as trainer:
-        wait_for(lambda: len(line_of(tmp_path)) > LAST or not trainer.alive, "the last version", 60)
+        wait_for(lambda: len(line_of(tmp_path)) > LAST or not trainer.alive, "the last version", 240)
         assert trainer.stop() == 0
     line = line_of(tmp_path)
     assert line == [0, 3, 4, 5, 6, 7], "versions 1 and 2 were withdrawn"
@@ -210,9 +210,9 @@ def test_a_harness_that_marks_rows_consumed_before_the_state_is_saved_is_found_o
     prepare(tmp_path, model, rows)
     environ = {"SABOTAGE": "consumed_before_saved", "FAULT": "before StateStore.save", "FAULT_CALL": "2"}
     with begin(lives, tmp_path, **environ) as trainer:
-        assert trainer.wait(60) == -9
+        assert trainer.wait(240) == -9
     with begin(lives, tmp_path) as trainer:
-        wait_for(lambda: newest(tmp_path) == LAST or not trainer.alive, "an end", 60)
+        wait_for(lambda: newest(tmp_path) == LAST or not trainer.alive, "an end", 240)
     with pytest.raises(AssertionError):
         check_same_line(tmp_path, undisturbed)
 
@@ -220,9 +220,9 @@ def test_a_harness_that_marks_rows_consumed_before_the_state_is_saved_is_found_o
 def test_two_trainers_of_one_name_do_not_run_on_one_root(tmp_path, model):
     prepare(tmp_path, model)
     with start(tmp_path) as first:
-        wait_for(lambda: "at work" in first.output(), "the first trainer", 60)
+        wait_for(lambda: "at work" in first.output(), "the first trainer", 240)
         second = Process(["trainer", "-c", str(tmp_path / "flywheel.yaml")], tmp_path / "second.log")
-        assert second.wait(60) == 1
+        assert second.wait(240) == 1
         lines = second.output().strip().splitlines()
         assert "a trainer named 'trainer' already runs on this root_dir" in lines[-1]
         assert "Traceback" not in second.output()
@@ -234,5 +234,5 @@ def test_another_model_in_the_same_root_is_refused(undisturbed, tmp_path):
     other = make_tiny_model(tmp_path / "other", seed=5)
     prepare(root, other)
     with start(root) as trainer:
-        assert trainer.wait(60) == 2
+        assert trainer.wait(240) == 2
         assert "give the new model a root_dir of its own" in trainer.output().splitlines()[-1]

@@ -29,7 +29,7 @@ def test_versions_that_are_published_as_deltas_have_the_bits_of_whole_ones_also_
         (root / "trainer.log").touch()
     finish(lives, whole)
     with begin(lives, deltas, **DELTAS, FAULT="after Learner.write_version", FAULT_CALL="2") as trainer:
-        assert trainer.wait(60) == -9
+        assert trainer.wait(240) == -9
     finish(lives, deltas, **DELTAS)
     forms = [read_manifest(deltas / f"versions/v{version:06d}").form for version in range(LAST + 1)]
     assert forms == ["whole", "delta", "whole", "delta", "delta", "delta"], "what was kept was not of the parent"
@@ -44,10 +44,10 @@ def test_a_trainer_without_a_state_begins_with_a_delta(tmp_path, lives, rows):
     prepare(tmp_path, model, rows[:BATCH], learning_rate=1e-6)
     (tmp_path / "trainer.log").touch()
     with begin(lives, tmp_path, **DELTAS) as trainer:
-        wait_for(lambda: newest(tmp_path) == 1, "the first version", 60)
+        wait_for(lambda: newest(tmp_path) == 1, "the first version", 240)
         assert trainer.stop() == 0
     assert read_manifest(tmp_path / "versions/v000001").form == "delta"
     environ = {**DELTAS, "FLYWHEEL_TRAINER__NAME": "another"}
     with begin(lives, tmp_path, **environ) as trainer:
-        wait_for(lambda: "at work" in (tmp_path / "trainer.log").read_text().split("stopped")[-1], "its start", 60)
+        wait_for(lambda: "at work" in (tmp_path / "trainer.log").read_text().split("stopped")[-1], "its start", 240)
         assert trainer.stop() == 0

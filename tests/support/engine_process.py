@@ -23,7 +23,7 @@ LOAD_S = 0.1
 
 def main(port: str, root: str, staging: str) -> None:
     base = Path(root) / version_path(0)
-    wait_for(base.exists, "version 0", 60)
+    wait_for(base.exists, "version 0", 240)
     script = Script(tells_weights=True, reload_s=LOAD_S, say=partial(print, flush=True), starts_on=base)
     if staging != "-":
         script.stage = Stage(Path(root), Path(staging), keep=2)

@@ -50,7 +50,7 @@ class House:
     def all_serve(self, version: int) -> None:
         """Wait until both explorers send chats to both engines, and the engines hold the version."""
         asked = [explorer for explorer in self.explorers for _ in range(self.asked)]
-        wait_until(lambda: all(self.serves(explorer, version) for explorer in asked), 40)
+        wait_until(lambda: all(self.serves(explorer, version) for explorer in asked), 120)
         assert all(engine.script.loaded.startswith(f"v{version:06d}") for engine in self.engines)
         assert not any(engine.script.paused for engine in self.engines)
 

@@ -81,7 +81,7 @@ class Life:
         """Stop it with a signal. Returns its exit status."""
         if self.alive:
             os.kill(self.pid, signal.SIGTERM)
-        return self.wait(60)
+        return self.wait(240)
 
     def wait(self, timeout_s: float) -> int:
         """Its exit status, negative for a signal."""

@@ -130,7 +130,7 @@ class Postgres:
         assert ended.returncode == 0, ended.stderr
 
     def _wait_ready(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while True:
             try:
                 self._connect().close()

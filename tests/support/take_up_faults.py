@@ -26,7 +26,7 @@ def give_up_folders(house: House, good: int) -> None:
     with Streams(house) as chats:
         for fault in FOLDER_FAULTS:
             version = publish_copy(house.root, house.ledger, good, fault)
-            wait_until(lambda: house.state(version) == "REJECTED", 40)  # noqa: B023 — called at once
+            wait_until(lambda: house.state(version) == "REJECTED", 120)  # noqa: B023 — called at once
             assert fault.reason in (house.row(version).reason or ""), fault.name
             assert not house.loads(version), fault.name
     house.all_serve(good)
@@ -41,7 +41,7 @@ def take_up(house: House, good: int, is_good: bool) -> None:
         engine.script.wrong_probe_for = set() if is_good else {f"v{version:06d}"}
     with Streams(house) as chats:
         house.publish(version)
-        wait_until(lambda: house.state(version) == ("SERVING" if is_good else "REJECTED"), 40)
+        wait_until(lambda: house.state(version) == ("SERVING" if is_good else "REJECTED"), 120)
         house.all_serve(version if is_good else good)
     chats.check_labels()
     assert not is_good or (len(chats.whole) == 8 and not chats.ended)
@@ -74,8 +74,8 @@ def fill_staging_disk(house: House, good: int, monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch, Streams(house) as chats:
         patch.setattr(staging, "_empty", full)
         house.publish(version := house.newest + 1)
-        wait_until(lambda: any(_says(house, "No space left on device") for _ in range(house.asked)), 20)
-        wait_until(lambda: all(house.serves(one, good, "degraded") for one in house.explorers), 20)
+        wait_until(lambda: any(_says(house, "No space left on device") for _ in range(house.asked)))
+        wait_until(lambda: all(house.serves(one, good, "degraded") for one in house.explorers))
         assert house.state(version) == "PUBLISHED" and not house.loads(version)
     assert len(chats.whole) == 8 and not chats.ended
     house.all_serve(version)

@@ -104,7 +104,7 @@ def cut_power(whole: Whole, books: Books, cuts: int) -> None:
         doomed = draw.choice(PARTS)
         for part in PARTS:
             whole.begin(part, points[part].next() if part == doomed else "")
-        wait_for(lambda: len(books.rewards) > before + 5 or _one_died(whole), "service", 60, 0.01)  # noqa: B023
+        wait_for(lambda: len(books.rewards) > before + 5 or _one_died(whole), "service", 240, 0.01)  # noqa: B023
         until = time.monotonic() + draw.uniform(0, 1.5)
         while time.monotonic() < until and not _one_died(whole):
             threading.Event().wait(0.005)
@@ -120,7 +120,7 @@ def finish_and_count(folder: Path, whole: Whole, books: Books, model: Path) -> N
     before = len(books.rewards)
     whole.finish(batch_timeout_s=0.5)
     try:
-        wait_for(lambda: len(books.rewards) > before + 20, "service after the last kill", 60)
+        wait_for(lambda: len(books.rewards) > before + 20, "service after the last kill", 240)
     except AssertionError as error:
         raise AssertionError(f"{error}: {whole.log('explorer')[-2000:]}") from error
     books.close()
@@ -200,7 +200,7 @@ def check_weights(folder: Path, whole: Whole, model: Path, versions: list[list[E
     life = whole.lives["undisturbed"] = whole.forks.begin(["trainer", "-c", str(file)], root / "trainer.log")
     for version, rows in enumerate(versions, 1):  # one at a time: a batch that died often was claimed smaller
         record_ready(ledger, rows)
-        wait_for(lambda: _newest(ledger) == version or not life.alive, "training undisturbed", 60, 0.01)  # noqa: B023
+        wait_for(lambda: _newest(ledger) == version or not life.alive, "training undisturbed", 240, 0.01)  # noqa: B023
     assert life.stop() == 0
     ledger.close()
     for version in range(len(versions) + 1):

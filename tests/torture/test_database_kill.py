@@ -42,12 +42,12 @@ def test_nothing_acknowledged_is_lost_with_the_database(tmp_path: Path, scripted
         with Process(["explorer", "-c", str(file)], tmp_path / "explorer.log") as explorer:
             for _ in range(KILLS):
                 before = len(books.rewards)
-                wait_for(lambda: len(books.rewards) > before + 20, "service", 60, 0.01)  # noqa: B023
+                wait_for(lambda: len(books.rewards) > before + 20, "service", 240, 0.01)  # noqa: B023
                 threading.Event().wait(draw.random() * 0.5)  # a random moment is what is wanted
                 server.kill()
                 server.start()
             before = len(books.rewards)
-            wait_for(lambda: len(books.rewards) > before + 20, "service after the last kill", 60)
+            wait_for(lambda: len(books.rewards) > before + 20, "service after the last kill", 240)
             books.close()
             assert explorer.stop(30) == 0
         assert "Traceback" not in (tmp_path / "explorer.log").read_text()

@@ -45,7 +45,7 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path, scripted_engine, database_
         for kill in range(KILLS + 1):
             before = len(books.rewards)
             with Process(["explorer", "-c", str(file)], tmp_path / "explorer.log") as explorer:
-                wait_for(lambda: len(books.rewards) > before + 5, "service", 60, 0.01)  # noqa: B023
+                wait_for(lambda: len(books.rewards) > before + 5, "service", 240, 0.01)  # noqa: B023
                 time.sleep(draw.random() * 0.5)  # a random moment is what is wanted
                 if kill == KILLS:
                     books.close()

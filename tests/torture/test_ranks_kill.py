@@ -51,9 +51,9 @@ def kill_a_rank(lives: Lives, root: Path, draw: random.Random, longest_s: float)
     """In the middle of whatever it does after the next version; the whole job then ends by itself."""
     seen = newest(root)
     with begin(lives, root) as job:
-        both = wait_for(lambda: found if len(found := ranks_of(job)) == 2 else None, "two ranks", 60, 0.005)
+        both = wait_for(lambda: found if len(found := ranks_of(job)) == 2 else None, "two ranks", 240, 0.005)
         if draw.random() < 0.8 and seen < LAST:
-            wait_for(lambda: newest(root) > seen or not job.alive, "progress", 60, 0.005)
+            wait_for(lambda: newest(root) > seen or not job.alive, "progress", 240, 0.005)
         threading.Event().wait(draw.random() * longest_s)  # a random moment is what is wanted
         both[draw.randrange(2)].kill()
         assert job.wait(30) == 1

@@ -80,7 +80,7 @@ def test_the_count_is_exact(tmp_path: Path, scripted_engine, postgres):
             processes.append(Process(["explorer", "-c", str(file)], tmp_path / f"{number}.log"))
         for book in books:
             book.open(4)
-        wait_for(lambda: all(book.rewards for book in books), "service", 60)
+        wait_for(lambda: all(book.rewards for book in books), "service", 240)
         learners = [Learner(ledger, name, versions, stop) for name in ("t1", "t2")]
         threading.Event().wait(SECONDS)
         for book in books:
