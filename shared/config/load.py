@@ -19,6 +19,9 @@ ENV_PREFIX = "FLYWHEEL_"
 ENV_NOT_SETTINGS = ("FLYWHEEL_LOG_PLAIN", "FLYWHEEL_TORTURE", "FLYWHEEL_URL", "FLYWHEEL_KEY")  # the last two: the SDK's
 ENV_MODEL = "FLYWHEEL_MODEL"  # our section `model`; a model name in it belongs to the SDK
 ENV_PLAIN_TEXT = ("FLYWHEEL_DATABASE_URL", "FLYWHEEL_ENGINE__ADMIN_TOKEN")  # not YAML: they may contain any character
+_SERVICE_LINK = re.compile(  # what Kubernetes sets in each pod for a Service whose name begins with ours
+    r"FLYWHEEL(_[A-Z0-9]+)*_((SERVICE_HOST|SERVICE_PORT(_[A-Z0-9]+)*|PORT_\d+_[A-Z]+(_[A-Z]+)?)=.*|PORT=\w+://.*)"
+)
 _QUOTED = re.compile(r"'(?P<safe><[^']*|\\?[^'])'|'[^']*'")  # in YAML's messages; what is not safe may be secret
 
 
@@ -99,6 +102,8 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> dict
     set_by: dict[tuple[int | str, ...], str] = {}
     for variable, text in sorted(environ.items()):
         if not variable.startswith(ENV_PREFIX) or variable in ENV_NOT_SETTINGS:
+            continue
+        if _SERVICE_LINK.fullmatch(f"{variable}={text}"):
             continue
         same = named.setdefault(variable.lower(), variable)
         if same != variable:

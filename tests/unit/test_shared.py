@@ -107,6 +107,28 @@ def test_a_wrong_file_gives_one_line_with_key_value_and_mend(tmp_path, text, par
         assert part in message
 
 
+SERVICE_LINKS = {
+    "FLYWHEEL_SERVICE_HOST": "10.0.0.7",
+    "FLYWHEEL_SERVICE_PORT": "8020",
+    "FLYWHEEL_SERVICE_PORT_HTTP": "8020",
+    "FLYWHEEL_PORT": "tcp://10.0.0.7:8020",
+    "FLYWHEEL_PORT_8020_TCP": "tcp://10.0.0.7:8020",
+    "FLYWHEEL_PORT_8020_TCP_PROTO": "tcp",
+    "FLYWHEEL_PORT_8020_TCP_PORT": "8020",
+    "FLYWHEEL_PORT_8020_TCP_ADDR": "10.0.0.7",
+    "FLYWHEEL_EXPLORER_SERVICE_HOST": "10.0.0.8",
+    "FLYWHEEL_EXPLORER_PORT": "tcp://10.0.0.8:8010",
+}
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting(tmp_path):
+    file = write(tmp_path, "model: {path: m}")
+    assert load_config(file, SERVICE_LINKS) == load_config(file, {})
+    for variable, value in (("FLYWHEEL_PORT", "8020"), ("FLYWHEEL_HOST", "10.0.0.7")):
+        with pytest.raises(ConfigError, match=f"{variable} names no setting"):
+            load_config(file, {variable: value})
+
+
 def test_a_missing_file_and_an_unknown_variable_are_reported_plainly(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "nowhere.yaml", {})
