@@ -39,7 +39,7 @@ from explorer_service.feedback_limits import (
     cost_of_row,
     require_room,
 )
-from explorer_service.idempotency import KeyedRequest, recall, remember
+from explorer_service.idempotency import KeyedRequest, recall, remember, take
 from shared.config import RewardConfig
 from shared.errors import LedgerError
 from shared.ledger import queries, transitions
@@ -209,6 +209,10 @@ class _Feedback:
         require_room(self._feedback.signals, sum(map(len, targets.values())))
         receipts: list[Receipt] = []
         *first, last = _slices(targets, self._cost)
+        if first and (keyed := self._keyed) is not None:
+            known = await self._deps.feedback_writer.write(lambda c: take(c, keyed, self._msg_ids))
+            if known is not None:
+                return known
         for part in first:
             began = time.monotonic()
             receipts += await self._deps.feedback_writer.write(partial(self._apply_part, part))

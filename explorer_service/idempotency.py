@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 
 from explorer_service.api.errors import ApiError
 from shared.ledger import queries, transitions
-from shared.ledger.transitions import Receipt, ReceiptState
+from shared.ledger.transitions import NO_ANSWER, Receipt, ReceiptState
 
 _STATES: tuple[ReceiptState, ...] = get_args(ReceiptState)
 
@@ -43,9 +43,17 @@ def recall(connection: Connection, keyed: KeyedRequest | None, msg_ids: list[str
     if bytes(body) != keyed.body:
         reason = "this Idempotency-Key was used with another body; use a new key for a new request"
         raise ApiError(422, reason, code="idempotency_key_reused")
+    if bytes(response) == NO_ANSWER:
+        return None
     remembered = _decode_remembered(response)
     names = [*msg_ids, *remembered.found]
     return [Receipt(name, _STATES[int(state)]) for name, state in zip(names, remembered.states, strict=True)]
+
+
+def take(connection: Connection, keyed: KeyedRequest, msg_ids: list[str]) -> list[Receipt] | None:
+    """Refuse other bodies from now on: this request is applied in several transactions. Returns as `recall` does."""
+    transitions.take_key(connection, keyed.key, keyed.body)
+    return recall(connection, keyed, msg_ids)
 
 
 def remember(connection: Connection, keyed: KeyedRequest | None, msg_ids: list[str], receipts: list[Receipt]) -> None:

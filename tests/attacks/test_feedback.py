@@ -1,4 +1,4 @@
-"""Feedback that says too much, about too many, or the same twice: it is bounded, and nobody else waits for it."""
+"""Feedback that says too much, or about too many: it is bounded, and nobody else waits for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -16,10 +15,10 @@ from sqlalchemy import event, func, insert, select, text
 from shared.errors import TooManyTargets
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.tables import experiences, idempotency, open_streams, payloads, signals
+from shared.ledger.tables import experiences, open_streams, payloads, signals
 from shared.ledger.transitions.feedback import MAX_SIGNALS
 from tests.support.processes import Process, wait_for, write_config
-from tests.support.samples import sample
+from tests.support.samples import record
 from tests.support.servers import RunningExplorer, free_port, make_config, wait_until
 
 CHATS_BESIDE = 40  # in the time that the feedback takes; none would be answered if chats waited for it
@@ -27,14 +26,6 @@ CHATS_BESIDE = 40  # in the time that the feedback takes; none would be answered
 
 def feedback(explorer: RunningExplorer, **body: Any) -> httpx.Response:
     return explorer.http.post("/feedback", json=body)
-
-
-def record(ledger: Ledger, count: int, **more: Any) -> list[str]:
-    names = [f"chatcmpl-{number:07}" for number in range(count)]
-    for start in range(0, count, 2000):
-        with ledger.write() as connection:
-            transitions.record(connection, [sample(name, **more) for name in names[start : start + 2000]])
-    return names
 
 
 class Customers:
@@ -151,57 +142,6 @@ def test_a_row_about_which_enough_was_said_takes_no_more(explorer):
     reply = feedback(explorer, msg_ids=[other, known], reward=1)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "too_many_signals")
     assert feedback(explorer, msg_ids=[other], reward=1).json()["receipts"][0]["state"] == "applied"
-
-
-def test_an_idempotency_key_with_another_body_is_refused_and_changes_nothing(explorer):
-    known = explorer.chat().json()["id"]
-    headers = {"Idempotency-Key": "k"}
-    first = explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 1}, headers=headers)
-    again = explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 1}, headers=headers)
-    other = explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 0}, headers=headers)
-    assert first.status_code == 200
-    assert again.content == first.content
-    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
-    with explorer.ledger.read() as connection:
-        assert connection.execute(select(experiences.c.reward)).scalar() == 1
-
-
-def test_one_request_that_is_sent_several_times_at_once_is_applied_once(explorer):
-    names = record(explorer.ledger, 400)
-    body = {"msg_ids": names, "rating": "up"}
-
-    def send(_number: int) -> httpx.Response:
-        return explorer.http.post("/feedback", json=body, headers={"Idempotency-Key": "k"}, timeout=60)
-
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(send, range(4)))
-    assert {answer.status_code for answer in answers} == {200}
-    assert {answer.content for answer in answers} <= {send(0).content}
-    with explorer.ledger.read() as connection:
-        assert connection.execute(select(func.count()).select_from(signals)).scalar() == 400
-
-
-def test_callers_without_a_key_do_not_share_idempotency_keys_between_addresses(explorer):
-    known = explorer.chat().json()["id"]
-    answers = []
-    for address, reward in (("127.0.0.1", 1), ("127.0.0.2", 0)):
-        transport = httpx.HTTPTransport(local_address=address)
-        with httpx.Client(base_url=explorer.url, transport=transport) as http:
-            body = {"msg_ids": [known], "reward": reward}
-            answers.append(http.post("/feedback", json=body, headers={"Idempotency-Key": "k"}).json())
-    assert [answer["receipts"][0]["state"] for answer in answers] == ["applied", "updated"]
-
-
-def test_a_remembered_answer_takes_little_room_and_is_whole(explorer):
-    body = {"msg_ids": [f"{number:05}" + "x" * 200 for number in range(5_000)], "reward": 1}
-    first, again = (
-        explorer.http.post("/feedback", json=body, headers={"Idempotency-Key": "k"}, timeout=60) for _ in range(2)
-    )
-    assert first.status_code == 404
-    assert (again.status_code, again.content) == (404, first.content)
-    with explorer.ledger.read() as connection:
-        (stored,) = connection.execute(select(idempotency.c.response)).scalars()
-    assert len(stored) < 6_000
 
 
 def test_a_request_is_stored_once_and_not_once_a_choice(explorer):

@@ -1,4 +1,4 @@
-"""A sample, for tests that store it."""
+"""Samples, for tests that store them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 import numpy as np
 
 from shared.experience import Sample, Sampling, Tokens
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
 
 
 def sample(msg_id: str, **more: object) -> Sample:
@@ -21,3 +23,12 @@ def sample(msg_id: str, **more: object) -> Sample:
         **more,
     }
     return Sample(msg_id=msg_id, sampling=Sampling(), created_at=time.time(), **fields)  # type: ignore[arg-type]
+
+
+def record(ledger: Ledger, count: int, **more: object) -> list[str]:
+    """Store samples. Returns their message ids."""
+    names = [f"chatcmpl-{number:07}" for number in range(count)]
+    for start in range(0, count, 2000):
+        with ledger.write() as connection:
+            transitions.record(connection, [sample(name, **more) for name in names[start : start + 2000]])
+    return names

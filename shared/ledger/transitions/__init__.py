@@ -13,6 +13,7 @@ loser of a race changes nothing. Callers write `transitions.claim(...)`.
 """
 
 from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version, renew_pin
+from shared.ledger.transitions.answers import NO_ANSWER, forget_answers, remember_answer, take_key
 from shared.ledger.transitions.claim import Whole, claim, close_empty_batch, discard_stale, extend_lease, give_back
 from shared.ledger.transitions.commit import commit, commit_part, expire
 from shared.ledger.transitions.counts import merge_counts
@@ -31,9 +32,7 @@ from shared.ledger.transitions.feedback import (
     ReceiptState,
     apply_feedback,
     apply_to,
-    forget_answers,
     recompute_rewards,
-    remember_answer,
 )
 from shared.ledger.transitions.leases import LEASE_S, acquire_lease, release_lease, renew_lease
 from shared.ledger.transitions.loads import calibrate_engine, count_load_failure
@@ -72,15 +71,15 @@ from shared.ledger.transitions.versions import (
 )
 
 __all__ = [
-    "ENGINE_LEASE_S", "LEASE_S", "VERSION_LEASE_S", "Erased", "GivenFeedback", "Receipt", "ReceiptState", "RunName",
-    "Whole", "acquire_engine", "acquire_lease", "announce_trainer", "apply_feedback", "apply_to", "calibrate_engine",
-    "choose_algorithms", "claim", "close_empty_batch", "close_stream", "commit", "commit_part", "confirm_engine",
-    "count_load_failure", "discard_stale", "dismiss_trainer", "erase", "expect_adapter", "expire", "extend_lease",
-    "fail_update", "fail_version", "forget_answers", "forget_answers_about", "forget_states", "give_back",
-    "give_up_files", "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts", "open_stream",
-    "pin_version", "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record",
-    "record_state", "reject_version", "release_engine", "release_lease", "release_version", "remember_answer", "remove",
-    "renew_lease", "renew_pin", "report_trouble", "reserve_version", "reset_breaker", "restore_trained",
-    "retry_version", "serve_version", "set_engine_state", "sign_off", "skip_version", "tag_version", "trip_breaker",
-    "untag_version", "withdraw_versions",
+    "ENGINE_LEASE_S", "LEASE_S", "NO_ANSWER", "VERSION_LEASE_S", "Erased", "GivenFeedback", "Receipt", "ReceiptState",
+    "RunName", "Whole", "acquire_engine", "acquire_lease", "announce_trainer", "apply_feedback", "apply_to",
+    "calibrate_engine", "choose_algorithms", "claim", "close_empty_batch", "close_stream", "commit", "commit_part",
+    "confirm_engine", "count_load_failure", "discard_stale", "dismiss_trainer", "erase", "expect_adapter", "expire",
+    "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_answers_about", "forget_states",
+    "give_back", "give_up_files", "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts",
+    "open_stream", "pin_version", "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards",
+    "record", "record_state", "reject_version", "release_engine", "release_lease", "release_version", "remember_answer",
+    "remove", "renew_lease", "renew_pin", "report_trouble", "reserve_version", "reset_breaker", "restore_trained",
+    "retry_version", "serve_version", "set_engine_state", "sign_off", "skip_version", "tag_version", "take_key",
+    "trip_breaker", "untag_version", "withdraw_versions",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, select, update
 
 from shared.config import RewardConfig
 from shared.errors import TooManySignals
@@ -17,7 +17,7 @@ from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, in_parts
 from shared.ledger.connect import copy_rows, placeholder, plan_by_values
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.queries.targets import Targets, find_targets
-from shared.ledger.tables import experiences, idempotency
+from shared.ledger.tables import experiences
 from shared.reward import (
     EVERY_LESSON,
     SCORES,
@@ -285,13 +285,3 @@ def recompute_rewards(
             _set_credit(connection, [row.id], credit)
             changed += 1
     return changed, rows[-1].id if rows else None
-
-
-def remember_answer(connection: Connection, key: str, body: bytes, response: bytes) -> None:
-    """Store the answer for an idempotency key, in the transaction that it reports on. body: the request's digest."""
-    connection.execute(insert(idempotency).values(key=key, body=body, response=response, created_at=time.time()))
-
-
-def forget_answers(connection: Connection, *, before: float) -> None:
-    """Delete idempotency keys from before this time, Unix seconds."""
-    connection.execute(delete(idempotency).where(idempotency.c.created_at < before))

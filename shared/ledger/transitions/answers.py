@@ -1,0 +1,33 @@
+"""Idempotency keys of feedback, each with the digest of its request and the answer."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import Connection, delete, insert, update
+
+from shared.ledger.connect import insert_into
+from shared.ledger.tables import idempotency
+
+NO_ANSWER = b"{}"  # while a request is applied in parts
+
+
+def take_key(connection: Connection, key: str, body: bytes) -> None:
+    """Store an idempotency key before its request is applied in parts, unless it is stored already."""
+    values = {"key": key, "body": body, "response": NO_ANSWER, "created_at": time.time()}
+    connection.execute(insert_into(connection, idempotency).values(values).on_conflict_do_nothing())
+
+
+def remember_answer(connection: Connection, key: str, body: bytes, response: bytes) -> None:
+    """Store the answer for an idempotency key, in the transaction that it reports on. body: the request's digest.
+
+    Raises IntegrityError if the key has an answer, or is another request's.
+    """
+    taken = (idempotency.c.key == key, idempotency.c.body == body, idempotency.c.response == NO_ANSWER)
+    if not connection.execute(update(idempotency).where(*taken).values(response=response)).rowcount:
+        connection.execute(insert(idempotency).values(key=key, body=body, response=response, created_at=time.time()))
+
+
+def forget_answers(connection: Connection, *, before: float) -> None:
+    """Delete idempotency keys from before this time, Unix seconds."""
+    connection.execute(delete(idempotency).where(idempotency.c.created_at < before))
