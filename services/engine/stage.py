@@ -141,14 +141,18 @@ def rebuilt(row: VersionRow, stage: Stage | None) -> Path:
 
 @contextlib.contextmanager
 def serve_stage(config: Config, engine: str) -> Iterator[tuple[Stage, str] | None]:
-    """Serve staging requests of an engine's gate in threads. Yields the stage and its socket; None: staging is off."""
+    """Serve staging requests of an engine's gate in threads. Yields the stage and its socket; None: staging is off.
+
+    Raises StartupError.
+    """
     if config.engine.staging_dir is None:
         yield None
         return
-    stage = Stage(config.root, Path(config.engine.staging_dir) / engine, config.engine.keep_staged)
+    own = engine.replace("/", "%")  # which no name contains: another engine's folder must not be inside
+    stage = Stage(config.root, Path(config.engine.staging_dir) / own, config.engine.keep_staged)
     with tempfile.TemporaryDirectory(prefix="flywheel-") as private:  # the socket's path must be short and private
         socket = os.path.join(private, "stage")  # noqa: PTH118
-        with _Server(socket, stage) as server:
+        with _listen(socket, stage) as server:
             thread = threading.Thread(target=server.serve_forever, name="stage", daemon=True)
             thread.start()
             try:
@@ -156,6 +160,14 @@ def serve_stage(config: Config, engine: str) -> Iterator[tuple[Stage, str] | Non
             finally:
                 server.shutdown()
                 thread.join()
+
+
+def _listen(socket: str, stage: Stage) -> _Server:
+    try:
+        return _Server(socket, stage)
+    except OSError as exc:
+        reason = f"no socket can be made in {tempfile.gettempdir()} ({exc.strerror or exc})"
+        raise StartupError(f"{reason}; set TMPDIR to a folder with a short name, such as /tmp") from exc
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):

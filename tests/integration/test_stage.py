@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,23 @@ def test_a_version_is_staged_whole_whatever_its_form_and_once(engine, weights, t
         contents(folder).items()
         >= {name: e.sha256 for name, e in staging.read_chain(weights.root, 3)[-1].manifest.whole.items()}.items()
     )
+
+
+def test_an_engine_whose_name_begins_like_another_has_a_folder_of_its_own(config, weights):
+    with serve_stage(config, "gpu/1") as served:
+        assert served is not None
+        folder = served[0].stage(2)
+        with serve_stage(config, "gpu"):
+            assert contents(folder).keys() == {*FILES, "config.json"}
+
+
+def test_a_folder_for_temporary_files_whose_name_is_too_long_for_a_socket_is_refused(config, tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(StartupError, match="TMPDIR"), serve_stage(config, "e0"):
+        pass
+    assert not list(long.iterdir())
 
 
 def test_requests_for_one_version_at_once_are_one_copy(engine, tmp_path):
