@@ -16,6 +16,8 @@ from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import cache, partial
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -23,6 +25,7 @@ _MOST = 1000  # per loop, and for all threads; further requests wait
 _IDLE_S = 5.0  # time until an idle connection is closed, as in httpx
 _LIMITS = httpx.Limits(max_connections=_MOST, max_keepalive_connections=200, keepalive_expiry=_IDLE_S)
 _ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=_IDLE_S)
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _Origin = tuple[str, str, int | None]
 _OF_TRANSPORT = ("verify", "cert", "http1", "http2", "limits", "proxy")
 
@@ -31,6 +34,15 @@ _OF_TRANSPORT = ("verify", "cert", "http1", "http2", "limits", "proxy")
 def tls_context() -> ssl.SSLContext:
     """Created once: reading the certificates takes longer than a chat."""
     return httpx.create_ssl_context()
+
+
+def proxy_for(url: str) -> str | None:
+    """Return the proxy that the environment names for a URL: a client with a transport of its own does not ask."""
+    parts, named = urlsplit(url), getproxies()
+    found = named.get(parts.scheme) or named.get("all")
+    if not found or parts.hostname in _LOOPBACK or proxy_bypass(parts.netloc):
+        return None
+    return found if "://" in found else f"http://{found}"
 
 
 def for_transport(options: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from flywheel import frameworks
-from flywheel.connections import AsyncHttpClient, Connections, HttpClient, tls_context
+from flywheel.connections import AsyncHttpClient, Connections, HttpClient, proxy_for, tls_context
 from flywheel.errors import ConfigError
 from flywheel.transport import AsyncRunTransport, Chats, RunTransport, run_path
 
@@ -86,12 +86,20 @@ class Model:
 
     def http_client(self) -> httpx.Client:
         """Return an httpx client whose chats belong to the run, with this model's parameters."""
-        inner = self.connections.sync() if self.connections else httpx.HTTPTransport()
+        if self.connections:
+            inner: httpx.BaseTransport = self.connections.sync()
+        else:
+            inner = httpx.HTTPTransport(verify=tls_context(), proxy=proxy_for(self.base_url))
         return HttpClient(transport=RunTransport(inner, self._chats()), timeout=_TIMEOUT)
 
     def async_http_client(self) -> httpx.AsyncClient:
         """Return an httpx client for asyncio."""
-        inner = self.connections.asynchronous() if self.connections else Connections().asynchronous(owned=True)
+        if self.connections:
+            inner = self.connections.asynchronous()
+        elif proxy := proxy_for(self.base_url):
+            inner = httpx.AsyncHTTPTransport(verify=tls_context(), proxy=proxy)
+        else:
+            inner = Connections().asynchronous(owned=True)
         return AsyncHttpClient(transport=AsyncRunTransport(inner, self._chats()), timeout=_TIMEOUT)
 
     def _chats(self) -> Chats:
