@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from sqlalchemy import Connection, insert, select, text
 
-from shared.config import ledger_url
+from shared.config import ExplorerConfig, ledger_url
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger, placeholder
 from shared.ledger.queries import count_by_state
@@ -28,6 +28,7 @@ from tests.support.servers import RunningExplorer, make_config, publish, served,
 
 LIMIT_S = 5.0
 CHATS = 6
+DEFAULT_S = ExplorerConfig.model_fields["ledger_timeout_s"].default  # other tests wait for longer
 
 
 @pytest.fixture
@@ -39,7 +40,9 @@ def server() -> Iterator[Postgres]:
 
 @pytest.fixture
 def on_postgres(scripted_engine, tmp_path, server) -> Iterator[RunningExplorer]:
-    config = make_config(tmp_path, [scripted_engine.url], database_url=server.new_database())
+    config = make_config(
+        tmp_path, [scripted_engine.url], database_url=server.new_database(), ledger_timeout_s=DEFAULT_S
+    )
     explorer = RunningExplorer(config).wait_ready()
     yield explorer
     explorer.stop()
@@ -47,7 +50,7 @@ def on_postgres(scripted_engine, tmp_path, server) -> Iterator[RunningExplorer]:
 
 @pytest.fixture
 def on_sqlite(scripted_engine, tmp_path) -> Iterator[RunningExplorer]:
-    explorer = RunningExplorer(make_config(tmp_path, [scripted_engine.url])).wait_ready()
+    explorer = RunningExplorer(make_config(tmp_path, [scripted_engine.url], ledger_timeout_s=DEFAULT_S)).wait_ready()
     yield explorer
     explorer.stop()
 
@@ -223,7 +226,10 @@ def test_deadlocked_feedback_is_repeated(scripted_engine, tmp_path, server):
     """Two explorers, the same messages in opposite order."""
     url = server.new_database()
     both = [
-        RunningExplorer(make_config(tmp_path, [scripted_engine.url], database_url=url)).wait_ready() for _ in range(2)
+        RunningExplorer(
+            make_config(tmp_path, [scripted_engine.url], database_url=url, ledger_timeout_s=DEFAULT_S)
+        ).wait_ready()
+        for _ in range(2)
     ]
     try:
         ids = [both[0].chat().json()["id"] for _ in range(40)]
