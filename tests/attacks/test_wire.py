@@ -189,7 +189,7 @@ def test_a_caller_who_sends_another_request_and_leaves_ends_the_work(explorer, s
     time.sleep(0.05)
     opened.close()
     (engine,) = explorer.deps.pool.engines
-    wait_until(lambda: engine.in_flight == 0)
+    wait_until(lambda: engine.in_flight == 0, 20)  # long before the reply would be complete
     assert len(script.bodies) == 1
 
 

@@ -172,5 +172,5 @@ def test_a_plain_chat_whose_caller_goes_away_is_aborted_and_not_recorded(scripte
     scripted_engine.script.delay_s = 30.0
     with pytest.raises(httpx.ReadTimeout):
         explorer.http.post("/chat", json={"messages": [{"role": "user", "content": "x"}]}, timeout=0.3)
-    wait_until(lambda: scripted_engine.script.aborted == 1)
+    wait_until(lambda: scripted_engine.script.aborted == 1, 20)
     assert explorer.http.get("/status").json()["rows"]["RECORDED"] == 0

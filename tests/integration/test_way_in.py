@@ -173,7 +173,7 @@ def test_a_caller_who_leaves_ends_the_work(explorer, scripted_engine, stream):
     wait_until(lambda: script.events > 1 if stream else len(script.bodies) == 1)
     opened.close()
     (engine,) = explorer.deps.pool.engines
-    wait_until(lambda: engine.in_flight == 0)
+    wait_until(lambda: engine.in_flight == 0, 20)  # long before the reply would be complete
     assert explorer.http.get("/status").json()["rows"]["RECORDED"] == 0
     assert 'flywheel_chat_requests_total{status="499"} 1.0' in explorer.http.get("/metrics").text
     script.delay_s, script.gap_s, script.reply_ids, script.logprobs = 0.0, 0.0, [11], [-0.5]
