@@ -32,7 +32,10 @@ class EngineHealth:
         """Check the health of an engine that has not just answered a chat. Raises EngineUnavailable."""
         answered_at = max(self._healthy_at, self._engine.answered_at)
         if not self._engine.is_open or time.monotonic() - answered_at > HEALTH_INTERVAL_S:
+            was_away = self._engine.state is EngineState.UNAVAILABLE
             await self._admin.check_health()
+            if self._engine.state is EngineState.UNAVAILABLE and not was_away:
+                raise EngineUnavailable(self._engine.reason)  # a chat lost it meanwhile; the answer may be older
             self._healthy_at = time.monotonic()
             await self._resume_if_stalled()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 
@@ -61,6 +62,32 @@ def test_an_engine_that_becomes_unavailable_is_one_warning_for_each_outage(end, 
         assert all(one.levelname == "WARNING" for one in caplog.records if "unavailable" in one.getMessage())
         mend(script)
         explorer.wait_ready()
+
+
+def test_an_answer_from_before_the_engine_was_lost_does_not_bring_it_back(explorer, scripted_engine, caplog):
+    (engine,) = explorer.deps.pool.engines
+    admin = explorer.deps.dispatcher._health_checks["e0"].__self__
+    check, held, script = admin.check_health, threading.Event(), scripted_engine.script
+
+    async def answer_late():
+        if not held.is_set():
+            await check()
+            held.set()
+            while engine.state != "unavailable":  # noqa: ASYNC110 — the pool has no event for it
+                await asyncio.sleep(0.01)
+        else:
+            await check()
+
+    admin.check_health = answer_late
+    assert held.wait(60)
+    lose_a_chat(script)
+    assert explorer.chat().status_code == 503
+    asked = []
+    script.on_call["/health"] = lambda: asked.append("/health")
+    wait_until(lambda: len(asked) > 2)
+    assert caplog.text.count("engine is unavailable") == 1
+    mend(script)
+    explorer.wait_ready()
 
 
 @pytest.mark.parametrize("end", [lose_a_chat, fail_health])
