@@ -241,7 +241,8 @@ def _add_gradients(model: Any, rows: list[tuple[list[int], list[int]]], pad: int
         labels = pad_sequence([torch.tensor(row) for _, row in part], batch_first=True, padding_value=-100)
         hidden, wanted = model.model(input_ids=inputs).last_hidden_state[:, :-1], labels[:, 1:]
         learned = wanted != -100
-        (cross_entropy(model.lm_head(hidden[learned]), wanted[learned], reduction="sum") / count).backward()
+        loss: Any = cross_entropy(model.lm_head(hidden[learned]), wanted[learned], reduction="sum") / count
+        loss.backward()
 
 
 def say(file: Any = None) -> Progress:
