@@ -29,12 +29,13 @@ def test_an_adapter_is_unloaded_only_when_no_explorer_has_a_request_of_it(start,
     publish_and_wait(both[0], 1)
     for explorer in both:
         wait_until(lambda explorer=explorer: served(explorer) == "1")
-    scripted_engine.script.gap_s = 0.3
+    scripted_engine.script.held = True
     streams = [explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) for explorer in both]
     replies = [stream.__enter__() for stream in streams]
     publish_adapter(both[0], 2)
     wait_until(lambda: all(set(engine(explorer).versions) == {0, 2} for explorer in both))
     assert any(name.startswith("agent@1") for name in scripted_engine.script.adapters)
+    scripted_engine.script.held = False
     assert all(reply.read().endswith(b"data: [DONE]\n\n") for reply in replies)
     wait_until(lambda: [name[:7] for name in scripted_engine.script.adapters] == ["agent@2"])
     for stream in streams:
@@ -77,7 +78,7 @@ def leased(explorer: RunningExplorer, version: int) -> bool:
 def test_rows_name_the_version_that_sampled_them_while_versions_come_and_pins_go_at_two_explorers(
     start, scripted_engine
 ):
-    both = [start(room=2), start(room=2)]
+    both = [start(room=2, wait_s=5.0), start(room=2, wait_s=5.0)]
     publish_and_wait(both[0], 1, 2)
     scripted_engine.script.tells_weights, scripted_engine.script.reload_s = True, 0.01
     wrong: list[str] = []
@@ -110,6 +111,7 @@ def test_rows_name_the_version_that_sampled_them_while_versions_come_and_pins_go
         for version in range(3, 9):
             publish_adapter(both[0], version)
             wait_until(lambda version=version: version in counted)
+        wait_until(lambda: {0, 1, 3, 4} <= set(counted))
     finally:
         enough.set()
     for thread in customers:
