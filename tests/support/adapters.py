@@ -10,6 +10,7 @@ import httpx
 from shared.ledger.queries import list_versions
 from tests.support.script import Script
 from tests.support.scripted_adapters import publish_adapter
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, served, wait_until
 
 
@@ -48,6 +49,18 @@ def limit_hung_loads(explorer: RunningExplorer, script: Script, seconds: float =
             admin._load_timeout_s = before
 
     admin.load_adapter = load_adapter
+
+
+def restart_when_noticed(explorer: RunningExplorer, scripted_engine: ScriptedEngine) -> None:
+    """Restart a dead engine once the explorer has noticed its death, however late that is."""
+    pool = explorer.deps.pool
+    withdraw = pool.withdraw
+
+    def withdraw_noted(*given: Any) -> None:
+        withdraw(*given)
+        scripted_engine._loop.call_soon_threadsafe(scripted_engine._come_back)
+
+    pool.withdraw = withdraw_noted  # type: ignore[method-assign]
 
 
 def watch_openings(explorer: RunningExplorer) -> list[set[int]]:

@@ -16,7 +16,15 @@ from explorer_service.reload.blame import Backoff
 from shared.experience import Purpose
 from shared.ledger import queries, transitions
 from shared.ledger.tables import load_failures, version_leases
-from tests.support.adapters import engine, limit_hung_loads, publish_and_wait, said, state, watch_openings
+from tests.support.adapters import (
+    engine,
+    limit_hung_loads,
+    publish_and_wait,
+    restart_when_noticed,
+    said,
+    state,
+    watch_openings,
+)
 from tests.support.scripted_adapters import name_of, publish_adapter
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, served, wait_until
@@ -199,7 +207,8 @@ def test_a_pinned_version_that_ends_the_engine_twice_is_left_alone_and_the_engin
             scripted_engine.die()
             raise last_word
 
-    script.say = die
+    script.say, script.dead_s = die, 600.0
+    restart_when_noticed(explorer, scripted_engine)
     opened_with = watch_openings(explorer)
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(explorer.chat, model="agent@1").result()
