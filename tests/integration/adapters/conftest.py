@@ -23,15 +23,15 @@ def database_url():
 
 @pytest.fixture
 def start(scripted_engine, start_explorer, tmp_path) -> Callable[..., RunningExplorer]:
-    """An explorer whose engine serves the base; `room`: for how many pins; `wait_s`: how long a chat waits for it."""
+    """An explorer whose engine serves the base; `room`: for how many pins."""
 
-    def start(room: int = 6, wait_s: float = 60.0, **reload: Any) -> RunningExplorer:
+    def start(room: int = 6, **reload: Any) -> RunningExplorer:
         explorer = start_explorer(
             [scripted_engine.url],
             model={"kind": "lora"},
             engine={"max_loras": 2, "max_cpu_loras": room + 2},
             reload={**RELOAD, **reload},
-            engine_wait_s=wait_s,
+            engine_wait_s=60.0,
         )
         with explorer.ledger.read() as connection:
             is_first = not list_versions(connection)
