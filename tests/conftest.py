@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy.engine import make_url
 from xdist.scheduler import LoadFileScheduling
 
+from explorer_service.engines import admin
 from shared.config import Config
 from shared.ledger.connect import Ledger
 from tests.support.lives import Lives
@@ -117,16 +118,21 @@ def ledger(config: Config) -> Iterator[Ledger]:
 
 @pytest.fixture
 def start_explorer(tmp_path: Path, database_url: str | None) -> Iterator[Callable[..., RunningExplorer]]:
-    """Start explorers on tmp_path, all on one ledger; they are stopped afterwards. Runs on both databases."""
+    """Start explorers on tmp_path, all on one ledger; they are stopped afterwards. Runs on both databases.
+
+    They have patience with an engine's health: on a busy machine the scripted engine's thread may get no time.
+    """
     running: list[RunningExplorer] = []
 
     def start(urls: list[str], **explorer: Any) -> RunningExplorer:
         running.append(RunningExplorer(make_config(tmp_path, urls, database_url=database_url, **explorer)))
         return running[-1]
 
-    yield start
-    for explorer in running:
-        explorer.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admin, "HEALTH_TIMEOUT_S", 60.0)
+        yield start
+        for explorer in running:
+            explorer.stop()
 
 
 @pytest.fixture

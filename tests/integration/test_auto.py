@@ -41,7 +41,7 @@ def lines(root: Path, event: str) -> list[str]:
 
 
 def wait_for_version(root: Path, version: int, trainer: Life) -> None:
-    wait_for(lambda: newest(root) == version or not trainer.alive, f"version {version}", 90)
+    wait_for(lambda: newest(root) == version or not trainer.alive, f"version {version}", 240)
     assert newest(root) == version
 
 
@@ -59,7 +59,7 @@ def run_two_kinds(root: Path, model: Path, lives: Lives, fault: str | None = Non
         assert status(root)["chosen"] == {"algorithms": {"kto": 1.0}}
         say(ledger, [row.msg_id for row in rows], Signal("comment", text="w1 w2"))
         if fault:
-            assert trainer.wait(90) == -9
+            assert trainer.wait(240) == -9
         else:
             wait_for_version(root, 2, trainer)
             assert trainer.stop() == 0

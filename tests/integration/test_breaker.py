@@ -140,8 +140,8 @@ def test_explorers_show_which_figure_holds_a_trainer(scripted_engine, start_expl
         transitions.announce_trainer(connection, name="t", **about)  # a restart changes nothing of it
     shown = f'flywheel_update_tripped_trainers{{figure="kl_of_update",fix="{fix}"}}'
     assert explorer.http.get("/status").json()["trainers"][0]["tripped"] == tripped
-    wait_for(lambda: f"{shown} 1.0" in explorer.http.get("/metrics").text, "the metric", 20)
+    wait_for(lambda: f"{shown} 1.0" in explorer.http.get("/metrics").text, "the metric", 60)
     with explorer.ledger.write() as connection:
         assert transitions.reset_breaker(connection, name="t")
         assert not transitions.reset_breaker(connection, name="t"), "it had not tripped"
-    wait_for(lambda: f"{shown} 0.0" in explorer.http.get("/metrics").text, "the metric after a look", 20)
+    wait_for(lambda: f"{shown} 0.0" in explorer.http.get("/metrics").text, "the metric after a look", 60)

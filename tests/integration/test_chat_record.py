@@ -14,6 +14,7 @@ from shared.experience import Tokens
 from shared.ledger.queries import count_by_state
 from shared.ledger.tables import experiences, payloads
 from tests.support.servers import RunningExplorer, wait_until
+from tests.support.waiting_feedback import feedback_that_waits
 
 
 def rows(explorer: RunningExplorer) -> list[dict]:
@@ -192,14 +193,15 @@ def test_a_reply_that_cannot_be_recorded_is_an_error_the_caller_sees(explorer):
 
 
 def test_feedback_that_overtakes_its_row_waits_for_it(explorer, scripted_engine):
-    scripted_engine.script.gap_s = 0.15
+    scripted_engine.script.held = True
     ids: list[str] = []
     streaming = threading.Thread(target=_collect_first_id, args=(explorer, ids))
     streaming.start()
     wait_until(lambda: bool(ids))
-    receipt = explorer.http.post("/feedback", json={"msg_ids": ids, "reward": 1}).json()
+    with feedback_that_waits(explorer, msg_ids=ids, reward=1) as answers:
+        scripted_engine.script.held = False
     streaming.join()
-    assert receipt["receipts"] == [{"msg_id": ids[0], "state": "applied"}]
+    assert answers[0]["receipts"] == [{"msg_id": ids[0], "state": "applied"}]
 
 
 def _collect_first_id(explorer: RunningExplorer, ids: list[str]) -> None:
@@ -225,7 +227,7 @@ def test_a_sample_that_cannot_be_stored_does_not_take_others_of_its_group_along(
         names = [f"m{n}" for n in range(20)] + ["m3"]
         return await asyncio.gather(*(writer.record([sample(name)]) for name in names), return_exceptions=True)
 
-    results = asyncio.run_coroutine_threadsafe(all_at_once(), writer._loop).result(30)
+    results = asyncio.run_coroutine_threadsafe(all_at_once(), writer._loop).result(120)
     assert sum(result is None for result in results) == 20
     (refused,) = (result for result in results if result is not None)
     assert isinstance(refused, IntegrityError | LedgerError)

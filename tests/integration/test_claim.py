@@ -21,6 +21,7 @@ from shared.ledger.queries.lease import DEATHS_TOLERATED
 from shared.ledger.tables import experiences
 from shared.stop_request import StopRequest
 from tests.support.experiences import record_ready, rows, samples_of
+from tests.support.polls import StopAfterPolls
 from trainer_service.claim import Claimer
 
 
@@ -40,9 +41,7 @@ def test_the_oldest_rows_come_first(ledger):
 
 def test_a_smaller_batch_is_taken_only_after_its_time(ledger):
     record_ready(ledger, rows(3))
-    stop = StopRequest()
-    patient = Claimer(ledger, TrainerConfig(batch_size=4, poll_interval_s=0.02), stop)
-    threading.Timer(0.3, stop.set).start()
+    patient = Claimer(ledger, TrainerConfig(batch_size=4, poll_interval_s=0.02), StopAfterPolls(10))
     assert patient.next() is None
     assert len(claimer(ledger, batch_size=4, batch_timeout_s=0.1).next().rows) == 3
 
@@ -119,7 +118,7 @@ def test_two_trainers_never_hold_the_same_row(ledger):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert sorted(taken) == sorted(row.msg_id for row in rows(120))
 
 
@@ -197,9 +196,8 @@ def test_one_key_fills_only_its_share_of_a_batch(ledger):
 def test_a_batch_that_waits_for_other_keys_says_so_once(ledger, caplog):
     caplog.set_level("INFO", logger="flywheel")
     record_ready(ledger, rows(8), key_name="the only one")
-    config, stop = TrainerConfig(batch_size=8, poll_interval_s=0.02, max_share_per_key=0.5), StopRequest()
-    threading.Timer(0.3, stop.set).start()
-    assert Claimer(ledger, config, stop).next() is None
+    config = TrainerConfig(batch_size=8, poll_interval_s=0.02, max_share_per_key=0.5)
+    assert Claimer(ledger, config, StopAfterPolls(10)).next() is None
     (line,) = [one.getMessage() for one in caplog.records if "not whole without rows that wait" in one.getMessage()]
     assert "max_share_per_key=0.5" in line and "batch_timeout_s=null" in line
 

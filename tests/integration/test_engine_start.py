@@ -166,6 +166,7 @@ def test_a_warm_up_that_hangs_ends_at_a_stop_request_and_at_the_limit_of_the_sta
     ):
         output = EngineOutput(process.stdout, tmp_path / "vllm.log")
         wait_until(warming.is_healthy)
+        monkeypatch.setattr(warming, "is_healthy", lambda: True)
         if is_stopped:
             stop.set()
             assert not _start(process, warming, stop, 600.0, output)

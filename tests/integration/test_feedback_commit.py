@@ -166,7 +166,7 @@ def test_commit_makes_rewarded_rows_of_the_scope_ready(explorer):
 
 def java_training_client(explorer: RunningExplorer, path: str, body: dict[str, object]) -> dict[str, object]:
     """As AgentScope Java's training client posts: OkHttp, no Accept header, no key; its parser is a strict one."""
-    connection = http.client.HTTPConnection(explorer.http.base_url.host, explorer.http.base_url.port, timeout=30)
+    connection = http.client.HTTPConnection(explorer.http.base_url.host, explorer.http.base_url.port, timeout=120)
     headers = {"Content-Type": "application/json; charset=utf-8", "User-Agent": "okhttp/5.3.2"}
     connection.request("POST", path, json.dumps(body).encode(), {**headers, "Connection": "Keep-Alive"})
     reply = connection.getresponse()
@@ -259,10 +259,15 @@ def test_a_reward_outside_the_accepted_range_is_refused(scripted_engine, start_e
     assert feedback(explorer, msg_ids=[known], reward=1.0).status_code == 200
 
 
-def test_rewarded_rows_are_committed_from_a_clock_and_unrewarded_ones_expire(scripted_engine, start_explorer):
-    explorer = start_explorer([scripted_engine.url], commit_every_s=0.05, expire_after_s=0.4).wait_ready()
+def test_rewarded_rows_are_committed_from_a_clock_and_unrewarded_ones_expire(
+    scripted_engine, start_explorer, monkeypatch
+):
+    monkeypatch.setattr("explorer_service.housekeeping.EXPIRE_EVERY_S", 0.1)
+    explorer = start_explorer([scripted_engine.url], commit_every_s=0.05, expire_after_s=3600.0).wait_ready()
     rated, other = new_message(explorer), new_message(explorer)
     feedback(explorer, msg_ids=[rated], reward=1)
+    with explorer.ledger.write() as connection:
+        connection.execute(update(experiences).values(created_at=experiences.c.created_at - 7200.0))
     wait_until(lambda: states(explorer) == ["READY", "DISCARDED"])
     assert feedback(explorer, msg_ids=[other], reward=1).json()["receipts"][0]["state"] == "expired"
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from explorer_service.engines import admin
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config
 
@@ -44,11 +45,14 @@ bodies = st.dictionaries(st.sampled_from(FIELDS), likely | values, max_size=7)
 @pytest.fixture(scope="module")
 def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
     engine = ScriptedEngine()
-    running = RunningExplorer(make_config(tmp_path_factory.mktemp("fuzz"), [engine.url])).wait_ready()
-    yield running
-    assert running.chat().status_code == 200, "after all that it serves"
-    assert running.http.get("/ready").status_code == 200
-    running.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admin, "HEALTH_TIMEOUT_S", 60.0)  # as in start_explorer
+        config = make_config(tmp_path_factory.mktemp("fuzz"), [engine.url], engine_wait_s=60.0)
+        running = RunningExplorer(config).wait_ready()
+        yield running
+        assert running.chat().status_code == 200, "after all that it serves"
+        assert running.http.get("/ready").status_code == 200
+        running.stop()
     engine.stop()
 
 

@@ -173,7 +173,10 @@ def test_a_stream_that_ends_after_a_reload_names_both_versions_at_an_explorer_th
     assert stream.sampled() == ((1.0, 2.0), (1, 2))
 
 
-def test_streams_of_all_explorers_wait_for_an_engine_that_answers_nobody_while_it_loads(owner_first, scripted_engine):
+def test_streams_of_all_explorers_wait_for_an_engine_that_answers_nobody_while_it_loads(
+    owner_first, scripted_engine, monkeypatch
+):
+    monkeypatch.setattr("explorer_service.engines.admin.HEALTH_TIMEOUT_S", HEALTH_TIMEOUT_S)
     script = scripted_engine.script
     script.gap_s, script.tells_weights = 0.5, True
 

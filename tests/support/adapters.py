@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from shared.ledger.queries import list_versions
+from tests.support.script import Script
 from tests.support.scripted_adapters import publish_adapter
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, served, wait_until
 
 
@@ -30,6 +33,34 @@ def publish_and_wait(explorer: RunningExplorer, *versions: int) -> None:
     for version in versions:
         publish_adapter(explorer, version)
         wait_until(lambda version=version: served(explorer) == str(version))
+
+
+def limit_hung_loads(explorer: RunningExplorer, script: Script, seconds: float = 0.3) -> None:
+    """Limit the time of an adapter's load while the engine hangs in it; a slow machine may need longer for others."""
+    admin = explorer.deps.dispatcher._health_checks["e0"].__self__
+    load = admin.load_adapter
+
+    async def load_adapter(name: str, folder: Path) -> None:
+        before = admin._load_timeout_s
+        admin._load_timeout_s = seconds if "/v1/load_lora_adapter" in script.hung else before
+        try:
+            await load(name, folder)
+        finally:
+            admin._load_timeout_s = before
+
+    admin.load_adapter = load_adapter
+
+
+def restart_when_noticed(explorer: RunningExplorer, scripted_engine: ScriptedEngine) -> None:
+    """Restart a dead engine once the explorer has noticed its death, however late that is."""
+    pool = explorer.deps.pool
+    withdraw = pool.withdraw
+
+    def withdraw_noted(*given: Any) -> None:
+        withdraw(*given)
+        scripted_engine._loop.call_soon_threadsafe(scripted_engine._come_back)
+
+    pool.withdraw = withdraw_noted  # type: ignore[method-assign]
 
 
 def watch_openings(explorer: RunningExplorer) -> list[set[int]]:

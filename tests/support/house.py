@@ -95,14 +95,14 @@ class Streams:
 
     def __exit__(self, *_: object) -> None:
         for thread in self._threads:
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive(), "a stream does not end"
         for engine in self.house.engines:
             engine.script.gap_s = 0.0
 
     def _stream(self, url: str, number: int) -> None:
         body = {"messages": [{"role": "user", "content": f"q{number}"}], "stream": True}
-        with httpx.stream("POST", url + "/chat", json=body, timeout=30) as reply:
+        with httpx.stream("POST", url + "/chat", json=body, timeout=120) as reply:
             msg_id, last = "", ""
             for line in reply.iter_lines():
                 if line.startswith("data: {"):

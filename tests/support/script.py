@@ -23,6 +23,7 @@ class Script:
     reload_s: float = 0.0
     reloads: list[tuple[float, float]] = field(default_factory=list)  # begin and end, time.monotonic()
     gap_s: float = 0.0
+    held: bool = False  # streams wait after their first token, also while the engine is resumed
     reply_id: str | None = None  # the id of every reply, whatever the request says
     models: set[str] = field(default_factory=lambda: {"agent"})  # the model names that it accepts
     most_messages: int = 1_000_000  # that its context holds
@@ -66,3 +67,7 @@ class Script:
     paused: bool = False
     pause_modes: list[str] = field(default_factory=list)  # as requested
     bodies: list[dict[str, Any]] = field(default_factory=list)
+
+    def stops(self, number: int) -> bool:
+        """Whether a stream waits before its event of this number; 1: the first token."""
+        return (self.paused and number != 1) or (self.held and number > 1)

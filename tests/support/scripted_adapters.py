@@ -79,10 +79,14 @@ class ScriptedAdapters:
         return next(([float(p) for p in one["logprobs"]] for one in sequences if one["token_ids"] == token_ids), None)
 
 
-def publish_base(explorer: RunningExplorer) -> None:
-    """Publish version 0, the base of adapters."""
+def write_base(root: Path) -> Path:
+    """Write version 0, the base of adapters."""
     files = {"model.safetensors": safetensors(BASE), "generation_config.json": b"{}"}
-    write_scripted_version(explorer.config.root, 0, -1.0, files, base="base")
+    return write_scripted_version(root, 0, -1.0, files, base="base")
+
+
+def publish_base(explorer: RunningExplorer) -> None:
+    """Publish version 0, the base of adapters, which `write_base` has written."""
     with explorer.ledger.write() as connection:
         transitions.publish(connection, version=0, parent=None, kind="full", step=0, manifest_sha256=_sha(explorer, 0))
 

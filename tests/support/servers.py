@@ -82,7 +82,7 @@ class RunningExplorer:
         self.thread.start()
         self.url = f"http://127.0.0.1:{config.explorer.port}"
         json = {"Content-Type": "application/json"}  # for bodies given as bytes
-        self.http = httpx.Client(base_url=self.url, headers=json, timeout=30, verify=False)
+        self.http = httpx.Client(base_url=self.url, headers=json, timeout=120, verify=False)
         wait_until(lambda: self.server.started)
 
     @asynccontextmanager
@@ -99,7 +99,7 @@ class RunningExplorer:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(15)
+        self.thread.join(120)
         self.http.close()
         self.ledger.close()
         assert not self.thread.is_alive()

@@ -9,7 +9,7 @@ import pytest
 
 from shared.ledger.queries import list_versions
 from tests.support.adapters import state
-from tests.support.scripted_adapters import publish_base
+from tests.support.scripted_adapters import publish_base, write_base
 from tests.support.servers import RunningExplorer, wait_until
 
 RELOAD = {"poll_interval_s": 0.02, "retry_s": 0.1, "unpin_after_s": 60.0}
@@ -31,12 +31,13 @@ def start(scripted_engine, start_explorer, tmp_path) -> Callable[..., RunningExp
             model={"kind": "lora"},
             engine={"max_loras": 2, "max_cpu_loras": room + 2},
             reload={**RELOAD, **reload},
+            engine_wait_s=60.0,
         )
         with explorer.ledger.read() as connection:
             is_first = not list_versions(connection)
         if is_first:
+            scripted_engine.start_on(write_base(tmp_path))
             publish_base(explorer)
-            scripted_engine.start_on(tmp_path / "versions" / "v000000")
             wait_until(lambda: state(explorer, 0) == "SERVING")
         return explorer.wait_ready()
 

@@ -38,5 +38,5 @@ def test_a_404_that_repeats_a_name_of_the_caller_s_is_the_caller_s_answer(explor
     publish_and_wait(explorer, 1)
     name = f"resp_{name_of(explorer, 1) if version else 'agent'}"
     asked = {"model": f"agent@{version}", "input": "hi", "previous_response_id": name}
-    reply = explorer.http.post("/v1/responses", json=asked, timeout=5)
+    reply = explorer.http.post("/v1/responses", json=asked)
     assert (reply.status_code, scripted_engine.asked, engine(explorer).is_open) == (404, 1, True)

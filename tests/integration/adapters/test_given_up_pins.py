@@ -14,7 +14,7 @@ from shared.ledger.connect import database_time
 from shared.ledger.tables import engines, load_failures
 from shared.versions import version_path
 from tests.integration.adapters.test_pins import held, publish_unserved
-from tests.support.adapters import engine, publish_and_wait, said, state
+from tests.support.adapters import engine, limit_hung_loads, publish_and_wait, said, state
 from tests.support.scripted_adapters import name_of
 from tests.support.servers import RunningExplorer, served, wait_until
 
@@ -49,7 +49,8 @@ def test_a_pinned_version_that_is_rejected_while_it_is_loaded_does_not_serve(exp
 
 
 def test_a_skipped_version_that_an_engine_has_proven_is_not_failed_for_later_timeouts(start, scripted_engine):
-    explorer, script = start(timeout_s=0.3, unpin_after_s=0.2), scripted_engine.script
+    explorer, script = start(unpin_after_s=0.2), scripted_engine.script
+    limit_hung_loads(explorer, script)
     publish_unserved(explorer, scripted_engine)
     assert said(explorer.chat(model="agent@1")) == "v000001"
     wait_until(lambda: held(scripted_engine) == ["agent@2"])
@@ -70,7 +71,8 @@ def test_a_request_for_a_version_that_once_failed_to_load_has_it_loaded_again(st
 
 
 def test_a_failed_version_that_an_operator_lets_engines_retry_is_loaded_at_once(start, scripted_engine):
-    explorer, script = start(timeout_s=0.3, retry_s=1.0), scripted_engine.script
+    explorer, script = start(retry_s=1.0), scripted_engine.script
+    limit_hung_loads(explorer, script)
     publish_unserved(explorer, scripted_engine)
     script.hung = {"/v1/load_lora_adapter"}
     assert explorer.chat(model="agent@1").status_code == 404
@@ -106,7 +108,8 @@ def test_a_pinned_version_that_engines_have_proven_is_not_rejected_for_a_damaged
 
 
 def test_who_owns_the_engine_no_more_refuses_no_version_that_its_new_owner_loads(start, scripted_engine):
-    before, after = (start(retry_s=60.0, unpin_after_s=0.5) for _ in range(2))
+    both, url = [start(retry_s=60.0, unpin_after_s=0.5) for _ in range(2)], scripted_engine.url
+    before, after = sorted(both, key=lambda explorer: not explorer.deps.leases.holds(url))
     publish_and_wait(before, 1, 2)
     wait_until(lambda: served(after) == "2" and held(scripted_engine) == ["agent@2"])
     scripted_engine.script.refused.add("/v1/load_lora_adapter")
@@ -114,9 +117,8 @@ def test_who_owns_the_engine_no_more_refuses_no_version_that_its_new_owner_loads
     wait_until(lambda: not before.deps.pool.pinned)
     scripted_engine.script.refused.clear()
     with before.ledger.write() as connection:
-        until = database_time(connection) + transitions.ENGINE_LEASE_S
+        until = database_time(connection) + 60.0  # its heartbeats renew it
         connection.execute(update(engines).values(owner=after.deps.leases.explorer, owner_until=until))
-    url = scripted_engine.url
     wait_until(lambda: after.deps.leases.holds(url) and not before.deps.leases.believes_to_own(url))
     wait_until(lambda: not engine(before).refused)  # its controller has read that another explorer owns the engine
     assert said(before.chat(model="agent@1")) == "v000001"

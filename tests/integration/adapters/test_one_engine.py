@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -197,14 +196,14 @@ def test_a_name_that_somebody_else_has_taken_is_refused_with_what_to_do_and_nobo
 
 
 @pytest.mark.parametrize("content", [b"{", None])
-def test_no_adapter_is_blamed_for_settings_of_version_0_that_cannot_be_read(explorer, tmp_path, content):
+def test_no_adapter_is_blamed_for_settings_of_version_0_that_cannot_be_read(explorer, tmp_path, content, caplog):
     publish_and_wait(explorer, 1)
     file = tmp_path / "versions/v000000/generation_config.json"
     before = file.read_bytes()
     file.unlink()
     file.mkdir() if content is None else file.write_bytes(content)
     publish_adapter(explorer, 2)
-    time.sleep(0.5)  # it has been looked at
+    wait_until(lambda: "version is not there yet" in caplog.text)
     assert [state(explorer, version) for version in (0, 1, 2)] == ["RETIRED", "SERVING", "PUBLISHED"]
     file.rmdir() if content is None else file.unlink()
     file.write_bytes(before)

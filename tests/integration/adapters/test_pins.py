@@ -6,14 +6,25 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from sqlalchemy import delete, select
 
+from explorer_service.reload import adapter_controller
+from explorer_service.reload.blame import Backoff
 from shared.experience import Purpose
 from shared.ledger import queries, transitions
 from shared.ledger.tables import load_failures, version_leases
-from tests.support.adapters import engine, publish_and_wait, said, state, watch_openings
+from tests.support.adapters import (
+    engine,
+    limit_hung_loads,
+    publish_and_wait,
+    restart_when_noticed,
+    said,
+    state,
+    watch_openings,
+)
 from tests.support.scripted_adapters import name_of, publish_adapter
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, served, wait_until
@@ -46,7 +57,8 @@ def test_a_pinned_version_that_is_on_disk_is_loaded_on_demand(explorer, scripted
 
 
 def test_the_pin_that_was_used_least_recently_goes_first(start, scripted_engine):
-    explorer = start(room=2, unpin_after_s=4.0)
+    explorer = start(room=2)
+    explorer.deps.dispatcher._pin.__self__._tick_s = 0.5  # how soon a use renews a pin
     publish_and_wait(explorer, 1, 2, 3, 4)
 
     def used_last() -> int:
@@ -65,15 +77,16 @@ def test_a_pin_that_is_used_just_before_its_end_lasts_as_long_again(start):
     explorer = start(unpin_after_s=4.0)
     publish_and_wait(explorer, 1, 2)
 
-    def remaining_s() -> float:
+    def ends_at() -> float:
         with explorer.ledger.read() as connection:
             pin = select(version_leases.c.until).where(version_leases.c.purpose == Purpose.PINNED)
-            return (connection.execute(pin).scalar() or 0.0) - time.time()
+            return float(connection.execute(pin).scalar() or 0.0)
 
     assert explorer.chat(model="agent@1").status_code == 200
-    wait_until(lambda: remaining_s() < 0.5)
+    wait_until(lambda: ends_at() < time.time() + 0.5)
+    used_at = time.time()
     assert explorer.chat(model="agent@1").status_code == 200
-    assert remaining_s() > 1.0
+    assert ends_at() > used_at + 3.0
 
 
 def test_a_version_that_is_not_on_disk_any_more_is_a_404_that_names_those_that_are(explorer):
@@ -109,19 +122,17 @@ def test_a_pin_that_nobody_uses_any_more_leaves_the_engine_and_keeps_no_files(st
 def test_a_request_that_waits_for_a_version_is_a_use_of_its_pin(start, scripted_engine):
     explorer, script = start(unpin_after_s=1.0), scripted_engine.script
     publish_and_wait(explorer, 1)
-    unloading = threading.Event()
-
-    def unload_slowly(said: str) -> None:
-        if said.startswith("unloading agent@1"):
-            script.reload_s = 1.5  # longer than a pin without a use lasts
-            unloading.set()
-        elif said.startswith("unloaded"):
-            script.reload_s = 0.0
-
-    script.say = unload_slowly
+    unloading, path = threading.Event(), "/v1/unload_lora_adapter"
+    script.on_call[path] = unloading.set
+    script.hung.add(path)
     publish_adapter(explorer, 2)
-    assert unloading.wait(10)
-    assert said(explorer.chat(model="agent@1")) == "v000001"
+    assert unloading.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(explorer.chat, model="agent@1")
+        wait_until(lambda: explorer.deps.pool.waiting == 1)
+        time.sleep(1.5)  # longer than a pin without a use lasts
+        script.hung.clear()
+        assert said(reply.result()) == "v000001"
 
 
 def test_a_pin_that_has_ended_is_not_renewed_for_a_use_before_its_end(start, scripted_engine):
@@ -138,11 +149,13 @@ def test_a_pin_that_has_ended_is_not_renewed_for_a_use_before_its_end(start, scr
 
 def test_a_version_with_a_request_in_flight_is_not_unloaded(start, scripted_engine):
     explorer = start(unpin_after_s=0.2)
-    scripted_engine.script.gap_s = 0.5
+    scripted_engine.script.held = True
     publish_and_wait(explorer, 1)
     with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
         publish_and_wait(explorer, 2, 3)
-        assert set(held(scripted_engine)) >= {"agent@1", "agent@3"}
+        wait_until(lambda: "agent@2" not in held(scripted_engine))
+        assert set(held(scripted_engine)) == {"agent@1", "agent@3"}
+        scripted_engine.script.held = False
         assert reply.read().endswith(b"data: [DONE]\n\n")
     wait_until(lambda: held(scripted_engine) == ["agent@3"])
 
@@ -160,13 +173,19 @@ def publish_unserved(explorer: RunningExplorer, scripted_engine: ScriptedEngine)
     wait_until(lambda: state(explorer, 2) == "SERVING" and engine(explorer).is_open)
 
 
-def test_a_pinned_version_that_takes_too_long_once_is_counted_and_the_second_time_failed(start, scripted_engine):
-    explorer, script = start(timeout_s=0.3), scripted_engine.script
+def test_a_pinned_version_that_takes_too_long_once_is_counted_and_the_second_time_failed(
+    start, scripted_engine, monkeypatch
+):
+    now = 0.0
+    monkeypatch.setattr(adapter_controller, "Backoff", partial(Backoff, clock=lambda: now))
+    explorer, script = start(retry_s=60.0), scripted_engine.script
+    limit_hung_loads(explorer, script)
     publish_unserved(explorer, scripted_engine)
     script.hung = {"/v1/load_lora_adapter"}
     reply = explorer.chat(model="agent@1")
     assert (reply.status_code, "has not answered within 0.3 s" in reply.text) == (404, True)
     assert state(explorer, 1) == "SKIPPED"
+    now += 61.0
     wait_until(lambda: state(explorer, 1) == "FAILED")
     wait_until(lambda: count(explorer, "failed") == 2)
     script.hung = set()
@@ -175,8 +194,9 @@ def test_a_pinned_version_that_takes_too_long_once_is_counted_and_the_second_tim
 
 @pytest.mark.parametrize("last_word", [asyncio.CancelledError, RuntimeError], ids=["it breaks off", "it answers 500"])
 def test_a_pinned_version_that_ends_the_engine_twice_is_left_alone_and_the_engine_serves_the_rest(
-    start, scripted_engine, last_word
+    start, scripted_engine, last_word, monkeypatch
 ):
+    monkeypatch.setattr(adapter_controller, "_DEADLY", 6000)  # no third load as long as the test takes
     explorer, script = start(), scripted_engine.script
     publish_and_wait(explorer, 1, 2)
     wait_until(lambda: held(scripted_engine) == ["agent@2"])
@@ -187,7 +207,8 @@ def test_a_pinned_version_that_ends_the_engine_twice_is_left_alone_and_the_engin
             scripted_engine.die()
             raise last_word
 
-    script.say = die
+    script.say, script.dead_s = die, 600.0
+    restart_when_noticed(explorer, scripted_engine)
     opened_with = watch_openings(explorer)
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(explorer.chat, model="agent@1").result()
