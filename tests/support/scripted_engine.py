@@ -37,7 +37,7 @@ class ScriptedEngine:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(240)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -68,7 +68,7 @@ class ScriptedEngine:
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
 
     @web.middleware
     async def _meet_faults(self, request: web.Request, handler: Any) -> web.StreamResponse:
