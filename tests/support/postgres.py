@@ -81,7 +81,7 @@ class Postgres:
         """Kill like the kernel: no checkpoint, no shutdown."""
         children = psutil.Process(self._process.pid).children()
         self._process.kill()  # first: otherwise it ends its other children when one dies
-        self._process.wait(240)
+        self._process.wait(120)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):  # a backend ends by itself when its server has ended
                 child.kill()
@@ -165,5 +165,5 @@ class Postgres:
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGQUIT)  # immediate shutdown: its data is not needed
-        self._process.wait(240)
+        self._process.wait(120)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -58,7 +58,7 @@ def make_config(
                 "engines": [{"name": f"e{n}", "url": url} for n, url in enumerate(engine_urls)],
                 "reload": {"poll_interval_s": 0.02, "drain_s": 1.0, "appear_s": 600.0},
                 "engine_wait_s": 30.0,  # and so may a reload
-                "ledger_timeout_s": 15.0,  # a busy machine's disk may take seconds
+                "ledger_timeout_s": 45.0,  # a busy machine and its disk may each take ten seconds
                 "allowed_hosts": ["x"],  # the host in hand-written HTTP of tests
                 "port": free_port(),
                 **explorer,
@@ -82,7 +82,7 @@ class RunningExplorer:
         self.thread.start()
         self.url = f"http://127.0.0.1:{config.explorer.port}"
         json = {"Content-Type": "application/json"}  # for bodies given as bytes
-        self.http = httpx.Client(base_url=self.url, headers=json, timeout=240, verify=False)
+        self.http = httpx.Client(base_url=self.url, headers=json, timeout=120, verify=False)
         wait_until(lambda: self.server.started)
 
     @asynccontextmanager
@@ -99,7 +99,7 @@ class RunningExplorer:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(240)
+        self.thread.join(120)
         self.http.close()
         self.ledger.close()
         assert not self.thread.is_alive()
