@@ -141,6 +141,20 @@ def explorer(scripted_engine: ScriptedEngine, start_explorer: Callable[..., Runn
     return start_explorer([scripted_engine.url]).wait_ready()
 
 
+@pytest.fixture
+def patient_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without an answer for some seconds is slow: it is neither closed nor resumed."""
+    monkeypatch.setattr("explorer_service.engines.admin.HEALTH_TIMEOUT_S", 240.0)
+    monkeypatch.setattr("explorer_service.reload.health.STALLED_AFTER_S", 240.0)
+
+
+@pytest.fixture
+def lasting_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An explorer that stands still for some seconds goes on to own its engines."""
+    for module in ("transitions", "transitions.engine_leases"):
+        monkeypatch.setattr(f"shared.ledger.{module}.ENGINE_LEASE_S", 3600.0)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model's folder."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from functools import partial
 
 import pytest
 from starlette.requests import HTTPConnection
 
 from explorer_service.api.auth import Auth, doubtful_keys
 from explorer_service.api.errors import ApiError
+from explorer_service.api.limits import Limit
 from shared.config import ExplorerConfig
 from shared.ledger.conditions import UNGROUPED
 from tests.support.servers import publish, wait_until
 from tests.support.wire import connect, post
 
+pytestmark = pytest.mark.usefixtures("patient_health")
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -24,6 +27,12 @@ def as_key(key: str) -> dict[str, str]:
 
 def hashed(name: str, role: str, **more) -> dict[str, object]:
     return {"sha256": hashlib.sha256(name.encode()).hexdigest(), "role": role, "name": name, **more}
+
+
+@pytest.fixture
+def within_a_minute(monkeypatch):
+    """However long the requests take: a key regains requests with time."""
+    monkeypatch.setattr("explorer_service.api.auth.Limit", partial(Limit, clock=lambda: 0.0))
 
 
 def test_feedback_does_not_reach_another_groups_rows(scripted_engine, start_explorer):
@@ -49,6 +58,7 @@ def test_feedback_does_not_reach_another_groups_rows(scripted_engine, start_expl
     assert rate("all", task_id="t").json()["receipts"][0]["state"] in ("updated", "duplicate")
 
 
+@pytest.mark.usefixtures("within_a_minute")
 def test_a_key_that_asks_too_often_gets_429_with_retry_after(scripted_engine, start_explorer):
     keys = [hashed("chat", "chat", requests_per_minute=2), hashed("other", "chat")]
     explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
@@ -61,7 +71,7 @@ def test_a_key_that_asks_too_often_gets_429_with_retry_after(scripted_engine, st
 
 def test_a_key_has_only_so_many_requests_at_once_streams_included(scripted_engine, start_explorer):
     explorer = start_explorer([scripted_engine.url], keys=[hashed("chat", "chat", requests_at_once=1)]).wait_ready()
-    scripted_engine.script.gap_s = 0.1
+    scripted_engine.script.stream_slowly()
     began = threading.Event()
 
     def stream() -> None:
@@ -71,16 +81,18 @@ def test_a_key_has_only_so_many_requests_at_once_streams_included(scripted_engin
 
     running = threading.Thread(target=stream)
     running.start()
-    assert began.wait(10)
+    assert began.wait(240)
     assert explorer.http.post("/chat", json=CHAT, headers=as_key("chat")).status_code == 429
-    running.join(10)
+    scripted_engine.script.gap_s = 0.0
+    running.join(240)
     wait_until(lambda: explorer.http.post("/chat", json=CHAT, headers=as_key("chat")).status_code == 200)
 
 
 def test_feedback_whose_caller_leaves_while_it_waits_for_a_stream_holds_nothing(scripted_engine, start_explorer):
     keys = [hashed("chat", "chat"), hashed("rate", "feedback", requests_at_once=1)]
     explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
-    scripted_engine.script.gap_s = 5.0
+    scripted_engine.script.stream_slowly()
+    (limit,) = (key.caller.limit for key in explorer.deps.auth._keys if key.role == "feedback")
     asked = {**CHAT, "stream": True, "metadata": {"task_id": "t"}}
 
     def rate(**body) -> int:
@@ -90,11 +102,13 @@ def test_feedback_whose_caller_leaves_while_it_waits_for_a_stream_holds_nothing(
         lines = stream.iter_lines()
         next(lines)
         with connect(explorer, post("/feedback", b'{"task_id": "t", "reward": 1}', "Authorization: Bearer rate")):
-            wait_until(lambda: rate(msg_ids=["x"]) == 429)
+            wait_until(lambda: limit.in_flight == 1)  # a request before would leave it no room
+            assert rate(msg_ids=["x"]) == 429
         wait_until(lambda: rate(msg_ids=["x"]) == 404)
-        assert scripted_engine.script.events < 4, "the stream goes on"
+        assert scripted_engine.script.events < 3000, "the stream goes on"
 
 
+@pytest.mark.usefixtures("within_a_minute")
 def test_reading_the_status_is_limited_for_each_key_and_takes_nothing_from_its_chats(scripted_engine, start_explorer):
     explorer = start_explorer([scripted_engine.url], keys=[hashed("chat", "chat", requests_per_minute=2)]).wait_ready()
     found = [explorer.http.get(path, headers=as_key("chat")).status_code for path in ("/status", "/versions") * 2]
@@ -102,6 +116,7 @@ def test_reading_the_status_is_limited_for_each_key_and_takes_nothing_from_its_c
     assert explorer.http.post("/chat", json=CHAT, headers=as_key("chat")).status_code == 200
 
 
+@pytest.mark.usefixtures("within_a_minute")
 def test_requests_for_an_unknown_model_count_against_the_key(scripted_engine, start_explorer):
     keys = [hashed("chat", "chat", requests_per_minute=2)]
     explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()

@@ -155,7 +155,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for names in trajectories.values():
             if len(expected) < at_most:
                 expected += names
-        lease_s = -1.0 if is_late else 60.0
+        lease_s = -1.0 if is_late else 86_400.0
         about = {"owner": owner, "at_least": at_least, "at_most": at_most, "lease_s": lease_s}
         batch = self._do(lambda c: transitions.claim(c, **about))
         if len(expected) < at_least:

@@ -42,7 +42,7 @@ def meet(ledger: Ledger, first: Callable[[Connection], object], second: Callable
         first(connection)
         thread.start()
         wait_for_lock(ledger)
-    thread.join(20)
+    thread.join(240)
     assert not thread.is_alive()
 
 
@@ -68,7 +68,7 @@ def test_all_queries_of_a_reader_see_the_same_rows(ledger):
 
 def claim(ledger: Ledger) -> int:
     with ledger.write() as connection:
-        batch = transitions.claim(connection, owner="t", at_least=1, at_most=9, lease_s=60)
+        batch = transitions.claim(connection, owner="t", at_least=1, at_most=9, lease_s=3600)
         assert batch is not None
         transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
         return batch

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 
+import pytest
 from sqlalchemy import Connection
 
 from shared.ledger.connect import DedicatedConnection
@@ -13,6 +14,7 @@ from shared.ledger.queries import count_by_state
 from tests.support.postgres import Postgres, sqlite_alone
 from tests.support.servers import RunningExplorer, make_config, publish, served, wait_until
 
+pytestmark = pytest.mark.usefixtures("patient_health")
 database_url = sqlite_alone  # its troubles are made here
 
 
@@ -73,7 +75,7 @@ def test_a_full_disk_ends_a_stream_with_an_error_and_without_done(explorer, monk
 def test_a_locked_database_is_a_clear_503_and_chats_go_on_when_it_is_free(scripted_engine, start_explorer, tmp_path):
     explorer = start_explorer([scripted_engine.url], ledger_timeout_s=1).wait_ready()
     file = explorer.config.root / "ledger.sqlite3"
-    holder = sqlite3.connect(file, isolation_level=None)
+    holder = sqlite3.connect(file, timeout=240, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     try:
         assert_refused(explorer.chat(), "ledger_unavailable")
@@ -88,11 +90,11 @@ def test_a_locked_database_is_a_clear_503_and_chats_go_on_when_it_is_free(script
 
 
 def test_a_chat_waits_for_a_database_that_is_locked_for_less_than_the_time_limit(scripted_engine, start_explorer):
-    explorer = start_explorer([scripted_engine.url], ledger_timeout_s=10).wait_ready()
+    explorer = start_explorer([scripted_engine.url], ledger_timeout_s=30).wait_ready()
     file = explorer.config.root / "ledger.sqlite3"
-    holder = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+    holder = sqlite3.connect(file, timeout=240, isolation_level=None, check_same_thread=False)
     holder.execute("BEGIN IMMEDIATE")
-    unlock = threading.Timer(5.0, holder.rollback)
+    unlock = threading.Timer(12.0, holder.rollback)
     unlock.start()
     try:
         assert explorer.chat().status_code == 200

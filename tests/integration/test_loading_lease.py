@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from sqlalchemy import select
 
 from shared.experience import Purpose
@@ -9,6 +10,8 @@ from shared.ledger import transitions
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import version_leases
 from tests.support.servers import publish, served, wait_until
+
+pytestmark = pytest.mark.usefixtures("patient_health")
 
 
 def loading(explorer) -> list[int]:
@@ -33,12 +36,13 @@ def give_up_all(explorer) -> list[int]:
 def test_files_that_an_engine_loads_stay_though_a_newer_version_has_come(explorer, scripted_engine):
     publish(explorer, 0)
     wait_until(lambda: served(explorer) == "0")
-    scripted_engine.script.reload_s = 0.5
+    scripted_engine.script.hung_loads = {"v000001"}
     publish(explorer, 1, -2.0)
     wait_until(lambda: "reload v000001" in scripted_engine.script.calls)
     publish(explorer, 2, -3.0)
     assert 1 in loading(explorer)
     assert give_up_all(explorer) == []
+    scripted_engine.script.hung_loads = set()
     wait_until(lambda: served(explorer) == "2")
     assert loading(explorer) == []
 

@@ -125,7 +125,7 @@ def test_another_kind_than_that_of_the_versions_is_refused_in_one_line_with_what
         "explorer": {"port": free_port(), "engines": engines},
     }
     file = write_config(Config.model_validate(tree), tmp_path / "flywheel.yaml")
-    ended = run_flywheel(command, "-c", str(file), timeout_s=60)
+    ended = run_flywheel(command, "-c", str(file), timeout_s=240)
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("flywheel: ")]
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert "model.kind=full, and v000001 of the ledger" in line

@@ -43,7 +43,7 @@ class Losing:
 def claimed(ledger: Any, batch_size: int = 2) -> list[str] | None:
     """Return the rows of the next batch; None: there is none for a while."""
     stop = StopRequest()
-    timer = threading.Timer(20, stop.set)
+    timer = threading.Timer(240, stop.set)
     timer.start()
     lease = Claimer(ledger, TrainerConfig(batch_size=batch_size, poll_interval_s=0.02), stop).next()
     timer.cancel()
@@ -72,21 +72,23 @@ def test_a_claim_without_an_answer_whose_rows_another_trainer_holds_since_is_no_
     def fetch_after_takeover() -> None:
         with ledger.write() as connection:
             transitions.give_back(connection, owner="main")
-            taken.append(transitions.claim(connection, owner="other", at_least=1, at_most=2, lease_s=60))
+            taken.append(transitions.claim(connection, owner="other", at_least=1, at_most=2, lease_s=3600))
 
     stop = StopRequest()
     claimer = Claimer(losing, TrainerConfig(batch_size=2, poll_interval_s=0.02, name="main"), stop)
-    wait, threads = stop.wait, []
+    wait, waits = stop.wait, []
 
     def take_over_first(seconds: float) -> bool:
-        if not threads:
-            threads.append(threading.Timer(1, stop.set))
-            threads[0].start()
+        waits.append(seconds)
+        if len(waits) == 1:
             fetch_after_takeover()
+        elif len(waits) == 20:
+            stop.set()
         return wait(seconds)
 
     stop.wait = take_over_first
     assert claimer.next() is None
+    assert len(waits) == 20
     with ledger.read() as connection:
         assert set(connection.execute(select(experiences.c.batch_id)).scalars()) == set(taken)
 
@@ -95,7 +97,7 @@ def test_a_state_that_was_recorded_without_an_answer_can_be_recorded_again(ledge
     record_ready(ledger, rows(2))
     about = {"step": 1, "trainer": "t"}
     with ledger.write() as connection:
-        batch = transitions.claim(connection, owner="t", at_least=1, at_most=2, lease_s=60)
+        batch = transitions.claim(connection, owner="t", at_least=1, at_most=2, lease_s=3600)
         transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
         version = transitions.reserve_version(connection, writer="t")
         transitions.publish_ahead(connection, version=version, parent=None, kind="full", **about)

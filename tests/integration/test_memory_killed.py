@@ -56,9 +56,9 @@ def run(mix: str, root: Path, model: Path, lives: Lives, fault: str | None = Non
     if fault is not None:
         for _ in range(2):
             with begin(lives, root, FAULT=fault, FAULT_CALL="2") as trainer:
-                assert trainer.wait(90) == -9
+                assert trainer.wait(240) == -9
     with begin(lives, root) as trainer:
-        wait_for(lambda: newest(root) == VERSIONS or not trainer.alive, "the last version", 90)
+        wait_for(lambda: newest(root) == VERSIONS or not trainer.alive, "the last version", 240)
         assert trainer.stop() == 0
     with ledger.read() as connection:
         found = find_trainer(connection, "trainer")

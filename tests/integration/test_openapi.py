@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pytest
 import yaml
 
 from explorer_service.app import ROUTES
 from explorer_service.status import answer_not_yet
 from tests.support.processes import REPOSITORY
 
+pytestmark = pytest.mark.usefixtures("patient_health")
 DOCUMENT = REPOSITORY / "docs" / "openapi.yaml"
 SCHEMATHESIS = REPOSITORY / ".venv-clients" / "bin" / "schemathesis"
 EXAMPLES = 400 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 20  # for each operation and phase

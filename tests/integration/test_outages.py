@@ -13,6 +13,8 @@ from shared.errors import LedgerError
 from shared.ledger.queries import read_engine
 from tests.support.servers import publish, served, wait_until
 
+pytestmark = pytest.mark.usefixtures("patient_health")
+
 
 def value(explorer, name, engine="e0"):
     """Of a metric of an engine."""

@@ -31,6 +31,7 @@ from tests.support.servers import RunningExplorer, make_config
 from tests.support.trained_roots import newest, open_ledger, weights
 from trainer_service.algorithms.registry import PAGES
 
+pytestmark = pytest.mark.usefixtures("patient_health")
 DOCS = Path(__file__).parents[2] / "docs/algorithms"
 BLOCKS = {page.stem: re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL) for page in DOCS.glob("*.md")}
 # what the replies are worth: attempts at a task differ, whichever way the replies are parted into tasks

@@ -29,23 +29,26 @@ class Explorer:
         self.url = f"http://127.0.0.1:{config.explorer.port}"
         self.process = Process(["explorer", "-c", str(write_config(config, file))], file.with_suffix(".log"))
         wait_for(lambda: "listening" in self.process.output(), "a start", 240)
-        wait_for(lambda: httpx.get(self.url + "/ready").status_code == 200, "service", 240)
+        wait_for(lambda: httpx.get(self.url + "/ready", timeout=240).status_code == 200, "service", 240)
 
     def chat(self) -> tuple[str, str]:
         """The message's id, and the weights that gave it, by the engine's own word."""
-        reply = httpx.post(self.url + "/chat", json={"messages": []}, timeout=30).raise_for_status().json()
+        reply = httpx.post(self.url + "/chat", json={"messages": []}, timeout=240).raise_for_status().json()
         return reply["id"], reply["choices"][0]["message"]["content"].rpartition(" ")[2]
+
+    def owns_engine(self, ledger: Ledger) -> bool:
+        return f"-{self.process.pid}-" in (owner_of_engine(ledger) or "")
 
 
 @pytest.fixture
 def pair(
     scripted_engine: ScriptedEngine, tmp_path: Path, database_url: str | None, ledger: Ledger
 ) -> Iterator[list[Explorer]]:
-    """Two explorers of one engine; the first one owns it."""
+    """Two explorers of one engine; one of them owns it."""
     started: list[Explorer] = []
     try:
         for name in ("first", "second"):
-            config = make_config(tmp_path, [scripted_engine.url], database_url=database_url)
+            config = make_config(tmp_path, [scripted_engine.url], database_url=database_url, engine_wait_s=200.0)
             started.append(Explorer(config, tmp_path / f"{name}.yaml"))
         yield started
     finally:
@@ -70,19 +73,29 @@ def followed(ledger: Ledger) -> list[int]:
     ]
 
 
-def let_the_other_take_over(pair: list[Explorer], ledger: Ledger) -> None:
-    before = owner_of_engine(ledger)
-    pair[0].process.send(signal.SIGSTOP)
-    wait_for(lambda: owner_of_engine(ledger) not in (before, None), "another owner", 30)
-    pair[0].process.send(signal.SIGCONT)
+def by_ownership(pair: list[Explorer], ledger: Ledger) -> list[Explorer]:
+    """The owner of the engine first: one that is slow has lost it to the other."""
+    return sorted(pair, key=lambda explorer: not explorer.owns_engine(ledger))
+
+
+def freeze(owner: Explorer, other: Explorer, ledger: Ledger) -> None:
+    """Stop the owner, until the other one has taken over."""
+    owner.process.send(signal.SIGSTOP)
+    wait_for(lambda: other.owns_engine(ledger), "another owner", 240)
+
+
+def wait_for_follower(ledger: Ledger) -> None:
+    wait_for(lambda: len(generations := followed(ledger)) == 2 and len(set(generations)) == 1, "a follower", 240)
 
 
 def test_an_explorer_that_was_paused_follows_the_new_owner_and_labels_what_it_records(
     pair, scripted_engine, tmp_path, ledger
 ):
     scripted_engine.script.on_call["/health"] = lambda: time.sleep(0.2)  # a busy engine: the heartbeat is faster
-    let_the_other_take_over(pair, ledger)
-    wait_for(lambda: len(generations := followed(ledger)) == 2 and len(set(generations)) == 1, "a follower", 20)
+    paused, other = by_ownership(pair, ledger)
+    freeze(paused, other, ledger)
+    paused.process.send(signal.SIGCONT)
+    wait_for_follower(ledger)
     scripted_engine.script.delay_s = 0.02
     scripted_engine.script.reload_s = 1.0
     said: dict[str, str] = {}
@@ -90,7 +103,7 @@ def test_an_explorer_that_was_paused_follows_the_new_owner_and_labels_what_it_re
 
     def customer() -> None:
         while not enough.is_set():
-            name, weights = pair[0].chat()
+            name, weights = paused.chat()
             said[name] = weights
 
     customers = [threading.Thread(target=customer) for _ in range(4)]
@@ -101,7 +114,7 @@ def test_an_explorer_that_was_paused_follows_the_new_owner_and_labels_what_it_re
         write_scripted_version(tmp_path, 1, -1.0)
         with ledger.write() as connection:
             transitions.publish(connection, version=1, parent=0, kind="full", step=1)
-        wait_for(lambda: list(said.values()).count("v000001") > 20, "chats of version 1", 30)
+        wait_for(lambda: list(said.values()).count("v000001") > 20, "chats of version 1", 240)
     finally:
         enough.set()
     for thread in customers:
@@ -122,7 +135,7 @@ def publish_row(root: Path, ledger: Ledger, version: int) -> None:
 
 def both_serve(pair: list[Explorer], version: int) -> None:
     weights = f"v{version:06d}"
-    wait_for(lambda: all(explorer.chat()[1] == weights for explorer in pair), f"version {version}", 30)
+    wait_for(lambda: all(explorer.chat()[1] == weights for explorer in pair), f"version {version}", 240)
 
 
 @pytest.fixture
@@ -139,24 +152,26 @@ ON_SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_an_owner_that_stood_still_in_a_take_up_does_nothing_more_to_an_engine_that_another_one_has_moved(
     pair, scripted_engine, tmp_path, ledger
 ):
-    script, before, stopped = scripted_engine.script, owner_of_engine(ledger), threading.Event()
+    script, found, is_stopped = scripted_engine.script, [], threading.Event()
 
     def stop() -> None:
-        if not stopped.is_set():
-            pair[0].process.send(signal.SIGSTOP)
-            stopped.set()
+        if not found:
+            found.extend(by_ownership(pair, ledger))
+            found[0].process.send(signal.SIGSTOP)
+            is_stopped.set()
 
     script.on_call["/pause"] = stop
     publish_row(tmp_path, ledger, 1)
-    assert stopped.wait(20)
-    wait_for(lambda: owner_of_engine(ledger) not in (before, None), "another owner", 30)
+    assert is_stopped.wait(240)
+    stopped, other = found
+    freeze(stopped, other, ledger)
     for version in (1, 2):
-        both_serve(pair[1:], version)
+        both_serve([other], version)
         if version == 1:
             publish_row(tmp_path, ledger, 2)
     calls = len(script.calls)
-    pair[0].process.send(signal.SIGCONT)
-    wait_for(lambda: len(generations := followed(ledger)) == 2 and len(set(generations)) == 1, "a follower", 20)
+    stopped.process.send(signal.SIGCONT)
+    wait_for_follower(ledger)
     both_serve(pair, 2)
     assert not [call for call in script.calls[calls:] if call.startswith("reload") or call == "/resume"]
     assert script.label.startswith("2:")
@@ -168,23 +183,23 @@ def test_an_owner_that_stood_still_does_not_resume_an_engine_in_another_ones_loa
     pair, scripted_engine, tmp_path, ledger
 ):
     script = scripted_engine.script
-    before, script.delay_s = owner_of_engine(ledger), 60.0
-    caller = threading.Thread(target=ask_in_vain, args=(pair[0],))
+    stopped, other = by_ownership(pair, ledger)
+    script.delay_s = 600.0
+    caller = threading.Thread(target=ask_in_vain, args=(stopped,))
     caller.start()
     wait_for(lambda: len(script.bodies) > 0, "a chat in flight")
     time.sleep(1.0)  # the owner has seen it there
-    pair[0].process.send(signal.SIGSTOP)
-    wait_for(lambda: owner_of_engine(ledger) not in (before, None), "another owner", 30)
+    freeze(stopped, other, ledger)
     time.sleep(5.0)  # longer than a chat may stand before an engine is taken for paused by nobody
     script.hung_loads = {"v000001"}
     publish_row(tmp_path, ledger, 1)
-    wait_for(lambda: "reload v000001" in script.calls, "the load", 30)
-    calls, generations = len(script.calls), followed(ledger)
-    pair[0].process.send(signal.SIGCONT)
-    wait_for(lambda: len(found := followed(ledger)) == 2 and found != generations, "a follower", 20)
+    wait_for(lambda: "reload v000001" in script.calls, "the load", 240)
+    calls = len(script.calls)
+    stopped.process.send(signal.SIGCONT)
+    wait_for_follower(ledger)
     assert "/resume" not in script.calls[calls:] and script.paused
     script.hung_loads, script.delay_s = set(), 0.0
-    pair[0].process.kill()
+    stopped.process.kill()
     caller.join()
 
 
@@ -198,20 +213,21 @@ def ask_in_vain(explorer: Explorer) -> None:
 def test_a_follower_that_stood_still_in_a_reload_labels_the_chats_that_waited_for_it(
     pair, scripted_engine, tmp_path, ledger
 ):
-    pair[1].process.send(signal.SIGSTOP)
+    owner, follower = by_ownership(pair, ledger)
+    follower.process.send(signal.SIGSTOP)
     publish_row(tmp_path, ledger, 1)
-    both_serve(pair[:1], 1)
+    both_serve([owner], 1)
     said: dict[str, str] = {}
 
     def customer() -> None:
-        name, weights = pair[1].chat()
+        name, weights = follower.chat()
         said[name] = weights
 
     customers = [threading.Thread(target=customer) for _ in range(6)]
     for thread in customers:
         thread.start()
     time.sleep(0.5)  # they are connected, and wait
-    pair[1].process.send(signal.SIGCONT)
+    follower.process.send(signal.SIGCONT)
     for thread in customers:
         thread.join()
     with ledger.read() as connection:
@@ -226,29 +242,29 @@ def test_a_follower_that_stood_still_in_a_reload_labels_the_chats_that_waited_fo
 def test_streams_of_an_owner_that_stood_still_while_a_version_was_staged_go_on_under_what_another_one_has_loaded(
     pair, scripted_engine, tmp_path, ledger
 ):
-    script, before, ends = scripted_engine.script, owner_of_engine(ledger), threading.Event()
+    script, ends = scripted_engine.script, threading.Event()
+    stopped, other = by_ownership(pair, ledger)
     asked: list[float] = []
 
     def stage() -> None:
         asked.append(time.monotonic())
         if len(asked) == 1:
-            ends.wait(240)
+            ends.wait(500)
 
     script.on_call["/flywheel/stage"] = stage
-    script.reply_ids, script.logprobs, script.gap_s = list(range(200)), [-0.5] * 200, 0.5
+    script.stream_slowly()
     lines: list[str] = []
-    caller = threading.Thread(target=read_stream, args=(pair[0], lines))
+    caller = threading.Thread(target=read_stream, args=(stopped, lines))
     caller.start()
     wait_for(lambda: len(lines) > 1, "a stream")
     publish_row(tmp_path, ledger, 1)
     wait_for(lambda: bool(asked), "staging")
-    pair[0].process.send(signal.SIGSTOP)
-    wait_for(lambda: owner_of_engine(ledger) not in (before, None), "another owner", 30)
-    both_serve(pair[1:], 1)
-    pair[0].process.send(signal.SIGCONT)
-    wait_for(lambda: "the engine was moved" in pair[0].process.output(), "a look at what the engine serves", 30)
-    script.gap_s = 0.01
-    caller.join(60)
+    freeze(stopped, other, ledger)
+    both_serve([other], 1)
+    stopped.process.send(signal.SIGCONT)
+    wait_for(lambda: "the engine was moved" in stopped.process.output(), "a look at what the engine serves", 240)
+    script.gap_s = 0.0
+    caller.join(240)
     ends.set()
     assert lines[-1] == "data: [DONE]"
     with ledger.read() as connection:
@@ -258,6 +274,6 @@ def test_streams_of_an_owner_that_stood_still_while_a_version_was_staged_go_on_u
 
 def read_stream(explorer: Explorer, lines: list[str]) -> None:
     body = {"messages": [], "stream": True}
-    with httpx.stream("POST", explorer.url + "/chat", json=body, timeout=60) as reply:
+    with httpx.stream("POST", explorer.url + "/chat", json=body, timeout=500) as reply:
         for line in filter(None, reply.iter_lines()):
             lines.append(line)

@@ -38,7 +38,7 @@ def rows(model):
 def finish(root: Path, process: Process | Life) -> dict[str, torch.Tensor]:
     """Let it come to the last version. Returns that version's weights."""
     with process:
-        wait_for(lambda: newest(root) == LAST or not process.alive, "the last version", 120)
+        wait_for(lambda: newest(root) == LAST or not process.alive, "the last version", 240)
         assert process.stop() == 0, process.output()
     assert "Traceback" not in process.output()
     ledger = open_ledger(root)
@@ -90,12 +90,12 @@ def test_torchrun_by_hand_starts_the_same_ranks_and_they_end_with_it_however_it_
     arguments += ["trainer", "-c", str(tmp_path / "flywheel.yaml")]
     process = Process(arguments, tmp_path / "trainer.log", module="torch.distributed.run")
     with process:
-        wait_for(lambda: newest(tmp_path) == LAST or not process.alive, "the last version", 120)
+        wait_for(lambda: newest(tmp_path) == LAST or not process.alive, "the last version", 240)
         ranks = ranks_of(process)
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(240)
         assert len(ranks) == 2
-        _, left = psutil.wait_procs(ranks, 10)
+        _, left = psutil.wait_procs(ranks, 240)
         assert not left, "ranks that nobody watches go on"
     found = load_file(tmp_path / version_path(LAST) / "model.safetensors")
     assert all(torch.allclose(found[name], tensor, atol=2e-5) for name, tensor in one_rank.items())
@@ -121,7 +121,7 @@ def test_ranks_meet_over_machines_and_by_deepspeeds_launcher(launched, tmp_path,
             stack.enter_context(Process([*arguments, *command], tmp_path / f"{number}.log", module=module))
             for number, (module, arguments) in enumerate(launched(free_port()))
         ]
-        wait_for(lambda: newest(tmp_path) == LAST or not all(one.alive for one in started), "the last version", 120)
+        wait_for(lambda: newest(tmp_path) == LAST or not all(one.alive for one in started), "the last version", 240)
         assert any("ranks=2" in one.output() for one in started)
     found = load_file(tmp_path / version_path(LAST) / "model.safetensors")
     assert all(torch.allclose(found[name], tensor, atol=2e-5) for name, tensor in one_rank.items())
@@ -134,7 +134,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_next_start_goes_on(rank, tmp_pat
         wait_for(lambda: newest(tmp_path) >= 1 or not process.alive, "a version", 240, 0.01)
         victim = ranks_of(process)[rank]
         os.kill(victim.pid, signal.SIGKILL)
-        assert process.wait(30) == 1
+        assert process.wait(240) == 1
         assert not victim.is_running() and "a rank has ended; all end" in process.output()
     found = finish(tmp_path, begin(lives, tmp_path))
     assert all(torch.allclose(found[name], tensor, atol=2e-5) for name, tensor in one_rank.items())
@@ -142,7 +142,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_next_start_goes_on(rank, tmp_pat
 
 @pytest.mark.parametrize("rank", [0, 1] if FULL else [0])
 def test_a_rank_that_hangs_between_updates_ends_all_once_it_took_too_long(rank, tmp_path, lives, model, rows):
-    prepare(tmp_path, model, rows[:8], ranks=2, deepspeed=ADAM, rank_timeout_s=3.0)
+    prepare(tmp_path, model, rows[:8], ranks=2, deepspeed=ADAM, rank_timeout_s=20.0)
     with begin(lives, tmp_path) as process:
         wait_for(lambda: newest(tmp_path) == 1 or not process.alive, "the last version", 240)
         wait_for(lambda: "no ready rows" in process.output(), "the end of the rows", 240)
@@ -155,7 +155,7 @@ def test_a_rank_that_hangs_between_updates_ends_all_once_it_took_too_long(rank, 
 
 @pytest.mark.parametrize("rank", [0, 1] if FULL else [0])
 def test_a_rank_that_hangs_in_an_update_ends_all_once_a_collective_took_too_long(rank, tmp_path, lives, model, rows):
-    prepare(tmp_path, model, rows, ranks=2, deepspeed=ADAM, rank_timeout_s=3.0)
+    prepare(tmp_path, model, rows, ranks=2, deepspeed=ADAM, rank_timeout_s=20.0)
     with begin(lives, tmp_path, HANG_IN_UPDATE=f"{rank}:2") as process:
         found = wait_for(lambda: [one for one in [ranks_of(process)] if is_stopped(one)], "a rank that hangs", 240)
         ended_for_the_hang(process, found[0])
@@ -166,7 +166,7 @@ def is_stopped(ranks: list[psutil.Process]) -> bool:
 
 
 def ended_for_the_hang(process: Life, ranks: list[psutil.Process]) -> None:
-    assert process.wait(3 + 30) == 1
+    assert process.wait(240) == 1
     assert not any(one.is_running() for one in ranks)
     assert "trainer.rank_timeout_s" in process.output() and "Traceback" not in process.output()
 

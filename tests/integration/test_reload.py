@@ -22,6 +22,8 @@ from tests.support.script import Script
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, publish, served, wait_until, write_scripted_version
 
+pytestmark = pytest.mark.usefixtures("patient_health")
+
 
 def version_states(explorer: RunningExplorer) -> dict[int, str]:
     with explorer.ledger.read() as connection:
@@ -109,11 +111,13 @@ def reloading(scripts: list[Script]) -> list[Script]:
 
 
 def test_rows_name_the_versions_that_sampled_their_first_and_last_token(explorer, scripted_engine):
-    scripted_engine.script.gap_s = 0.6  # longer than the engine may drain
+    scripted_engine.script.stream_slowly()
     with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
         events = reply.iter_lines()
         next(events)
         publish(explorer, 1)
+        wait_until(lambda: explorer.deps.pool.engines[0].version == 1)
+        scripted_engine.script.gap_s = 0.0
         for _ in events:
             pass
     with explorer.ledger.read() as connection:
@@ -262,14 +266,15 @@ def test_a_load_that_fails_is_undone_before_the_engine_resumes_and_streams_go_on
     publish(explorer, 1, -1.5)
     wait_until(lambda: served(explorer) == "1")
     script = scripted_engine.script
-    script.failed_loads, script.gap_s, calls = {"v000002"}, 0.5, len(script.calls)
+    script.failed_loads, calls = {"v000002"}, len(script.calls)
+    script.stream_slowly()
     with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
         events = reply.iter_lines()
         msg_id = json.loads(next(events).removeprefix("data: "))["id"]
         publish(explorer, 2, -2.5)
+        wait_until(lambda: version_states(explorer)[2] == "REJECTED")
+        script.gap_s = 0.0
         assert [line for line in events if line][-1] == "data: [DONE]"
-    wait_until(lambda: version_states(explorer)[2] == "REJECTED")
-    script.gap_s = 0.0
     wait_until(lambda: served(explorer) == "1")
     assert script.calls[calls:] == ["/pause", "reload v000002", "reload v000001", "/reset_prefix_cache", "/resume"]
     with explorer.ledger.read() as connection:

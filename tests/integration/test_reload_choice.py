@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.reload import follow
+from explorer_service.reload import controller
 from explorer_service.reload.judge import VersionJudge
 from shared.errors import VersionError, VersionMissing
-from shared.experience import Sampling
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, reject, shown, states, take_the_turn
 from tests.support.servers import publish, served, wait_until, write_scripted_version
 
+pytestmark = pytest.mark.usefixtures("patient_health")
 database_url = sqlite_alone  # nothing here depends on the database
 
 
@@ -37,6 +36,7 @@ def test_an_engine_is_not_opened_as_version_0_when_every_version_was_given_up(sc
     wait_until(lambda: "none may serve" in str(shown(again)["reason"]))
     reply = again.chat()
     assert reply.status_code == 503 and "X-Flywheel-Version" not in reply.headers
+    again.deps.pool._wait_s = 30.0
     publish(again, 2, -3.0)
     wait_until(lambda: shown(again)["state"] == "serving")
     assert served(again) == "2"
@@ -78,9 +78,10 @@ def version_2(scripted_engine, second_engine, start_explorer) -> Iterator[Ledger
 
 
 def test_an_engine_that_holds_the_last_good_version_serves_it_until_it_may_take_up_the_newest(
-    version_2, scripted_engine, start_explorer
+    version_2, scripted_engine, start_explorer, monkeypatch
 ):
-    take_the_turn(version_2, "ghost")
+    monkeypatch.setattr("shared.ledger.transitions.leases.LEASE_S", 3600.0)
+    take_the_turn(version_2, "ghost", 1800.0)
     explorer = start_explorer([scripted_engine.url], reload=SETTINGS)
     assert served(explorer) == "1"
     take_the_turn(version_2, None)
@@ -101,16 +102,18 @@ def test_of_two_engines_that_start_anew_with_a_newer_version_one_serves_at_any_t
     wait_until(lambda: [engine.version for engine in explorer.deps.pool.serving] == [2, 2])
 
 
+@pytest.mark.usefixtures("lasting_leases")
 def test_a_proven_version_is_not_rejected_for_a_machine_that_does_not_see_its_folder(
     scripted_engine, second_engine, start_explorer, monkeypatch
 ):
     healthy = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
     publish(healthy, 0)
     wait_until(lambda: served(healthy) == "0")
-    find, blind = VersionJudge._find, [True]
+    find, blind, proven = VersionJudge._find, [True], threading.Event()
 
     def find_or_not(self, row, *rest):
         if blind and self._appear_s == 0.5 and row.version == 1:
+            assert proven.wait(240)  # a version that no engine has proven is rejected after so short a time
             raise VersionMissing("v000001: cannot be read (Stale file handle)")
         return find(self, row, *rest)
 
@@ -119,6 +122,7 @@ def test_a_proven_version_is_not_rejected_for_a_machine_that_does_not_see_its_fo
     wait_until(lambda: served(sick) == "0")
     publish(healthy, 1, -2.0)
     wait_until(lambda: served(healthy) == "1")
+    proven.set()
     wait_until(lambda: shown(sick)["state"] == "degraded")
     assert "Stale file handle" in str(shown(sick)["reason"])
     assert (served(sick), states(sick)[1]) == ("0", "SERVING")
@@ -127,7 +131,7 @@ def test_a_proven_version_is_not_rejected_for_a_machine_that_does_not_see_its_fo
 
 
 def test_a_withdrawn_version_does_not_serve_on_for_the_interval_between_two_reloads(scripted_engine, start_explorer):
-    settings = SETTINGS | {"min_interval_s": 30.0}
+    settings = SETTINGS | {"min_interval_s": 600.0}
     explorer = start_explorer([scripted_engine.url], reload=settings).wait_ready()
     scripted_engine.start_on(write_scripted_version(explorer.config.root, 0, -1.0))
     with explorer.ledger.write() as connection:  # it holds version 0 already, and is not reloaded for it
@@ -162,18 +166,29 @@ def test_a_version_that_is_rejected_while_a_newer_one_is_missing_does_not_serve_
 
 
 def test_versions_that_fail_one_after_the_other_pause_an_engine_no_more_often_than_good_ones(
-    scripted_engine, start_explorer
+    scripted_engine, start_explorer, monkeypatch
 ):
-    explorer = start_explorer([scripted_engine.url], reload=SETTINGS | {"min_interval_s": 2.0}).wait_ready()
+    bring_in, seen, later_s = controller.EngineController._bring_in, [], [0.0]
+
+    async def see(self, newest):
+        await bring_in(self, newest)
+        seen.append(newest.version)
+
+    monkeypatch.setattr(controller.EngineController, "_bring_in", see)
+    monkeypatch.setattr(controller, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later_s[0]))
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS | {"min_interval_s": 600.0}).wait_ready()
     script = scripted_engine.script
     publish(explorer, 0)
     wait_until(lambda: script.loaded == "v000000" and shown(explorer)["state"] == "serving")
     script.failed_loads = {"v000001", "v000002"}
+    later_s[0] += 600.0
     publish(explorer, 1, -2.0)
     wait_until(lambda: states(explorer)[1] == "REJECTED" and shown(explorer)["state"] == "serving")
     publish(explorer, 2, -3.0)
-    time.sleep(0.5)  # long enough to load it
+    wait_until(lambda: 2 in seen)
     publish(explorer, 3, -4.0)
+    wait_until(lambda: 3 in seen)
+    later_s[0] += 600.0
     wait_until(lambda: served(explorer) == "3")
     assert "reload v000002" not in script.calls
 
@@ -227,64 +242,3 @@ def test_a_proven_version_is_not_rejected_for_what_one_machine_stages_of_it(
     again = start_explorer([scripted_engine.url], reload=SETTINGS)
     wait_until(lambda: states(again)[2] == "SERVING")
     assert states(again)[1] == "RETIRED"
-
-
-def test_a_follower_gives_an_engine_no_chats_before_it_knows_how_the_version_is_sampled(
-    scripted_engine, start_explorer, monkeypatch
-):
-    both = [start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready() for _ in range(2)]
-    publish(both[0], 0)
-    wait_until(lambda: all(served(explorer) == "0" and states(explorer)[0] == "SERVING" for explorer in both))
-    owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
-    read, late = follow.read_sampling_defaults, [True]
-
-    def read_or_not(folder):
-        if late and folder.name == "v000001":
-            raise VersionMissing(f"{folder} is not there")
-        return read(folder)
-
-    monkeypatch.setattr(follow, "read_sampling_defaults", read_or_not)
-    config = b'{"temperature": 0.25}'
-    write_scripted_version(owner.config.root, 1, -2.0, files={"generation_config.json": config})
-    with owner.ledger.write() as connection:
-        transitions.publish(connection, version=1, parent=0, kind="full", step=1)
-    wait_until(lambda: served(owner) == "1")
-    wait_until(lambda: shown(other)["state"] == "checking" and "is not there" in str(shown(other)["reason"]))
-    late.clear()
-    wait_until(lambda: served(other) == "1")
-    assert other.deps.pool.engines[0].sampling_defaults.temperature == 0.25
-
-
-def test_the_sampling_of_a_version_without_a_folder_is_not_known(tmp_path):
-    folder = write_scripted_version(tmp_path, 0, -1.0)
-    assert follow.read_sampling_defaults(folder) == Sampling()
-    with pytest.raises(VersionMissing, match="v000009 is not there"):
-        follow.read_sampling_defaults(tmp_path / "versions/v000009")
-
-
-def test_settings_that_cannot_be_read_here_reject_no_version(scripted_engine, start_explorer, monkeypatch):
-    """As where the folder's server has started anew: its files have stale handles for a while."""
-    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
-    publish(explorer, 0)
-    config = {"generation_config.json": b'{"temperature": 0.25}'}
-    write_scripted_version(explorer.config.root, 1, -2.0, files=config)
-    with explorer.ledger.write() as connection:
-        transitions.publish(connection, version=1, parent=0, kind="full", step=1)
-    wait_until(lambda: states(explorer).get(1) == "SERVING")
-    explorer.stop()
-    read_bytes, asked = Path.read_bytes, []
-
-    def read_or_not(file: Path) -> bytes:
-        if file.name in config:
-            asked.append(file)
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return read_bytes(file)
-
-    monkeypatch.setattr(Path, "read_bytes", read_or_not)
-    again = start_explorer([scripted_engine.url], reload=SETTINGS)
-    wait_until(lambda: bool(asked))
-    time.sleep(0.3)  # long enough to reject it
-    assert states(again)[1] == "SERVING"
-    monkeypatch.undo()
-    wait_until(lambda: shown(again)["state"] == "serving" and shown(again)["version"] == 1)
-    assert again.deps.pool.engines[0].sampling_defaults.temperature == 0.25

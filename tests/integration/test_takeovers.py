@@ -265,7 +265,7 @@ def test_an_owner_that_does_not_reach_its_engine_leaves_it_to_an_explorer_that_d
 def test_an_engine_that_broke_a_chat_off_serves_again_while_it_waits_for_its_turn(
     scripted_engine, second_engine, start_explorer
 ):
-    explorer = start_explorer([scripted_engine.url, second_engine.url], reload=SETTINGS)
+    explorer = start_explorer([scripted_engine.url, second_engine.url], reload=SETTINGS, engine_wait_s=5.0)
     publish(explorer, 0)
     scripts = [scripted_engine.script, second_engine.script]
     wait_until(lambda: all(script.label.startswith("0:") for script in scripts))

@@ -71,3 +71,7 @@ class Script:
     def stops(self, number: int) -> bool:
         """Whether a stream waits before its event of this number; 1: the first token."""
         return (self.paused and number != 1) or (self.held and number > 1)
+
+    def stream_slowly(self) -> None:
+        """Every reply has so many tokens that a stream goes on until `gap_s` is 0."""
+        self.reply_ids, self.logprobs, self.gap_s = list(range(3000)), [-0.5] * 3000, 0.1

@@ -68,7 +68,7 @@ class ScriptedEngine:
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
 
     @web.middleware
     async def _meet_faults(self, request: web.Request, handler: Any) -> web.StreamResponse:

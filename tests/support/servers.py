@@ -56,9 +56,9 @@ def make_config(
             "database_url": database_url,
             "explorer": {
                 "engines": [{"name": f"e{n}", "url": url} for n, url in enumerate(engine_urls)],
-                "reload": {"poll_interval_s": 0.02, "drain_s": 1.0},
-                "engine_wait_s": 5.0,
-                "ledger_timeout_s": 15.0,  # a busy machine's disk may take seconds
+                "reload": {"poll_interval_s": 0.02, "drain_s": 1.0, "appear_s": 600.0},
+                "engine_wait_s": 30.0,  # and so may a reload
+                "ledger_timeout_s": 45.0,  # a busy machine and its disk may each take ten seconds
                 "allowed_hosts": ["x"],  # the host in hand-written HTTP of tests
                 "port": free_port(),
                 **explorer,
