@@ -81,11 +81,11 @@ class Postgres:
         """Kill like the kernel: no checkpoint, no shutdown."""
         children = psutil.Process(self._process.pid).children()
         self._process.kill()  # first: otherwise it ends its other children when one dies
-        self._process.wait(20)
+        self._process.wait(120)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):  # a backend ends by itself when its server has ended
                 child.kill()
-        psutil.wait_procs(children, 20)
+        psutil.wait_procs(children, 120)
 
     def freeze(self) -> None:
         """Suspend all its processes: connections stay open, and nothing answers."""
@@ -165,5 +165,5 @@ class Postgres:
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGQUIT)  # immediate shutdown: its data is not needed
-        self._process.wait(20)
+        self._process.wait(120)
         shutil.rmtree(self._folder, ignore_errors=True)
