@@ -193,13 +193,13 @@ def test_a_reply_that_cannot_be_recorded_is_an_error_the_caller_sees(explorer):
 
 
 def test_feedback_that_overtakes_its_row_waits_for_it(explorer, scripted_engine):
-    scripted_engine.script.held = True
+    scripted_engine.script.streams_wait = True
     ids: list[str] = []
     streaming = threading.Thread(target=_collect_first_id, args=(explorer, ids))
     streaming.start()
     wait_until(lambda: bool(ids))
     with feedback_that_waits(explorer, msg_ids=ids, reward=1) as answers:
-        scripted_engine.script.held = False
+        scripted_engine.script.streams_wait = False
     streaming.join()
     assert answers[0]["receipts"] == [{"msg_id": ids[0], "state": "applied"}]
 

@@ -55,7 +55,7 @@ def test_feedback_waits_for_the_row_of_a_stream_that_its_caller_left_while_it_is
 def test_feedback_for_a_run_waits_for_no_stream_that_is_not_recorded(explorer, scripted_engine):
     path = "/run/t/1/chat"
     explorer.http.post(path, json={"messages": []}).raise_for_status()
-    scripted_engine.script.held = True
+    scripted_engine.script.streams_wait = True
     with explorer.http.stream("POST", path, json={"messages": [], "stream": True, "store": False}) as reply:
         lines = reply.iter_lines()
         next(lines)

@@ -72,7 +72,7 @@ def receipts_of_feedback(monkeypatch, scripted_engine):
         )
         sender.start()
         wait_until(lambda: True in seen or not sender.is_alive())
-        scripted_engine.script.held = False
+        scripted_engine.script.streams_wait = False
         for _ in lines:
             pass
         sender.join()
@@ -86,7 +86,7 @@ def receipts_of_feedback(monkeypatch, scripted_engine):
 @pytest.fixture
 def first(scripted_engine, start_explorer) -> RunningExplorer:
     """An explorer that is alone, and whose streams do not end."""
-    scripted_engine.script.held = True
+    scripted_engine.script.streams_wait = True
     return start_explorer([scripted_engine.url]).wait_ready()
 
 

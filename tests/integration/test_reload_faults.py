@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import select
 
+from explorer_service.reload.controller import EngineController
 from shared.ledger.tables import load_failures
 from tests.support import take_up_faults
 from tests.support.failing_ledger import failing_statements
 from tests.support.house import House, Streams
 from tests.support.postgres import sqlite_alone
+from tests.support.reloads import give_up_hung_loads
 from tests.support.script import Script
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import publish, served, wait_until
 
-SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.05, "timeout_s": 0.6, "answer_timeout_s": 2.0}
+SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.05}
 LONG = list(range(100, 140))
 AT_MOST = None if os.environ.get("FLYWHEEL_TORTURE") == "full" else 2  # statements of a take-up that fail
-
 
 database_url = sqlite_alone  # nothing here depends on the database
 
@@ -36,10 +39,12 @@ def engines() -> Iterator[list[ScriptedEngine]]:
 
 
 @pytest.fixture
-def start_house(engines, start_explorer) -> Callable[..., House]:
+def start_house(engines, start_explorer, monkeypatch) -> Callable[..., House]:
+    give_up_hung_loads(monkeypatch, *engines)
+
     def start(explorers: int = 2, **reload: object) -> House:
         urls = [engine.url for engine in engines]
-        started = [start_explorer(urls, reload=SETTINGS | reload) for _ in range(explorers)]
+        started = [start_explorer(urls, reload=SETTINGS | reload, engine_wait_s=60.0) for _ in range(explorers)]
         house = House([explorer.wait_ready() for explorer in started], engines)
         for version in (0, 1):
             house.publish(version)
@@ -62,7 +67,7 @@ def test_streams_cross_a_good_reload_whole_and_name_both_versions(start_house, l
         engine.script.keeps_labels = labels
     with Streams(house) as chats:
         house.publish(2)
-    house.all_serve(2)
+        house.all_serve(2)
     assert len(chats.whole) == 8 and not chats.ended
     chats.check_labels()
 
@@ -98,26 +103,27 @@ def test_a_version_that_no_engine_takes_up_is_given_up_and_the_last_good_one_ser
     assert house.loads(2) == loads
 
 
-def refuse_probe(script: Script, version: str, *, dies: bool) -> None:
+def refuse_probe(script: Script, version: str, dying: list[Script] | None) -> None:
+    """dying: the engine that dies of it, once one is asked; None: it stays healthy."""
     is_asked = script.loaded == version
+    if is_asked and dying == []:
+        dying.append(script)
+    is_asked = is_asked and (dying is None or script is dying[0])
     script.refused = {"/v1/completions"} if is_asked else set()
-    script.healthy = not (is_asked and dies)
+    script.healthy = not (is_asked and dying)
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_probe_that_a_healthy_engine_refuses_is_one_that_failed_and_else_the_engine_has_died(start_house, dies):
-    house = start_house()
+    house, dying = start_house(), [] if dies else None
     for engine in house.engines:
-        script = engine.script
-        script.on_call["/v1/completions"] = partial(refuse_probe, script, "v000002", dies=dies)
+        engine.script.on_call["/v1/completions"] = partial(refuse_probe, engine.script, "v000002", dying)
     with Streams(house) as chats:
         house.publish(2)
         if dies:
-            wait_until(lambda: any(not engine.script.healthy for engine in house.engines))
-            for engine in house.engines:
-                engine.script.on_call = {}  # only one of them dies
             wait_until(lambda: bool(load_failures_of(house)))
             for engine in house.engines:
+                engine.script.on_call = {}
                 engine.script.refused, engine.script.healthy = set(), True
     house.all_serve(2 if dies else 1)
     assert house.state(2) == ("SERVING" if dies else "REJECTED")
@@ -171,7 +177,7 @@ def test_a_version_that_one_engine_has_proven_is_not_condemned_for_another(start
     getattr(sick.script, name).add("v000002")
     sick.script.healthy = True
     wait_until(lambda: states() == ["serving", "degraded"])
-    assert explorer.http.get("/ready").json() == {"status": "ready", "degraded": 1}
+    wait_until(lambda: explorer.http.get("/ready").json() == {"status": "ready", "degraded": 1})  # between two tries
     assert explorer.chat().status_code == 200
     tries = house.loads(2)
     wait_until(lambda: house.loads(2) > tries)
@@ -249,13 +255,23 @@ def load_failures_of(house: House):
         return connection.execute(select(load_failures.c.version, load_failures.c.engine)).all()
 
 
-def test_an_overtaken_version_is_not_loaded(scripted_engine, start_explorer):
+def test_an_overtaken_version_is_not_loaded(scripted_engine, start_explorer, monkeypatch):
+    clock, bring_in, seen = [time.monotonic()], EngineController._bring_in, set()
+
+    async def bring_in_seen(controller, newest):
+        seen.add(newest.version)
+        await bring_in(controller, newest)
+
+    monkeypatch.setattr(EngineController, "_bring_in", bring_in_seen)
+    monkeypatch.setattr("explorer_service.reload.controller.time", SimpleNamespace(monotonic=lambda: clock[0]))
     explorer = start_explorer([scripted_engine.url], reload=SETTINGS | {"min_interval_s": 1.0}).wait_ready()
-    publish(explorer, 0)
     publish(explorer, 1, -1.5)
     wait_until(lambda: served(explorer) == "1")
     for version in (2, 3, 4):
         publish(explorer, version, -1.0 - version)
+    wait_until(lambda: 4 in seen)
+    assert served(explorer) == "1"
+    clock[0] += 1.0
     wait_until(lambda: served(explorer) == "4")
     assert not {"reload v000002", "reload v000003"} & set(scripted_engine.script.calls)
 
@@ -267,7 +283,7 @@ def test_a_new_chat_does_not_wait_for_long_streams_when_they_go_on(scripted_engi
     publish(explorer, 0)
     wait_until(lambda: served(explorer) == "0")
     script, gate = scripted_engine.script, threading.Event()
-    script.reply_ids, script.logprobs, script.gap_s = LONG, [-0.5] * len(LONG), 0.2
+    script.reply_ids, script.logprobs, script.streams_wait = LONG, [-0.5] * len(LONG), True
 
     def stream() -> None:
         with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
@@ -276,8 +292,9 @@ def test_a_new_chat_does_not_wait_for_long_streams_when_they_go_on(scripted_engi
 
     streaming = threading.Thread(target=stream)
     streaming.start()
-    assert gate.wait(10)
+    assert gate.wait(240)
     publish(explorer, 1, -1.5)
     wait_until(lambda: served(explorer) == "1")
     assert streaming.is_alive(), "the chat has waited for the stream"
+    script.streams_wait = False
     streaming.join()

@@ -20,7 +20,8 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import make_config, wait_until
 
 WORKERS = 4
-SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.05, "timeout_s": 1.0, "answer_timeout_s": 3.0}
+SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.05, "timeout_s": 8.0}
+LOCKED_S = 2.5  # longer than streams wait for the ledger, and shorter than explorers live without heartbeats
 LONG = list(range(100, 140))
 LONG_FORM = pytest.mark.skipif(os.environ.get("FLYWHEEL_TORTURE") != "full", reason="a long form")
 FAULTS = [  # in turn; what the version comes to
@@ -46,15 +47,21 @@ class Workers:
     @property
     def http(self) -> httpx.Client:
         """A new connection: the kernel gives it to any of the workers."""
-        return httpx.Client(base_url=self.url, timeout=30, headers={"Connection": "close"})
+        return httpx.Client(base_url=self.url, timeout=120, headers={"Connection": "close"})
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def ledger_timeout_s(request: pytest.FixtureRequest) -> float:
+    return float(getattr(request, "param", 15.0))
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory, ledger_timeout_s: float) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("workers")
     engines = [ScriptedEngine(), ScriptedEngine()]
     urls = [engine.url for engine in engines]
-    config = make_config(folder, urls, workers=WORKERS, reload=SETTINGS, ledger_timeout_s=2.0)
+    limits = {"ledger_timeout_s": ledger_timeout_s, "engine_wait_s": 60.0}
+    config = make_config(folder, urls, workers=WORKERS, reload=SETTINGS, **limits)
     ledger = Ledger.open(config.ledger_url)
     with Process(["explorer", "-c", str(write_config(config, folder / "f.yaml"))], folder / "log") as process:
         wait_for(lambda: process.output().count("listening") == WORKERS, "the workers", 240)
@@ -70,7 +77,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
             engine.script.reload_s = 0.02  # labels are told apart by the middle of the load
             engine.script.starts_on = config.root / "versions" / "v000001"
         yield house
-        assert process.stop(30) == 0
+        assert process.stop(240) == 0
     assert "Traceback" not in process.output()
     ledger.close()
     for engine in engines:
@@ -131,6 +138,7 @@ def test_engines_whose_disk_is_full_serve_on_and_stage_the_version_when_there_is
     take_up_faults.fill_staging_disk(house, good(house), monkeypatch)
 
 
+@pytest.mark.parametrize("ledger_timeout_s", [LOCKED_S - 0.5], indirect=True)
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=LONG_FORM) for path in ("/flywheel/stage", *take_up_faults.CALLS[:-1])]
@@ -138,4 +146,4 @@ def test_engines_whose_disk_is_full_serve_on_and_stage_the_version_when_there_is
 )
 def test_a_ledger_that_is_locked_in_a_take_up_delays_it(house, path):
     good(house)
-    take_up_faults.lock_ledger(house, path, 2.5)
+    take_up_faults.lock_ledger(house, path, LOCKED_S)

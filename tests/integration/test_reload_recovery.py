@@ -13,7 +13,7 @@ from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.queries import read_engine
 from tests.support.postgres import sqlite_alone
-from tests.support.reloads import SETTINGS, announced, reject, shown, states, take_the_turn
+from tests.support.reloads import SETTINGS, announced, give_up_hung_loads, reject, shown, states, take_the_turn
 from tests.support.servers import publish, served, wait_joined, wait_until
 
 database_url = sqlite_alone  # nothing here depends on the database
@@ -49,19 +49,23 @@ def test_others_serve_on_when_a_reload_was_announced_and_never_begun(scripted_en
 
 
 def test_an_engine_whose_turn_another_one_got_is_not_paused_and_takes_the_version_up_later(
-    scripted_engine, start_explorer
+    scripted_engine, start_explorer, monkeypatch
 ):
     explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
     publish(explorer, 0)
     wait_until(lambda: states(explorer)[0] == "SERVING")
     ledger_leases, lost, calls = explorer.deps.leases, [], len(scripted_engine.script.calls)
-    wait_followed = ledger_leases.wait_followed
+    wait_followed, acquire = ledger_leases.wait_followed, transitions.acquire_lease
+    is_free = threading.Event()  # otherwise the ghost renews its lease
+    is_free.set()
+    monkeypatch.setattr(transitions, "acquire_lease", lambda *args, **more: is_free.is_set() and acquire(*args, **more))
 
     async def stand_still(url, generation, timeout_s):
         seeded = await wait_followed(url, generation, timeout_s)
         if not lost:
             lost.append(generation)
-            take_the_turn(explorer.ledger, "ghost", 3.0)
+            is_free.clear()
+            take_the_turn(explorer.ledger, "ghost")
         return seeded
 
     ledger_leases.wait_followed = stand_still
@@ -70,11 +74,12 @@ def test_an_engine_whose_turn_another_one_got_is_not_paused_and_takes_the_versio
     wait_until(lambda: announced(explorer) == ("serving", 0))
     assert served(explorer) == "0" and scripted_engine.script.calls[calls:] == []
     take_the_turn(explorer.ledger, None)
+    is_free.set()
     wait_until(lambda: served(explorer) == "1")
 
 
 def test_a_version_that_was_withdrawn_while_it_was_loaded_does_not_serve(scripted_engine, start_explorer):
-    explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS, engine_wait_s=60.0).wait_ready()
     publish(explorer, 0)
     wait_until(lambda: served(explorer) == "0")
     named: list[str] = []
@@ -116,9 +121,11 @@ def test_who_lost_an_engine_says_nothing_of_its_requests_when_it_has_the_engine_
     assert row is not None and row.spoiled == 0
 
 
-def test_a_version_that_an_operator_lets_engines_try_again_is_tried_at_once(scripted_engine, start_explorer):
-    settings = SETTINGS | {"retry_s": 600.0, "timeout_s": 1.0}
-    explorer = start_explorer([scripted_engine.url], reload=settings).wait_ready()
+def test_a_version_that_an_operator_lets_engines_try_again_is_tried_at_once(
+    scripted_engine, start_explorer, monkeypatch
+):
+    give_up_hung_loads(monkeypatch, scripted_engine)
+    explorer = start_explorer([scripted_engine.url], reload=SETTINGS | {"retry_s": 600.0}).wait_ready()
     script = scripted_engine.script
     publish(explorer, 0)
     wait_until(lambda: states(explorer)[0] == "SERVING")
@@ -144,12 +151,13 @@ def test_an_engine_with_seeded_requests_of_any_explorer_finishes_them_before_it_
     owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
     script = scripted_engine.script
     script.pause_modes.clear()
-    script.delay_s, asked = 1.5, {"owner": owner, "follower": other, "neither": owner}[is_seeded_at]
+    script.chats_wait, asked = True, {"owner": owner, "follower": other, "neither": owner}[is_seeded_at]
     more = {} if is_seeded_at == "neither" else {"seed": 7}
     chat = threading.Thread(target=asked.chat, kwargs=more)
     chat.start()
     wait_until(lambda: asked.deps.pool.engines[0].in_flight > 0)
     publish(both[0], 1, -2.0)
     wait_until(lambda: bool(script.pause_modes))
+    script.chats_wait = False
     chat.join()
     assert script.pause_modes == ["keep" if is_seeded_at == "neither" else "wait"]

@@ -111,7 +111,8 @@ KEPT = {
 
 
 @pytest.mark.parametrize("kept_by", KEPT)
-def test_what_somebody_needs_stays_and_goes_when_nobody_does(kept_by, tmp_path, ledger):
+def test_what_somebody_needs_stays_and_goes_when_nobody_does(kept_by, tmp_path, ledger, monkeypatch):
+    monkeypatch.setattr("shared.ledger.transitions.engine_leases.ENGINE_LEASE_S", 600.0)
     make_line(ledger, tmp_path, served=4, newest=4)
     write(ledger, KEPT[kept_by])
     janitor(ledger, tmp_path).run(None)
@@ -212,15 +213,15 @@ def test_a_reader_and_a_deletion_at_the_same_moment_never_both_succeed(reader_is
         with ledger.write() as connection:
             results.append(works[0](connection))
             first_is_done.set()
-            second_has_begun.wait(10)
+            second_has_begun.wait(240)
             threading.Event().wait(0.3)  # for the second to come to the lock; what is found does not hang on it
 
     thread = threading.Thread(target=first)
     thread.start()
-    first_is_done.wait(10)
+    assert first_is_done.wait(240)
     second_has_begun.set()
     second = write(ledger, works[1])
-    thread.join(30)
+    thread.join(240)
     assert results == ([True] if reader_is_first else [[1]])
     assert second == ([] if reader_is_first else False)
 

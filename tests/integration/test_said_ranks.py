@@ -69,7 +69,7 @@ def train(
             transitions.apply_feedback(connection, msg_ids=[row.msg_id], signals=said, **about)
         transitions.commit(connection)
     with begin(lives, root) as process:
-        wait_for(lambda: newest(root) == 1 or not process.alive, "a version", 120)
+        wait_for(lambda: newest(root) == 1 or not process.alive, "a version", 240)
         assert process.stop() == 0, process.output()
     with ledger.read() as connection:
         stats = find_trainer(connection, "trainer").stats

@@ -48,7 +48,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def line_of(command: str, config: Config, status: int = 1, **environ: str) -> str:
     ended = run_flywheel(
-        command, "-c", str(write_config(config, config.root.parent / "f.yaml")), timeout_s=90, **environ
+        command, "-c", str(write_config(config, config.root.parent / "f.yaml")), timeout_s=240, **environ
     )
     assert ended.returncode == status, ended.stderr[-1500:]
     assert "Traceback" not in ended.stderr
@@ -108,7 +108,7 @@ def test_a_root_folder_that_cannot_be_made_is_named(command, tmp_path):
     (tmp_path / "file").write_text("no folder")
     config = make_config(tmp_path / "file" / "data", [f"http://127.0.0.1:{free_port()}"], port=free_port())
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "base")})})
-    ended = run_flywheel(command, "-c", str(write_config(config, tmp_path / "f.yaml")), timeout_s=90)
+    ended = run_flywheel(command, "-c", str(write_config(config, tmp_path / "f.yaml")), timeout_s=240)
     assert "Traceback" not in ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("flywheel: ")]
     assert str(tmp_path / "file") in line
@@ -135,7 +135,8 @@ def test_an_engine_goes_on_when_its_log_cannot_be_written(tmp_path):
     for file in (Path("/dev/full"), tmp_path / "file" / "vllm.log"):
         with subprocess.Popen(["seq", "100000"], stdout=subprocess.PIPE) as process:
             output = EngineOutput(process.stdout, file)
-            assert process.wait(20) == 0
+            assert process.wait(240) == 0
+            output._thread.join(240)
             assert output.reason(in_service=False).startswith("98001 ")
 
 
@@ -143,7 +144,7 @@ def test_a_reader_that_has_seen_enough_of_the_output_ends_the_command_without_a_
     readable, writable = os.pipe()
     os.close(readable)
     command = [sys.executable, "-m", "services.cli", "demo", "--list"]
-    ended = subprocess.run(command, stdout=writable, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, stdout=writable, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
     os.close(writable)
     assert (ended.returncode, ended.stderr) == (1, "")
 
@@ -156,7 +157,7 @@ def test_what_a_terminal_of_another_encoding_cannot_show_is_escaped(tmp_path):
         transitions.tag_version(connection, 0, "größte")
     ledger.close()
     file = write_config(config, tmp_path / "f.yaml")
-    ended = run_flywheel("versions", "-c", str(file), timeout_s=60, PYTHONIOENCODING="ascii")
+    ended = run_flywheel("versions", "-c", str(file), timeout_s=240, PYTHONIOENCODING="ascii")
     assert ended.returncode == 0, ended.stderr
     assert r"gr\xf6\xdfte" in ended.stdout
 

@@ -17,12 +17,14 @@ HEAD = (
 
 
 def connect(explorer, first: bytes) -> socket.socket:
-    opened = socket.create_connection((explorer.http.base_url.host, explorer.http.base_url.port), timeout=30)
+    opened = socket.create_connection((explorer.http.base_url.host, explorer.http.base_url.port), timeout=120)
     opened.sendall(first)
     return opened
 
 
-def test_hundreds_of_slow_callers_hold_up_nobody(explorer):
+def test_hundreds_of_slow_callers_hold_up_nobody(scripted_engine, start_explorer):
+    patient = {"head_timeout_s": 600.0, "body_timeout_s": 600.0}
+    explorer = start_explorer([scripted_engine.url], **patient).wait_ready()
     with contextlib.ExitStack() as stack:
         slow = []
         for number in range(300):
@@ -74,7 +76,7 @@ def test_a_stream_that_is_read_late_comes_whole_and_in_order(explorer, scripted_
     late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the explorer soon has to wait
     late.connect((explorer.http.base_url.host, explorer.http.base_url.port))
     with late:
-        late.settimeout(60)
+        late.settimeout(120)
         late.sendall(HEAD.replace(b"1000", str(len(body)).encode()) + body)
         wait_until(lambda: _stands_still(lambda: scripted_engine.script.events))
         assert scripted_engine.script.events < count, "the explorer read on for a caller who does not"

@@ -38,11 +38,11 @@ class GatedEngine:
         wait_until(lambda: self._server.started)
 
     def ask(self, body: object, **headers: str) -> httpx.Response:
-        return httpx.post(self.url + "/flywheel/stage", json=body, headers={**TOKEN, **headers}, timeout=30)
+        return httpx.post(self.url + "/flywheel/stage", json=body, headers={**TOKEN, **headers}, timeout=120)
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(15)
+        self._thread.join(120)
 
 
 async def _no_route(scope, receive, send) -> None:
@@ -125,13 +125,13 @@ def test_requests_for_one_version_at_once_are_one_copy(engine, tmp_path):
 
 
 def test_only_who_holds_the_token_may_ask_and_only_for_a_version(engine):
-    assert httpx.post(engine.url + "/flywheel/stage", json={"version": 1}).status_code == 403
+    assert httpx.post(engine.url + "/flywheel/stage", json={"version": 1}, timeout=120).status_code == 403
     for body in ({}, {"version": "../x"}, {"version": 1.5}, [], None):
         assert engine.ask(body).status_code == 400
     assert engine.ask({"version": 1, "x": "y" * 20_000}).status_code == 413
     assert engine.ask({"version": 1, "in_use": list(range(2000))}).status_code == 200
     assert "is not the one that was published" in engine.ask({"version": 1, "manifest_sha256": "0" * 64}).text
-    assert httpx.get(engine.url + "/flywheel/stage", headers=TOKEN).status_code == 404
+    assert httpx.get(engine.url + "/flywheel/stage", headers=TOKEN, timeout=120).status_code == 404
     for number in (-1, 77, 10**400):
         assert engine.ask({"version": number}).status_code in (400, 409), number
 
@@ -194,7 +194,7 @@ def test_what_an_earlier_process_staged_is_staged_again(weights, tmp_path):
 
 
 def admin(client: httpx.AsyncClient, url: str) -> EngineAdmin:
-    return EngineAdmin(client, url, "agent", 30.0, token="obey")
+    return EngineAdmin(client, url, "agent", 120.0, token="obey")
 
 
 async def test_an_explorer_learns_the_folder_or_why_there_is_none(engine, weights, tmp_path):

@@ -41,7 +41,7 @@ def config_file(tmp_path: Path, **changes) -> Path:
 
 def refusal(*arguments: str, status: int, **environ: str) -> str:
     """The one line that the command says before it ends with that status."""
-    ended = run_flywheel(*arguments, timeout_s=60, **environ)
+    ended = run_flywheel(*arguments, timeout_s=240, **environ)
     assert ended.returncode == status, ended.stderr[-1500:]
     assert "Traceback" not in ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("flywheel: ")]
@@ -288,7 +288,7 @@ def test_a_damaged_base_version_is_named(tmp_path, refused):
 
 def test_what_a_command_writes_is_for_its_user_alone(tmp_path):
     file = config_file(tmp_path)
-    assert run_flywheel("migrate", "-c", str(file), timeout_s=60).returncode == 0
+    assert run_flywheel("migrate", "-c", str(file), timeout_s=240).returncode == 0
     written = [tmp_path / "data", *(tmp_path / "data").rglob("*")]
     assert any(path.name == "ledger.sqlite3" for path in written)
     assert not [path for path in written if path.stat().st_mode & 0o077]

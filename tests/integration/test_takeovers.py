@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from sqlalchemy import select, update
@@ -17,6 +18,7 @@ from shared.experience import Tokens
 from shared.ledger.tables import engines, experiences, payloads
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, shown
+from tests.support.script import Script
 from tests.support.servers import RunningExplorer, publish, served, wait_joined, wait_until
 
 database_url = sqlite_alone  # nothing here depends on the database
@@ -34,18 +36,22 @@ def owner_first(scripted_engine, start_explorer) -> list[RunningExplorer]:
 
 
 def hand_over(owner: RunningExplorer, other: RunningExplorer) -> None:
-    """As when the owner's lease ran out while it stood still."""
+    """As when the owner's lease ran out while it stood still. The other one's lease is renewed until it knows of it."""
     url = owner.config.explorer.engines[0].url
-    with owner.ledger.write() as connection:
-        new = {"owner": other.deps.membership.id, "owner_until": time.time() + 5.0}
-        connection.execute(update(engines).values(**new))
-    owner.deps.leases.forget(url)
-    wait_until(lambda: bool(shown(other)["owned"]) and not shown(owner)["owned"])
+
+    def is_handed_over() -> bool:
+        with owner.ledger.write() as connection:
+            new = {"owner": other.deps.membership.id, "owner_until": time.time() + 5.0}
+            connection.execute(update(engines).values(**new))
+        owner.deps.leases.forget(url)
+        return bool(shown(other)["owned"]) and not shown(owner)["owned"]
+
+    wait_until(is_handed_over)
 
 
 @dataclass
 class Stream:
-    """A chat that is in flight at an explorer while something happens."""
+    """A chat that is in flight at an explorer while something happens; see `Script.streams_wait`."""
 
     explorer: RunningExplorer
     msg_id: str = ""
@@ -58,7 +64,7 @@ class Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.join(30)
+        self._thread.join(240)
         assert not self._thread.is_alive(), "the stream does not end"
 
     def _run(self) -> None:
@@ -77,6 +83,12 @@ class Stream:
         return (-logprobs[0], -logprobs[-1]), (row.version, row.version_end)
 
 
+def end_streams_after_a_load(script: Script) -> None:
+    """From now on streams wait before their last token until a load has begun: the engine is paused then."""
+    script.streams_wait, script.tells_weights = True, True
+    script.on_call["/collective_rpc"] = partial(setattr, script, "streams_wait", False)
+
+
 def test_who_has_an_engine_again_serves_what_the_owner_before_it_loaded(owner_first, scripted_engine):
     first, second, _ = owner_first
     hand_over(first, second)
@@ -91,10 +103,12 @@ def test_who_has_an_engine_again_serves_what_the_owner_before_it_loaded(owner_fi
 
 def test_streams_of_all_explorers_end_when_the_owner_finds_other_weights(owner_first, scripted_engine):
     script = scripted_engine.script
-    script.gap_s = 1.0
+    script.streams_wait, holds = True, [explorer.deps.pool.engines[0].hold for explorer in owner_first]
     with Stream(owner_first[0]) as own, Stream(owner_first[1]) as other:
         scripted_engine._hold(owner_first[0].config.root / "versions/v000000")
         script.label = "0:" + "0" * 16
+        wait_until(lambda: not any(e.deps.pool.engines[0].hold in holds for e in owner_first))  # all have learned it
+        script.streams_wait = False
     for stream in (own, other):
         assert "weights_unproven" in stream.lines[-1]
 
@@ -128,10 +142,11 @@ def test_a_stream_goes_on_when_the_first_version_replaces_what_its_engine_was_st
     scripted_engine, start_explorer
 ):
     explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
-    scripted_engine.script.gap_s = 1.0
+    scripted_engine.script.streams_wait = True
     with Stream(explorer) as stream:
         publish(explorer, 0)
         wait_until(lambda: scripted_engine.script.loaded == "v000000")
+        scripted_engine.script.streams_wait = False
     assert stream.lines[-1] == "data: [DONE]"
 
 
@@ -139,7 +154,7 @@ def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_h
     owner_first, scripted_engine
 ):
     script, other = scripted_engine.script, owner_first[1]
-    script.gap_s, script.tells_weights = 0.5, True
+    end_streams_after_a_load(script)
     leases, read, lost = other.deps.leases, other.deps.leases.read, []
 
     async def read_when_a_chat_has_broken_off(url):
@@ -159,7 +174,8 @@ def test_a_stream_that_ends_after_a_reload_names_both_versions_at_an_explorer_th
     owner_first, scripted_engine
 ):
     script, other = scripted_engine.script, owner_first[1]
-    script.gap_s, script.reload_s, script.tells_weights, script.reply_ids = 1.0, 1.0, True, [11, 12]
+    end_streams_after_a_load(script)
+    script.reload_s, script.reply_ids = 1.0, [11, 12]
     leases, read = other.deps.leases, other.deps.leases.read
 
     async def read_slowly(url):
@@ -178,9 +194,10 @@ def test_streams_of_all_explorers_wait_for_an_engine_that_answers_nobody_while_i
 ):
     monkeypatch.setattr("explorer_service.engines.admin.HEALTH_TIMEOUT_S", HEALTH_TIMEOUT_S)
     script = scripted_engine.script
-    script.gap_s, script.tells_weights = 0.5, True
+    end_streams_after_a_load(script)
 
     def load_busily() -> None:
+        script.streams_wait = False
         script.hung.add("/health")
         time.sleep(HEALTH_TIMEOUT_S + 1.0)
         script.hung.discard("/health")
@@ -194,7 +211,7 @@ def test_streams_of_all_explorers_wait_for_an_engine_that_answers_nobody_while_i
 
 def test_streams_that_cross_a_reload_name_both_versions_where_its_owner_died_in_it(owner_first, scripted_engine):
     script, owner = scripted_engine.script, owner_first[0]
-    script.gap_s, script.tells_weights = 0.5, True
+    end_streams_after_a_load(script)
     require_held = owner.deps.leases.require_held
 
     async def beat() -> None:
@@ -218,7 +235,7 @@ def test_streams_outlive_an_owner_that_died_in_a_load_of_which_the_engine_says_n
     scripted_engine, start_explorer, monkeypatch
 ):
     """vLLM's core, which has the label, answers when it has loaded."""
-    settings = SETTINGS | {"answer_timeout_s": 1.0}
+    settings = SETTINGS | {"answer_timeout_s": 8.0}
     both = [start_explorer([scripted_engine.url], reload=settings).wait_ready() for _ in range(2)]
     for version in (0, 1):
         publish(both[0], version, -1.0 - version)
@@ -226,19 +243,20 @@ def test_streams_outlive_an_owner_that_died_in_a_load_of_which_the_engine_says_n
     wait_joined(both)
     owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
     script, loads, asked = scripted_engine.script, [], threading.Event()
-    script.gap_s, script.tells_weights = 0.5, True
+    end_streams_after_a_load(script)
 
     async def beat() -> None:
         """A dead explorer has no heartbeat."""
 
     def load_slowly() -> None:
         loads.append("begun")
+        script.streams_wait = False
         if len(loads) == 1:
             owner.deps.membership.heartbeat = beat
             script.hung.add("/weight_info")
             script.on_call["/weight_info"] = asked.set
             asked.wait(240)  # until the other one has it
-            time.sleep(2.0)
+            time.sleep(settings["answer_timeout_s"] + 1.0)
             script.hung.discard("/weight_info")
 
     script.on_call["/collective_rpc"] = load_slowly

@@ -76,8 +76,8 @@ def test_both_are_done_whichever_waits_for_the_other(turns, delete, ledger):
         transitions.record(connection, [turn(turns)])
 
     threads.append(run(ledger, record, failures))
-    threads[0].join(30)
-    threads[1].join(30)
+    threads[0].join(240)
+    threads[1].join(240)
     assert not failures
     with ledger.read() as connection:
         assert connection.execute(select(func.count()).select_from(payloads)).scalar() == 1

@@ -163,13 +163,14 @@ def test_of_two_explorers_one_that_serves_and_one_that_fails_a_version_only_the_
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(240)
     assert sorted(results.values()) == [False, True]
     assert states(ledger)[1] == (S.SERVING if results["serve"] else S.FAILED)
     assert len(arrows(ledger, 1)) == 2
 
 
-def test_a_version_is_retired_when_the_last_engine_has_left_it(ledger):
+def test_a_version_is_retired_when_the_last_engine_has_left_it(ledger, monkeypatch):
+    monkeypatch.setattr("shared.ledger.transitions.engine_leases.ENGINE_LEASE_S", 600.0)
     publish(ledger, 0, 1, 2)
     for engine in ("http://e0", "http://e1"):
         assert serve(ledger, 1, engine)
@@ -203,7 +204,7 @@ def test_two_trainers_never_have_the_same_number(ledger):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert sorted(number for _, number in numbers) == list(range(1, 21))
 
 
@@ -215,7 +216,8 @@ def test_a_number_that_another_trainer_reserved_cannot_be_published(ledger):
     assert states(ledger) == {0: S.PUBLISHED, 1: S.RESERVED}
 
 
-def test_a_named_lease_has_one_owner_and_is_free_when_that_is_gone(ledger):
+def test_a_named_lease_has_one_owner_and_is_free_when_that_is_gone(ledger, monkeypatch):
+    monkeypatch.setattr("shared.ledger.transitions.leases.LEASE_S", 600.0)
     first, second = process_name(), process_name()
     assert do(ledger, "acquire_lease", "reload", first)
     assert do(ledger, "acquire_lease", "reload", first)

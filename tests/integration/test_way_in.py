@@ -37,7 +37,7 @@ def request(path: str, body: bytes, *fields: str) -> bytes:
 
 def connect(explorer: RunningExplorer) -> socket.socket:
     url = explorer.http.base_url
-    return socket.create_connection((url.host, url.port), timeout=20)
+    return socket.create_connection((url.host, url.port), timeout=120)
 
 
 def read_answers(opened: socket.socket, count: int) -> list[tuple[int, bytes]]:
@@ -166,32 +166,36 @@ def test_who_asks_whether_to_go_on_and_is_refused_sends_no_body(explorer):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_caller_who_leaves_ends_the_work(explorer, scripted_engine, stream):
     script = scripted_engine.script
-    script.delay_s, script.gap_s = (0.0, 0.05) if stream else (30.0, 0.0)
+    script.chats_wait, script.streams_wait, script.gap_s = True, True, 0.05  # the reply is never complete
     script.reply_ids, script.logprobs = list(range(11, 1011)), [-0.5] * 1000
     opened = connect(explorer)
     opened.sendall(request("/chat", b'{"messages": [], "stream": %s}' % (b"true" if stream else b"false")))
     wait_until(lambda: script.events > 1 if stream else len(script.bodies) == 1)
     opened.close()
     (engine,) = explorer.deps.pool.engines
-    wait_until(lambda: engine.in_flight == 0, 20)  # long before the reply would be complete
+    wait_until(lambda: engine.in_flight == 0)
     assert explorer.http.get("/status").json()["rows"]["RECORDED"] == 0
     assert 'flywheel_chat_requests_total{status="499"} 1.0' in explorer.http.get("/metrics").text
-    script.delay_s, script.gap_s, script.reply_ids, script.logprobs = 0.0, 0.0, [11], [-0.5]
+    script.chats_wait = False
     assert explorer.chat().status_code == 200
 
 
 def test_a_caller_who_leaves_while_it_waits_for_an_engine_gives_its_place_up(scripted_engine, start_explorer):
-    explorer = start_explorer([scripted_engine.url], max_in_flight=1, max_waiting=1).wait_ready()
-    scripted_engine.script.delay_s = 3.0
+    limits = {"max_in_flight": 1, "max_waiting": 1, "engine_wait_s": 600.0}
+    explorer = start_explorer([scripted_engine.url], **limits).wait_ready()
+    scripted_engine.script.chats_wait = True
     first, second = connect(explorer), connect(explorer)
     first.sendall(request("/chat", CHAT_BODY))
     wait_until(lambda: len(scripted_engine.script.bodies) == 1)
     second.sendall(request("/chat", CHAT_BODY))
-    wait_until(lambda: explorer.chat().status_code == 503)
+    wait_until(lambda: _is_waiting(explorer, 1))
+    assert explorer.chat().status_code == 503
     second.close()
     with first, connect(explorer) as third:
         wait_until(lambda: _is_waiting(explorer, 0))
         third.sendall(request("/chat", CHAT_BODY))
+        wait_until(lambda: _is_waiting(explorer, 1))
+        scripted_engine.script.chats_wait = False
         assert read_answers(first, 1)[0][0] == 200
         assert read_answers(third, 1)[0][0] == 200
     assert len(scripted_engine.script.bodies) == 2

@@ -67,7 +67,7 @@ def test_a_start_is_refused_and_names_both_sides_when_version_0_is_another_ledge
             publish(ledger, config.root, version)
         require_belonging(config.root, ledger)
         exchange(config.root, 0)
-    ended = run_flywheel("explorer", "-c", str(write_config(config, tmp_path / "f.yaml")), timeout_s=30)
+    ended = run_flywheel("explorer", "-c", str(write_config(config, tmp_path / "f.yaml")), timeout_s=240)
     assert ended.returncode == 1, ended.stderr[-1500:]
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("flywheel: ")]
     assert "v000000" in line and str(config.root / "versions") in line and "ledger.sqlite3" in line

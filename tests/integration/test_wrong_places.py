@@ -25,13 +25,13 @@ from tests.support.servers import make_config
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_command_whose_output_is_closed_does_its_work(closed):
     command = ["sh", "-c", f"exec {sys.executable} -m services.cli demo --list {closed}"]
-    ended = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, timeout=60, check=False)
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, timeout=240, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_an_error_does_not_go_to_the_output_when_stderr_is_closed():
     command = ["sh", "-c", f"exec {sys.executable} -m services.cli status -c none.yaml 2>&-"]
-    ended = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, timeout=60, check=False)
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, timeout=240, check=False)
     assert (ended.returncode, ended.stdout) == (2, b"")
 
 

@@ -85,7 +85,7 @@ class Postgres:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):  # a backend ends by itself when its server has ended
                 child.kill()
-        psutil.wait_procs(children, 20)
+        psutil.wait_procs(children, 120)
 
     def freeze(self) -> None:
         """Suspend all its processes: connections stay open, and nothing answers."""

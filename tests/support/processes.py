@@ -86,7 +86,7 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def stop(self, timeout_s: float = 60.0, number: signal.Signals = signal.SIGTERM) -> int:
+    def stop(self, timeout_s: float = 240.0, number: signal.Signals = signal.SIGTERM) -> int:
         """Stop it with a signal. Returns its exit status."""
         self._process.send_signal(number)
         return self._process.wait(timeout_s)

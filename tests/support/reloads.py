@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import time
+from pathlib import Path
 
+import pytest
 from sqlalchemy import update
 
+from explorer_service.engines.admin import EngineAdmin
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions, read_engine
 from shared.ledger.tables import leases
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer
 
 SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.1}
@@ -45,3 +50,16 @@ def take_the_turn(ledger: Ledger, owner: str | None, seconds: float = 5.0) -> No
     with ledger.write() as connection:
         turn = update(leases).where(leases.c.name == "reload")
         connection.execute(turn.values(owner=owner, until=time.time() + seconds))
+
+
+def give_up_hung_loads(patch: pytest.MonkeyPatch, *engines: ScriptedEngine) -> None:
+    """A load that hangs exceeds its time limit soon. All other loads have the configured limit."""
+    load = EngineAdmin.reload_weights
+
+    async def reload_weights(admin: EngineAdmin, folder: Path) -> None:
+        if any(engine.url == admin.url and folder.name in engine.script.hung_loads for engine in engines):
+            admin = copy.copy(admin)
+            admin._load_timeout_s = 0.6
+        await load(admin, folder)
+
+    patch.setattr(EngineAdmin, "reload_weights", reload_weights)

@@ -23,7 +23,8 @@ class Script:
     reload_s: float = 0.0
     reloads: list[tuple[float, float]] = field(default_factory=list)  # begin and end, time.monotonic()
     gap_s: float = 0.0
-    held: bool = False  # streams wait after their first token, also while the engine is resumed
+    streams_wait: bool = False  # before their last event
+    chats_wait: bool = False  # before their reply; those that are no streams
     reply_id: str | None = None  # the id of every reply, whatever the request says
     models: set[str] = field(default_factory=lambda: {"agent"})  # the model names that it accepts
     most_messages: int = 1_000_000  # that its context holds
@@ -68,9 +69,13 @@ class Script:
     pause_modes: list[str] = field(default_factory=list)  # as requested
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
-    def stops(self, number: int) -> bool:
-        """Whether a stream waits before its event of this number; 1: the first token."""
-        return (self.paused and number != 1) or (self.held and number > 1)
+    def holds_chat(self, is_stream: bool) -> bool:
+        """Whether the reply does not begin yet."""
+        return self.paused or (self.chats_wait and not is_stream)
+
+    def holds_event(self, number: int, count: int) -> bool:
+        """Whether a stream waits before this one of its events."""
+        return (self.paused and number != 1) or (self.streams_wait and number == count - 1)
 
     def stream_slowly(self) -> None:
         """Every reply has so many tokens that a stream goes on until `gap_s` is 0."""

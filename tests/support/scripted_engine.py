@@ -37,7 +37,7 @@ class ScriptedEngine:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._started.wait(60)
+        assert self._started.wait(120)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -226,7 +226,7 @@ class ScriptedEngine:
         lives = script.deaths
         try:
             await asyncio.sleep(script.delay_s)
-            while script.paused and script.deaths == lives:  # noqa: ASYNC110 — a script is a plain object
+            while script.holds_chat(bool(body.get("stream"))) and script.deaths == lives:  # noqa: ASYNC110 — as above
                 await asyncio.sleep(0.002)
         except asyncio.CancelledError:
             script.aborted += 1
@@ -285,7 +285,7 @@ class ScriptedEngine:
             first["prompt_token_ids"] = script.prompt_ids
         events, lives = [first, *token_events(script, self._sampled(body), body, head)], script.deaths
         for number, event in enumerate(events):
-            while script.stops(number) and script.deaths == lives:  # noqa: ASYNC110 — a script is a plain object
+            while script.holds_event(number, len(events)) and script.deaths == lives:  # noqa: ASYNC110 — as above
                 await asyncio.sleep(0.002)
             if number == script.break_after_events or script.broken or script.deaths != lives:
                 assert request.transport is not None

@@ -149,13 +149,13 @@ def test_a_pin_that_has_ended_is_not_renewed_for_a_use_before_its_end(start, scr
 
 def test_a_version_with_a_request_in_flight_is_not_unloaded(start, scripted_engine):
     explorer = start(unpin_after_s=0.2)
-    scripted_engine.script.held = True
+    scripted_engine.script.streams_wait = True
     publish_and_wait(explorer, 1)
     with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
         publish_and_wait(explorer, 2, 3)
         wait_until(lambda: "agent@2" not in held(scripted_engine))
         assert set(held(scripted_engine)) == {"agent@1", "agent@3"}
-        scripted_engine.script.held = False
+        scripted_engine.script.streams_wait = False
         assert reply.read().endswith(b"data: [DONE]\n\n")
     wait_until(lambda: held(scripted_engine) == ["agent@3"])
 

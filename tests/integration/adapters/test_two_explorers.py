@@ -29,13 +29,13 @@ def test_an_adapter_is_unloaded_only_when_no_explorer_has_a_request_of_it(start,
     publish_and_wait(both[0], 1)
     for explorer in both:
         wait_until(lambda explorer=explorer: served(explorer) == "1")
-    scripted_engine.script.held = True
+    scripted_engine.script.streams_wait = True
     streams = [explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) for explorer in both]
     replies = [stream.__enter__() for stream in streams]
     publish_adapter(both[0], 2)
     wait_until(lambda: all(set(engine(explorer).versions) == {0, 2} for explorer in both))
     assert any(name.startswith("agent@1") for name in scripted_engine.script.adapters)
-    scripted_engine.script.held = False
+    scripted_engine.script.streams_wait = False
     assert all(reply.read().endswith(b"data: [DONE]\n\n") for reply in replies)
     wait_until(lambda: [name[:7] for name in scripted_engine.script.adapters] == ["agent@2"])
     for stream in streams:
