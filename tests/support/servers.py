@@ -99,7 +99,7 @@ class RunningExplorer:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(15)
+        self.thread.join(60)
         self.http.close()
         self.ledger.close()
         assert not self.thread.is_alive()
@@ -164,4 +164,5 @@ def publish(explorer: RunningExplorer, version: int, logprob: float = -1.0, arit
 
 
 def served(explorer: RunningExplorer) -> str:
-    return explorer.chat().headers["X-Flywheel-Version"]
+    """The version that answers a chat; empty if none does."""
+    return explorer.chat().headers.get("X-Flywheel-Version", "")
