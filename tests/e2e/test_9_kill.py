@@ -41,7 +41,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(200)  # three requests
 
     def _customer(self, number: int) -> None:
         with httpx.Client(base_url=str(self.live.http.base_url), timeout=60) as http:
