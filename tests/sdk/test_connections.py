@@ -79,6 +79,19 @@ async def test_what_fails_or_is_cancelled_gives_its_seat_back(url, monkeypatch):
         assert len(kept.of_loop()._idle[("http", "127.0.0.1", int(url.rpartition(":")[2]))]) <= 2
 
 
+async def test_a_request_that_is_cancelled_at_any_moment_leaves_no_connection_that_serves_nobody(url):
+    """httpx's pool keeps a place for ever for a connection whose request was cancelled before it began."""
+    for turns in range(40):
+        timeout = httpx.Timeout(60, pool=1.0)
+        async with httpx.AsyncClient(transport=Connections().asynchronous(owned=True), timeout=timeout) as client:
+            cancelled = asyncio.create_task(fetch(client, url))
+            for _ in range(turns):  # of the loop
+                await asyncio.sleep(0)
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            assert await fetch(client, url) == "answer", turns
+
+
 async def test_connections_that_were_idle_for_long_are_closed(url, monkeypatch):
     kept = Connections()
     async with httpx.AsyncClient(transport=kept.asynchronous(owned=True), timeout=60) as client:
