@@ -57,12 +57,12 @@ def announce_trainer(explorer: RunningExplorer) -> None:
 
 def say(model: flywheel.Model, text: str = "hi") -> Any:
     """One chat by OpenAI's client."""
-    with model.openai(max_retries=0) as openai:
+    with model.openai(max_retries=0, timeout=600) as openai:
         return openai.chat.completions.create(model=model.name, messages=[{"role": "user", "content": text}])
 
 
 async def say_async(model: flywheel.Model, text: str = "hi") -> Any:
-    async with model.async_openai(max_retries=0) as openai:
+    async with model.async_openai(max_retries=0, timeout=600) as openai:
         return await openai.chat.completions.create(model=model.name, messages=[{"role": "user", "content": text}])
 
 
