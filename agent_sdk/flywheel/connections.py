@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import cache, partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -151,16 +151,15 @@ class _LoopConnections:
         idle = self._idle[request.url.scheme, request.url.host, request.url.port]
         await self._seats.acquire()
         one = idle.pop()[1] if idle else self._new()
-        done = partial(self._done, idle, one)
         try:
             if idle and idle[0][0] < time.monotonic() - _IDLE_S:
                 await self._close(idle.popleft()[1])
             response = await one.handle_async_request(request)
         except BaseException:
-            done()
+            await self._give_up(one)
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Stream(response.stream, done)
+        response.stream = _Stream(response.stream, partial(self._done, idle, one), partial(self._give_up, one))
         return response
 
     def _new(self) -> httpx.AsyncHTTPTransport:
@@ -171,6 +170,11 @@ class _LoopConnections:
     def _done(self, idle: deque[tuple[float, httpx.AsyncHTTPTransport]], one: httpx.AsyncHTTPTransport) -> None:
         idle.append((time.monotonic(), one))
         self._seats.release()
+
+    async def _give_up(self, one: httpx.AsyncHTTPTransport) -> None:
+        """Close a connection whose request failed: after a cancellation, its pool may keep its only place for ever."""
+        self._seats.release()
+        await self._close(one)
 
     async def _close(self, one: httpx.AsyncHTTPTransport) -> None:
         self._all.discard(one)
@@ -193,11 +197,14 @@ class _LoopConnections:
 
 
 class _Stream(httpx.AsyncByteStream):
-    """A response's stream with a callback for its close, which is called once."""
+    """A response's stream, with callbacks for its close and for a close that fails; one of them is called once."""
 
-    def __init__(self, stream: httpx.AsyncByteStream, done: Callable[[], None]) -> None:
+    def __init__(
+        self, stream: httpx.AsyncByteStream, done: Callable[[], None], give_up: Callable[[], Awaitable[None]]
+    ) -> None:
         self._stream = stream
         self._done: Callable[[], None] | None = done
+        self._give_up = give_up
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for piece in self._stream:
@@ -207,9 +214,12 @@ class _Stream(httpx.AsyncByteStream):
         done, self._done = self._done, None
         try:
             await self._stream.aclose()
-        finally:
+        except BaseException:
             if done is not None:
-                done()
+                await self._give_up()
+            raise
+        if done is not None:
+            done()
 
 
 class _LoopTransport(httpx.AsyncBaseTransport):

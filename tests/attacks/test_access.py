@@ -27,7 +27,7 @@ def ask(explorer, method: str, path: str, body: object = None, **headers: str) -
     """A request with exactly these headers, underscores read as hyphens."""
     content = None if body is None else json.dumps(body)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    with httpx.Client(base_url=explorer.url) as client:
+    with httpx.Client(base_url=explorer.url, timeout=60) as client:
         return client.request(method, path, content=content, headers=named)
 
 
@@ -168,7 +168,7 @@ def test_an_explorer_whose_side_task_dies_ends_with_status_1(tmp_path, more):
     """So that systemd's Restart=on-failure starts it again."""
     file = write_config(make_config(tmp_path, ["http://127.0.0.1:9"], port=free_port()), tmp_path / "flywheel.yaml")
     command = [sys.executable, "-c", DYING_EXPLORER, "explorer", "-c", str(file), *more]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 1, ended.stderr[-1500:]
     assert "flywheel: membership died" in ended.stderr
 

@@ -10,16 +10,18 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import event, func, insert, select, text
+from sqlalchemy import event, func, insert, select, text, update
 
 from shared.errors import TooManyTargets
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.tables import experiences, open_streams, payloads, signals
+from shared.ledger.queries.explorers import LIVE_S
+from shared.ledger.tables import experiences, explorers, open_streams, payloads, signals
 from shared.ledger.transitions.feedback import MAX_SIGNALS
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.samples import record
 from tests.support.servers import RunningExplorer, free_port, make_config, wait_until
+from tests.support.standstill import OwnClock
 
 CHATS_BESIDE = 40  # in the time that the feedback takes; none would be answered if chats waited for it
 
@@ -64,7 +66,7 @@ def test_ten_thousand_targets_are_applied_beside_chats_and_not_before_them(scrip
     names = record(ledger, 10_000)
     with Process(["explorer", "-c", str(file)], tmp_path / "explorer.log") as process:
         wait_for(lambda: "listening" in process.output(), "a listening explorer", 240)
-        wait_for(lambda: httpx.get(url + "/ready").status_code == 200, "service", 240)
+        wait_for(lambda: httpx.get(url + "/ready", timeout=60).status_code == 200, "service", 240)
         with Customers(url) as customers:
             wait_for(lambda: customers.answered, "a chat")
             nobody = [f"nobody-{number}" for number in range(10_000)]
@@ -160,15 +162,18 @@ def test_a_chat_of_too_many_choices_is_refused(scripted_engine, start_explorer):
     assert (several.status_code, several.json()["error"]["param"]) == (400, "n")
 
 
-def test_feedback_does_not_wait_for_ever_for_another_explorers_stream(scripted_engine, start_explorer):
+def test_feedback_does_not_wait_for_ever_for_another_explorers_stream(scripted_engine, start_explorer, tmp_path):
+    clock = OwnClock()
     explorer = start_explorer([scripted_engine.url], request_timeout_s=1).wait_ready()
     enough = threading.Event()
 
     def live() -> None:
-        """As another explorer, whose stream does not end."""
+        """As another explorer, whose stream does not end, and whose heartbeat is not old when this one is late."""
+        later = update(explorers).where(explorers.c.id == "other")
         while not enough.is_set():
             with explorer.ledger.write() as connection:
                 transitions.heartbeat(connection, "other", {})
+                connection.execute(later.values(heartbeat_at=time.time() + 0.9 * LIVE_S))
             enough.wait(0.5)
 
     with explorer.ledger.write() as connection:
@@ -177,11 +182,13 @@ def test_feedback_does_not_wait_for_ever_for_another_explorers_stream(scripted_e
     other.start()
     try:
         wait_until(lambda: not explorer.deps.membership.is_alone)
-        began = time.monotonic()
+        clock.start(tmp_path)
+        began = clock.now()
         reply = feedback(explorer, msg_ids=["chatcmpl-open"], reward=1)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "stream_open")
-        assert time.monotonic() - began < 5
+        assert clock.now() - began < 5
     finally:
+        clock.stop()
         enough.set()
         other.join()
 
@@ -211,6 +218,7 @@ def test_what_an_engine_replies_is_recorded_or_refused_and_never_a_500(explorer,
 def test_who_has_no_key_learns_nothing_of_the_inside_and_costs_nothing(scripted_engine, start_explorer, monkeypatch):
     for role in ("chat", "admin"):
         monkeypatch.setenv(f"KEY_{role}", f"the-secret-of-{role}")
+    monkeypatch.setattr("explorer_service.metrics._MAX_AGE_S", 600.0)  # the hundred requests may take a while
     keys = [{"key_env": f"KEY_{role}", "role": role} for role in ("chat", "admin")]
     explorer = start_explorer([scripted_engine.url], keys=keys, reload={"poll_interval_s": 5.0}).wait_ready()
     asked = counted(explorer, lambda: [explorer.http.get(path) for path in ("/ready", "/metrics") for _ in range(50)])

@@ -85,7 +85,7 @@ def test_callers_without_a_key_do_not_share_idempotency_keys_between_addresses(e
     answers = []
     for address, reward in (("127.0.0.1", 1), ("127.0.0.2", 0)):
         transport = httpx.HTTPTransport(local_address=address)
-        with httpx.Client(base_url=explorer.url, transport=transport) as http:
+        with httpx.Client(base_url=explorer.url, transport=transport, timeout=60) as http:
             body = {"msg_ids": [known], "reward": reward}
             answers.append(http.post("/feedback", json=body, headers={"Idempotency-Key": "k"}).json())
     assert [answer["receipts"][0]["state"] for answer in answers] == ["applied", "updated"]

@@ -20,6 +20,7 @@ from tests.support.servers import free_port
 from tests.support.tool_model import make_tool_model
 
 ENGINE_START_S = 240.0
+LEDGER_S = 20.0  # a busy machine's disk may take seconds
 DEFAULT_REPETITION_PENALTY = 1.1  # of the model
 
 
@@ -63,7 +64,7 @@ class Live:
             waiting = status["rows"]["READY"] + status["rows"]["LEASED"]
             return not waiting and not status["lag_versions"] and (status["versions"]["serving"] or 0) > before
 
-        wait_for(settled, "a new version in service", 120)
+        wait_for(settled, "a new version in service", 240)
         return int(self.status()["versions"]["serving"])
 
 
@@ -85,7 +86,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             "explorer": {
                 "port": free_port(),
                 "engines": [{"name": "e0", "url": f"http://127.0.0.1:{free_port()}"}],
-                "reload": {"poll_interval_s": 0.1},
+                "reload": {"poll_interval_s": 0.1, "appear_s": 600.0},
+                "ledger_timeout_s": LEDGER_S,
             },
             "engine": {"dtype": "float32", "max_model_len": 256},
             "trainer": {
@@ -113,6 +115,7 @@ def tools_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             "explorer": {
                 "port": free_port(),
                 "engines": [{"name": "e0", "url": f"http://127.0.0.1:{free_port()}"}],
+                "ledger_timeout_s": LEDGER_S,
             },
             "engine": {"dtype": "float32", "max_model_len": 2048, "tool_parser": "hermes"},
             # the model is sure of the few sentences that it has learned, and agents with other rewards share it

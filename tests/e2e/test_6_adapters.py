@@ -21,6 +21,7 @@ from shared.experience import Tokens
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import experiences, payloads
+from tests.e2e.conftest import LEDGER_S
 from tests.e2e.test_1_loop import LOGPROB_TOLERANCE
 from tests.support.models import make_tiny_model
 from tests.support.processes import Process, wait_for, write_config
@@ -75,6 +76,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 "port": free_port(),
                 "engines": [{"name": "e0", "url": f"http://127.0.0.1:{free_port()}"}],
                 "reload": {"poll_interval_s": 0.1},
+                "ledger_timeout_s": LEDGER_S,
             },
             "engine": {"dtype": "float32", "max_model_len": 256, "staging_dir": str(root / "staged"), "max_loras": 3},
             "trainer": {
@@ -202,7 +204,7 @@ def test_a_trainer_goes_on_from_the_newest_adapter_and_what_it_learns_is_served(
         service.http.post("/feedback", json={"msg_ids": [msg_id], **said}).raise_for_status()
     with Process(["trainer", "-c", str(service.file)], tmp_path / "trainer.log") as trainer:
         service.http.post("/commit").raise_for_status()
-        wait_for(lambda: service.serves(before + 1), "what was learned", 120)
+        wait_for(lambda: service.serves(before + 1), "what was learned", 240)
         stats = service.http.get("/status").json()["trainers"][0]["stats"]
         assert trainer.stop() == 0, trainer.output()[-2000:]
     assert {"ppo/policy_loss", "sft/negative_log_likelihood"} <= stats.keys()

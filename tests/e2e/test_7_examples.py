@@ -85,16 +85,16 @@ def programs_with(argument: str) -> set[int]:
 
 def test_who_ends_the_command_ends_the_example(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(60)
+        silent.settimeout(240)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         command = [sys.executable, "-m", "services.cli", "demo", "frozen_lake", "--url", url, "--root", str(tmp_path)]
         demo = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             asked, _ = silent.accept()  # the example runs
             demo.terminate()
-            demo.wait(10)
+            demo.wait(60)
             with asked:
-                asked.settimeout(10)
+                asked.settimeout(60)
                 while asked.recv(4096):
                     pass  # until the example closes its connection
             wait_until(lambda: not programs_with(str(tmp_path)))

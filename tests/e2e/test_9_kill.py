@@ -41,7 +41,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(200)  # three requests
 
     def _customer(self, number: int) -> None:
         with httpx.Client(base_url=str(self.live.http.base_url), timeout=60) as http:
@@ -83,7 +83,7 @@ def test_killed_under_load_it_comes_back_and_no_acknowledged_row_is_lost(live, v
         wait_for(lambda: len(load.rewards) > 30, "some load", 240)
         pid = vllm_pid(live) if victim == "vllm" else pid_of(live, victim)
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not _runs(pid), "its end", 10)
+        wait_for(lambda: not _runs(pid), "its end", 60)
         at, version = len(load.chats), _newest_served(live)
         wait_for(lambda: len(load.chats) > at + 30, "chats going on", 240)
         wait_for(lambda: _newest_served(live) > version + 1, "new versions after the kill", 300)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import flywheel
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
-from shared.ledger.tables import experiences, signals
+from shared.ledger import transitions
+from shared.ledger.tables import experiences, signals, trainers
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config
+
+
+@pytest.fixture(autouse=True)
+def patient_runners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TrainingRunner that ends waits for its runs, however slow the machine is."""
+    monkeypatch.setattr(flywheel.TrainingRunner.stop, "__defaults__", (240.0,))
 
 
 @pytest.fixture
@@ -40,14 +48,21 @@ def said(explorer: RunningExplorer) -> list[Any]:
         return list(connection.execute(select(signals).order_by(signals.c.id)))
 
 
+def announce_trainer(explorer: RunningExplorer) -> None:
+    """A trainer that trains nothing, and is alive for an hour."""
+    with explorer.ledger.write() as connection:
+        transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
+        connection.execute(update(trainers).values(heartbeat_at=time.time() + 3600))
+
+
 def say(model: flywheel.Model, text: str = "hi") -> Any:
     """One chat by OpenAI's client."""
-    with model.openai(max_retries=0) as openai:
+    with model.openai(max_retries=0, timeout=600) as openai:
         return openai.chat.completions.create(model=model.name, messages=[{"role": "user", "content": text}])
 
 
 async def say_async(model: flywheel.Model, text: str = "hi") -> Any:
-    async with model.async_openai(max_retries=0) as openai:
+    async with model.async_openai(max_retries=0, timeout=600) as openai:
         return await openai.chat.completions.create(model=model.name, messages=[{"role": "user", "content": text}])
 
 

@@ -131,7 +131,7 @@ def test_a_collector_that_is_closed_twice_exports(tmp_path):
         collector.close()
     exporting = threading.Thread(target=collector.export, args=(tmp_path / "rows.jsonl",), daemon=True)
     exporting.start()
-    exporting.join(10)
+    exporting.join(60)
     assert not exporting.is_alive()
 
 
@@ -192,7 +192,7 @@ def test_what_comes_after_the_close_is_dropped_and_an_export_does_not_wait_for_i
     collector.reward("m", quality=0.5)
     exporting = threading.Thread(target=collector.export, args=(tmp_path / "rows.jsonl",), daemon=True)
     exporting.start()
-    exporting.join(10)
+    exporting.join(60)
     assert not exporting.is_alive()
     assert collector.stats.dropped == 1
 
@@ -201,11 +201,11 @@ def test_what_comes_after_the_close_is_dropped_and_an_export_does_not_wait_for_i
 def test_the_close_does_not_wait_for_a_thread_that_has_ended(explorer, tmp_path):
     collector = flywheel.Collector(tmp_path / "chats.jsonl", redact=lambda row: sys.exit(), queue_size=1)
     chat(collector, explorer.url)
-    collector._thread.join(10)
+    collector._thread.join(60)
     collector.reward("m", quality=0.5)
     closing = threading.Thread(target=collector.close, daemon=True)
     closing.start()
-    closing.join(10)
+    closing.join(60)
     assert not closing.is_alive()
 
 

@@ -35,7 +35,7 @@ def count(kept: Connections) -> tuple[int, int]:
 
 async def test_requests_at_once_have_a_connection_each_and_later_ones_use_them_again(url):
     kept = Connections()
-    async with httpx.AsyncClient(transport=kept.asynchronous()) as client:
+    async with httpx.AsyncClient(transport=kept.asynchronous(), timeout=60) as client:
         assert await asyncio.gather(*(fetch(client, url) for _ in range(8))) == ["answer"] * 8
         assert count(kept) == (8, 8)
         for _ in range(20):
@@ -48,7 +48,7 @@ async def test_requests_at_once_have_a_connection_each_and_later_ones_use_them_a
 
 async def test_a_stream_uses_its_connection_until_it_is_closed_and_releases_it_once(url):
     kept = Connections()
-    async with httpx.AsyncClient(transport=kept.asynchronous(owned=True)) as client:
+    async with httpx.AsyncClient(transport=kept.asynchronous(owned=True), timeout=60) as client:
         async with client.stream("GET", url) as reply:
             assert count(kept) == (1, 0)
             await reply.aread()
@@ -69,7 +69,7 @@ async def test_what_fails_or_is_cancelled_gives_its_seat_back(url, monkeypatch):
     kept = Connections()
     silent = await asyncio.start_server(read_only, "127.0.0.1", 0)
     host, port = silent.sockets[0].getsockname()
-    async with httpx.AsyncClient(transport=kept.asynchronous(owned=True)) as client, silent:
+    async with httpx.AsyncClient(transport=kept.asynchronous(owned=True), timeout=60) as client, silent:
         for _ in range(3):
             with pytest.raises(httpx.ConnectError):
                 await client.get("http://127.0.0.1:9")
@@ -79,9 +79,22 @@ async def test_what_fails_or_is_cancelled_gives_its_seat_back(url, monkeypatch):
         assert len(kept.of_loop()._idle[("http", "127.0.0.1", int(url.rpartition(":")[2]))]) <= 2
 
 
+async def test_a_request_that_is_cancelled_at_any_moment_leaves_no_connection_that_serves_nobody(url):
+    """httpx's pool keeps a place for ever for a connection whose request was cancelled before it began."""
+    for turns in range(40):
+        timeout = httpx.Timeout(60, pool=1.0)
+        async with httpx.AsyncClient(transport=Connections().asynchronous(owned=True), timeout=timeout) as client:
+            cancelled = asyncio.create_task(fetch(client, url))
+            for _ in range(turns):  # of the loop
+                await asyncio.sleep(0)
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            assert await fetch(client, url) == "answer", turns
+
+
 async def test_connections_that_were_idle_for_long_are_closed(url, monkeypatch):
     kept = Connections()
-    async with httpx.AsyncClient(transport=kept.asynchronous(owned=True)) as client:
+    async with httpx.AsyncClient(transport=kept.asynchronous(owned=True), timeout=60) as client:
         await asyncio.gather(*(fetch(client, url) for _ in range(4)))
         monkeypatch.setattr(connections, "_IDLE_S", 0.0)
         for _ in range(6):
@@ -93,7 +106,7 @@ def test_each_loop_has_connections_of_its_own(url):
     kept = Connections()
 
     async def one() -> int:
-        async with httpx.AsyncClient(transport=kept.asynchronous(owned=True)) as client:
+        async with httpx.AsyncClient(transport=kept.asynchronous(owned=True), timeout=60) as client:
             await fetch(client, url)
             return count(kept)[0]
 

@@ -17,6 +17,7 @@ from tests.sdk.conftest import TASKS, learn, rows, said
 from tests.support.batches import assemble
 
 HI = [{"role": "user", "content": "hi"}]
+CHAT = {"model": "agent", "messages": HI}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -126,6 +127,6 @@ def test_a_run_without_chats_is_no_rewarded_run_though_credit_is_a_function(expl
 
 def test_a_reward_arrives_though_credit_is_a_function_and_a_program_chatted(explorer, client):
     with client.run(credit=share) as run:
-        httpx.post(f"{run.path_url}/chat/completions", json={"model": "agent", "messages": HI}).raise_for_status()
+        httpx.post(f"{run.path_url}/chat/completions", json=CHAT, timeout=60).raise_for_status()
         run.reward(0.5)
     assert [row.reward for row in rows(explorer)] == [0.5]

@@ -18,6 +18,7 @@ from flywheel.transport import Chats, Pin, current_pin
 
 from tests.sdk.conftest import TASKS, count, learn, rows, say
 from tests.support.servers import publish, wait_until
+from tests.support.time_limits import end_when
 
 counted = itertools.count()
 
@@ -126,17 +127,21 @@ def test_learn_repeats_an_evaluation_if_the_version_is_replaced(explorer, tmp_pa
     assert [(one.version, one.n, one.failed) for one in report.evaluations] == [(2, 2, 0)]
 
 
-def test_the_last_version_is_evaluated_when_the_time_is_up(explorer, tmp_path):
+def test_the_last_version_is_evaluated_when_the_time_is_up(explorer, tmp_path, monkeypatch):
+    newer: list[int] = []
+    end_when(monkeypatch, lambda: bool(newer))
+
     def slow(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
         say(model)
         if run.run_id != "eval" and explorer.http.get("/status").json()["versions"]["serving"] == 1:
             serve(explorer, 2)
+            newer.append(2)
         time.sleep(0.3)
         return 1.0
 
     serve(explorer, 1)
     report = learn(
-        explorer, tmp_path, slow, [{"n": n} for n in range(40)], eval_tasks=TASKS[:1], at_once=1, seconds=3.0
+        explorer, tmp_path, slow, [{"n": n} for n in range(40)], eval_tasks=TASKS[:1], at_once=1, seconds=1.0
     )
     assert report.stopped == "time"
     assert [one.version for one in report.evaluations] == [1, 2]
@@ -169,11 +174,11 @@ def test_a_sync_function_that_hangs_does_not_hold_up_an_evaluation():
     given: dict[str, Any] = {"model": 0, "url": "http://127.0.0.1:9", "timeout_s": 0.2}
 
     def evaluates() -> None:
-        found.append(flywheel.evaluate(lambda task: release.wait(30), TASKS[:1], **given))
+        found.append(flywheel.evaluate(lambda task: release.wait(120), TASKS[:1], **given))
 
     evaluating = threading.Thread(target=evaluates, daemon=True)
     evaluating.start()
-    evaluating.join(5)
+    evaluating.join(60)
     assert not release.is_set()
     assert [(one.n, one.failed) for one in found] == [(0, 1)]
     release.set()

@@ -14,6 +14,7 @@ import pytest
 from examples.run import SERVED, Example, Shuffled, of_version_in_service, parser, run
 from examples.serving import MARKER
 from tests.sdk.conftest import rows, say_async
+from tests.support.time_limits import end_when
 
 
 async def agent(task: Any, model: flywheel.Model) -> int:
@@ -33,11 +34,18 @@ def example(**options: Any) -> Example:
     return Example(name="sums", about="sums", workflow=agent, judge=reward, **given)
 
 
+@pytest.fixture
+def time_for_runs(explorer, monkeypatch) -> None:
+    """An example learns until some runs have been recorded, and for as long as it is told."""
+    end_when(monkeypatch, lambda: len(rows(explorer)) > 4)
+
+
 def play(explorer, tmp_path, *options: str) -> int:
     arguments = ["--url", explorer.url, "--minutes", "0.02", "--root", str(tmp_path / "root"), *options]
     return run(example(), parser("sums", "sums").parse_args(arguments))
 
 
+@pytest.mark.usefixtures("time_for_runs")
 def test_an_example_ends_with_a_line_of_json_and_a_report(explorer, tmp_path, capsys):
     assert play(explorer, tmp_path) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -57,6 +65,7 @@ def test_a_number_of_held_out_tasks_is_1_or_more(count, capsys):
     assert capsys.readouterr().err.endswith("argument --held-out: give a whole number of 1 or more\n")
 
 
+@pytest.mark.usefixtures("time_for_runs")
 def test_a_model_of_a_server_learns_with_options_of_its_own(explorer, tmp_path):
     served = {**example().served, "runs_per_task": 2}
     arguments = ["--url", explorer.url, "--minutes", "0.02", "--root", str(tmp_path / "root")]

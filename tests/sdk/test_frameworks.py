@@ -28,7 +28,7 @@ def test_a_node_program_belongs_to_the_run_of_its_environment(explorer, client):
     with client.run("node / task", "0") as run:
         env = {**os.environ, **run.env()}
         program = [CLIENTS / "bin/node", REPOSITORY / "tests/clients/openai_node.mjs", env["OPENAI_BASE_URL"], "2"]
-        subprocess.run(program, env=env, cwd=REPOSITORY / "tests/clients", check=True, timeout=60, capture_output=True)
+        subprocess.run(program, env=env, cwd=REPOSITORY / "tests/clients", check=True, timeout=240, capture_output=True)
         run.reward(0.5)
     assert {(row.task_id, row.run_id, row.reward) for row in rows(explorer)} == {("node / task", "0", 0.5)}
 

@@ -21,9 +21,10 @@ from flywheel.workflow import Caller
 
 from shared.ledger import transitions
 from tests.sdk import hanging_program, learn_program
-from tests.sdk.conftest import COLLECT, TASKS, count, learn, rows, said, say, say_async
+from tests.sdk.conftest import COLLECT, TASKS, announce_trainer, count, learn, rows, said, say, say_async
 from tests.support.processes import REPOSITORY
 from tests.support.servers import RunningExplorer, make_config, wait_until
+from tests.support.time_limits import limit_when
 
 
 def number(run_id: str) -> str:
@@ -129,13 +130,17 @@ def test_too_many_failures_stop_it_with_the_first_tracebacks(explorer, tmp_path)
 
 
 @pytest.mark.parametrize(("on_timeout", "rewards"), [(None, []), (-0.5, [-0.5] * 6)])
-def test_a_timeout_is_dropped_or_scored_as_one_chooses(explorer, tmp_path, on_timeout, rewards):
+def test_a_timeout_is_dropped_or_scored_as_one_chooses(explorer, tmp_path, monkeypatch, on_timeout, rewards):
+    hanging: list[Any] = []
+    limit_when(monkeypatch, "episode", lambda: len(hanging) == len(TASKS))
+
     async def hang(task: Any, model: flywheel.Model) -> float:
         await say_async(model)
+        hanging.append(task)
         await asyncio.Event().wait()
         return 1.0
 
-    report = learn(explorer, tmp_path, hang, timeout_s=1.0, on_timeout=on_timeout)
+    report = learn(explorer, tmp_path, hang, timeout_s=0.1, on_timeout=on_timeout)
     assert (report.runs, report.failures) == (6, {"TimedOut": 6})
     assert [row.reward for row in rows(explorer) if row.reward is not None] == rewards
 
@@ -144,7 +149,7 @@ def test_a_timeout_is_dropped_or_scored_as_one_chooses(explorer, tmp_path, on_ti
 def test_a_sync_function_that_hangs_does_not_keep_the_process_from_ending(explorer, tmp_path, what):
     program = [sys.executable, hanging_program.__file__, what, explorer.url, str(tmp_path / "runs")]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY / "agent_sdk")}
-    ended = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=30, check=True)
+    ended = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=240, check=True)
     assert ended.stdout.strip() == str({"TimedOut": 1})
 
 
@@ -188,16 +193,15 @@ def test_a_trainer_that_its_breaker_holds_trains_nothing(explorer, tmp_path):
 
 
 def test_nothing_starts_while_more_rows_are_ready_than_the_bound(explorer, tmp_path):
-    with explorer.ledger.write() as connection:
-        transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
+    announce_trainer(explorer)
     folder = tmp_path / "learn"
     code = [sys.executable, str(REPOSITORY / "tests/sdk/paced_program.py"), explorer.url, str(folder)]
     with subprocess.Popen(code, env={**os.environ, "PYTHONPATH": str(REPOSITORY / "agent_sdk")}) as process:
-        wait_until(lambda: explorer.http.get("/status").json()["rows"]["READY"] > 8)
+        wait_until(lambda: explorer.http.get("/status").json()["rows"]["READY"] > 8, 240)
         held = explorer.http.get("/status").json()["rows"]
         assert held["READY"] <= 8 + 4, "the bound, and what was in flight"
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     report = json.loads((folder / "report.json").read_text())
     assert report["stopped"] == "interrupted"
     assert report["runs"] == sum(explorer.http.get("/status").json()["rows"].values())

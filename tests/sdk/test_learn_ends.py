@@ -13,6 +13,7 @@ import pytest
 from flywheel import schedule
 
 from tests.sdk.conftest import COLLECT, TASKS, count, learn, rows, say_async
+from tests.support.time_limits import end_when
 
 
 async def breaks(task: Any, model: flywheel.Model) -> float:
@@ -56,9 +57,12 @@ def test_a_run_left_by_hand_logs_a_child_without_chats(client, explorer, caplog)
 @pytest.mark.parametrize("end", ["the time is up", "Ctrl-C"])
 def test_what_runs_when_the_work_is_ended_is_finished_and_rewarded(explorer, tmp_path, monkeypatch, end):
     monkeypatch.setattr(schedule, "_BREAK_OFF_S", 0.1)
+    running: list[Any] = []
+    end_when(monkeypatch, lambda: bool(running))
 
     async def slow(task: Any, model: flywheel.Model) -> float:
         await say_async(model)
+        running.append(task)
         if end == "Ctrl-C" and task["n"] == TASKS[0]["n"]:
             signal.raise_signal(signal.SIGINT)
         await asyncio.sleep(0.6)
@@ -100,15 +104,20 @@ def test_a_reward_that_the_explorer_refused_is_no_obstacle_to_a_later_start(expl
     assert sorted(row.reward for row in rows(explorer) if row.reward is not None) == [0.5, 0.5]
 
 
-def test_the_end_of_the_time_after_ctrl_c_changes_nothing(explorer, tmp_path):
+def test_the_end_of_the_time_after_ctrl_c_changes_nothing(explorer, tmp_path, monkeypatch):
+    pressed: list[Any] = []
+    end_when(monkeypatch, lambda: bool(pressed))
+
     async def slow(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
         await say_async(model)
         if run.run_id != "eval":
             signal.raise_signal(signal.SIGINT)
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(0.1)
+            pressed.append(task)
+            await asyncio.sleep(0.5)
         return 1.0
 
-    assert learn(explorer, tmp_path, slow, TASKS[:1], seconds=1.0).stopped == "interrupted"
+    assert learn(explorer, tmp_path, slow, TASKS[:1], seconds=0.2).stopped == "interrupted"
 
 
 def test_ctrl_c_in_an_evaluation_starts_none_of_its_further_runs(explorer, tmp_path):

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.sdk.conftest import rows
+from tests.support.time_limits import end_when
 
 
 class Countdown:
@@ -102,9 +103,14 @@ async def test_a_step_that_returns_something_else_is_named(explorer):
             await flywheel.play(Odd(1), client.model())
 
 
-def test_learn_ends_at_its_time_limit_and_finishes_running_runs(explorer, tmp_path):
+def test_learn_ends_at_its_time_limit_and_finishes_running_runs(explorer, tmp_path, monkeypatch):
+    played: list[Any] = []
+    end_when(monkeypatch, lambda: len(played) > 8)
+
     async def play(task: Any, model: flywheel.Model) -> float:
-        return (await flywheel.play(Countdown(2), model)).reward
+        reward = (await flywheel.play(Countdown(2), model)).reward
+        played.append(task)
+        return reward
 
     options: dict[str, Any] = {"require_trainer": False, "progress": False, "folder": tmp_path / "runs"}
     tasks = [{"n": n} for n in range(5)]

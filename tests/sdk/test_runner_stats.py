@@ -12,6 +12,7 @@ import pytest
 from tests.sdk.conftest import rows, say, say_async
 from tests.sdk.test_runner import PRODUCTION, agent, ask, fails, score
 from tests.support.servers import free_port, wait_until
+from tests.support.time_limits import limit_when
 
 EVERY = flywheel.SamplingRate(1.0)
 NO_RUNS = {"watch", "select", "commit"}  # of failed
@@ -42,7 +43,8 @@ def test_each_run_is_counted_once_by_its_outcome(explorer, given):
     assert (runner.stats.runs, counted(runner.stats)) == (3, 3), runner.stats
 
 
-def test_a_run_that_stop_interrupts_is_counted_as_such_and_unstarted_ones_as_dropped(explorer):
+def test_a_run_that_stop_interrupts_is_counted_as_such_and_unstarted_ones_as_dropped(explorer, monkeypatch):
+    monkeypatch.setattr("flywheel.shadow.LAST_S", 60.0)  # the last commit may take a while
     begun: list[Any] = []
 
     async def endless(request: dict[str, Any], model: flywheel.Model) -> str:
@@ -140,9 +142,30 @@ def test_an_unknown_credit_is_refused_before_anything_is_replayed():
         flywheel.TrainingRunner("http://127.0.0.1:1", reward=lambda run, reply: 1.0, credit="both")
 
 
-def test_a_reward_function_that_hangs_occupies_no_worker_for_ever(explorer):
+def test_a_run_that_takes_too_long_is_counted_and_not_rewarded(explorer, monkeypatch):
+    hanging: list[Any] = []
+    limit_when(monkeypatch, "shadow", lambda: hanging)
+
+    async def slow(request: Any, model: flywheel.Model) -> str:
+        await say_async(model)
+        hanging.append(request)
+        await asyncio.Event().wait()
+        return ""
+
+    runner = flywheel.TrainingRunner(explorer.url, slow, score, select=EVERY, timeout_s=0.1)
+    with runner:
+        ask(runner.watch(agent, production=PRODUCTION))
+    assert runner.stats.failed["TimedOut"] == 1
+    assert [row.reward for row in rows(explorer)] == [None]
+
+
+def test_a_reward_function_that_hangs_occupies_no_worker_for_ever(explorer, monkeypatch):
+    hanging: list[Any] = []
+    limit_when(monkeypatch, "shadow", lambda: hanging and not runner.stats.runs)
+
     async def hangs_at_first(run: flywheel.Run, reply: Any) -> float:
         if reply == "first":
+            hanging.append(run)
             await asyncio.Event().wait()
         return 1.0
 
@@ -150,7 +173,7 @@ def test_a_reward_function_that_hangs_occupies_no_worker_for_ever(explorer):
         say(model)
         return request["text"]
 
-    options: dict[str, Any] = {"reward": hangs_at_first, "select": EVERY, "at_once": 1, "timeout_s": 1.0}
+    options: dict[str, Any] = {"reward": hangs_at_first, "select": EVERY, "at_once": 1, "timeout_s": 0.1}
     with flywheel.TrainingRunner(explorer.url, replying, **options) as runner:
         serve = runner.watch(lambda request, model: "", production=PRODUCTION)
         serve({"text": "first"}), serve({"text": "second"})

@@ -36,7 +36,7 @@ def test_a_run_of_a_chat_key_whose_program_chatted_is_left_without_an_error(scri
         with flywheel.Client(explorer.url, key="chats") as client, client.run(task_id="t") as run:
             key = {"Authorization": f"Bearer {run.env()['OPENAI_API_KEY']}"}
             body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
-            httpx.post(f"{run.path_url}/chat/completions", json=body, headers=key).raise_for_status()
+            httpx.post(f"{run.path_url}/chat/completions", json=body, headers=key, timeout=60).raise_for_status()
         assert [row.task_id for row in rows(explorer)] == ["t"]
     finally:
         explorer.stop()

@@ -12,6 +12,7 @@ from flywheel.journal import read_lines
 
 from tests.sdk.conftest import TASKS, count, learn, rows, said, say, say_async
 from tests.support.servers import wait_until
+from tests.support.time_limits import limit_when
 
 
 async def cancelled(*_: Any) -> Any:
@@ -33,7 +34,7 @@ def test_a_workflow_that_ends_as_cancelled_or_stopped_is_a_failed_attempt(explor
         say(model)
         return stopped() if next(tries) == 0 else 1.0
 
-    report = learn(explorer, tmp_path, workflow if fault is cancelled else stopping, at_once=1, timeout_s=10)
+    report = learn(explorer, tmp_path, workflow if fault is cancelled else stopping, at_once=1, timeout_s=60)
     assert (report.stopped, report.rewarded, report.dropped) == ("done", len(TASKS), 0)
     assert sum(report.failures.values()) == 1
     assert {row.state for row in rows(explorer) if row.reward is not None} == {"READY"}
@@ -144,7 +145,9 @@ def test_the_first_failure_of_each_kind_is_reported_while_learn_continues(explor
     assert caplog.text.count("a run failed; the first ValueError: no action in {'n': 0}") == 1
 
 
-def test_a_judge_that_hangs_leaves_its_runs_without_a_reward_and_learn_ends(explorer, tmp_path):
+def test_a_judge_that_hangs_leaves_its_runs_without_a_reward_and_learn_ends(explorer, tmp_path, monkeypatch):
+    for module in ("episode", "evaluation"):
+        limit_when(monkeypatch, module, lambda: False)  # only the judge's time is limited
     options = {"timeout_s": 0.5, "on_timeout": -1.0, "max_failed_share": 1.0}
     report = learn(explorer, tmp_path, tasks=TASKS[:2], eval_tasks=TASKS[:1], judge=endless, **options)
     assert (report.runs, report.rewarded, report.failures) == (2, 0, {"JudgeFailed": 2})

@@ -34,7 +34,7 @@ class Witness:
 
     def refund(self, who: str) -> str:
         """What a writing tool does."""
-        connection = http.client.HTTPConnection(*self.server.server_address[:2], timeout=10)  # type: ignore[arg-type]
+        connection = http.client.HTTPConnection(*self.server.server_address[:2], timeout=60)  # type: ignore[arg-type]
         connection.request("POST", f"/refund/{who}")
         assert connection.getresponse().status == 200
         connection.close()

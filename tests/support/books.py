@@ -37,7 +37,7 @@ class Books:
         """Stop the customers."""
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(120)
 
     def _customer(self, number: int) -> None:
         draw = random.Random(number)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from services.engine.stage import Stage
+
+
+class Hold:
+    """For `Script.on_call`: each request of the path waits until `release` is set."""
+
+    def __init__(self) -> None:
+        self.held = 0  # requests that came to wait
+        self.release = threading.Event()
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.held += 1
+        self.release.wait(240)
 
 
 @dataclass

@@ -15,7 +15,7 @@ CHAT_BODY = b'{"messages": [{"role": "user", "content": "hi"}]}'
 STREAM_BODY = b'{"messages": [], "stream": true}'
 
 
-def connect(explorer: RunningExplorer, first: bytes = b"", timeout_s: float = 20) -> socket.socket:
+def connect(explorer: RunningExplorer, first: bytes = b"", timeout_s: float = 60) -> socket.socket:
     """A connection on which every write is a separate packet."""
     url = explorer.http.base_url
     opened = socket.create_connection((url.host, url.port), timeout=timeout_s)
@@ -98,7 +98,7 @@ def _next_answer(client: h11.Connection, opened: socket.socket) -> Answer:
                 raise AssertionError(f"no answer, but {other}")
 
 
-def read_to_end(opened: socket.socket, timeout_s: float = 20) -> bytes:
+def read_to_end(opened: socket.socket, timeout_s: float = 60) -> bytes:
     """All bytes until the explorer closes the connection. Fails if it does not."""
     opened.settimeout(timeout_s)
     received = bytearray()

@@ -83,7 +83,7 @@ class Adapted:
 def held(config: Config) -> dict[str, str]:
     """The engine's adapters: name and folder. Raises httpx.HTTPError."""
     headers = {"X-Flywheel-Engine-Token": engine_token(config)}
-    reply = httpx.get(f"{config.explorer.engines[0].url}/v1/models", headers=headers, timeout=5).raise_for_status()
+    reply = httpx.get(f"{config.explorer.engines[0].url}/v1/models", headers=headers, timeout=60).raise_for_status()
     return {card["id"]: card["root"] for card in reply.json()["data"] if card["id"].startswith("agent@")}
 
 

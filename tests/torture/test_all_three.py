@@ -16,7 +16,6 @@ import time
 from itertools import groupby
 from pathlib import Path
 
-import httpx
 import pytest
 from sqlalchemy import select
 
@@ -124,7 +123,7 @@ def finish_and_count(folder: Path, whole: Whole, books: Books, model: Path) -> N
     except AssertionError as error:
         raise AssertionError(f"{error}: {whole.log('explorer')[-2000:]}") from error
     books.close()
-    httpx.post(f"{whole.url}/commit", timeout=30).raise_for_status()
+    whole.commit()
     ledger = Ledger.open(whole.config.ledger_url)
 
     def all_trained() -> bool:

@@ -49,7 +49,7 @@ def test_nothing_acknowledged_is_lost_with_the_database(tmp_path: Path, scripted
             before = len(books.rewards)
             wait_for(lambda: len(books.rewards) > before + 20, "service after the last kill", 240)
             books.close()
-            assert explorer.stop(30) == 0
+            assert explorer.stop() == 0
         assert "Traceback" not in (tmp_path / "explorer.log").read_text()
         ledger = Ledger.open(config.ledger_url)
         books.check(ledger)

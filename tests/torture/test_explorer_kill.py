@@ -49,7 +49,7 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path, scripted_engine, database_
                 time.sleep(draw.random() * 0.5)  # a random moment is what is wanted
                 if kill == KILLS:
                     books.close()
-                    assert explorer.stop(30) == 0
+                    assert explorer.stop() == 0
     finally:
         books.close()
     assert "Traceback" not in (tmp_path / "explorer.log").read_text()
@@ -66,7 +66,7 @@ def test_the_books_find_a_lost_row(tmp_path: Path, explorer):
     from shared.ledger.tables import experiences, payloads
 
     books = Books(explorer.url)
-    with httpx.Client(base_url=explorer.url) as http:
+    with httpx.Client(base_url=explorer.url, timeout=60) as http:
         for _ in range(3):
             books._visit(http, random.Random(0))
     books.check(explorer.ledger)

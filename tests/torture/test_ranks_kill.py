@@ -56,7 +56,7 @@ def kill_a_rank(lives: Lives, root: Path, draw: random.Random, longest_s: float)
             wait_for(lambda: newest(root) > seen or not job.alive, "progress", 240, 0.005)
         threading.Event().wait(draw.random() * longest_s)  # a random moment is what is wanted
         both[draw.randrange(2)].kill()
-        assert job.wait(30) == 1
+        assert job.wait(240) == 1
         assert not any(one.is_running() for one in both)
 
 

@@ -15,7 +15,6 @@ import random
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 from sqlalchemy import select
 
@@ -137,13 +136,13 @@ def finish(whole: Whole, books: Books, ledger: Ledger, watch: Watch) -> None:
     """Both live on unharmed, until another version has come into service; then all is counted."""
     before = newest_served(ledger)
     whole.finish(batch_timeout_s=0.5)
-    wait_for(lambda: newest_served(ledger) > before + 1, "versions after the last kill", 120)
+    wait_for(lambda: newest_served(ledger) > before + 1, "versions after the last kill", 240)
     books.close()
-    httpx.post(f"{whole.url}/commit", timeout=30).raise_for_status()
+    whole.commit()
     assert [whole.lives[part].stop() for part in reversed(PARTS)] == [0, 0]
     starts = whole.log("trainer").count(AT_WORK)
     whole.begin("trainer")  # at its start it deletes what no explorer needs any more
-    wait_for(lambda: whole.log("trainer").count(AT_WORK) > starts, "the trainer's start", 120)
+    wait_for(lambda: whole.log("trainer").count(AT_WORK) > starts, "the trainer's start", 240)
     assert whole.lives["trainer"].stop() == 0
     for part in PARTS:
         assert "Traceback" not in whole.log(part)

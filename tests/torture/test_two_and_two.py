@@ -96,12 +96,12 @@ def test_the_count_is_exact(tmp_path: Path, scripted_engine, postgres):
         wait_for(nothing_waits, "all rows trained on", 120)
         stop.set()
         for learner in learners:
-            learner.thread.join(30)
+            learner.thread.join(120)
     finally:
         stop.set()
         for book in books:
             book.close()
-        exits = [process.stop(30) for process in processes]
+        exits = [process.stop() for process in processes]
     assert exits == [0, 0]
     with contextlib.closing(ledger):
         _count(ledger, books, learners)

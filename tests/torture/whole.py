@@ -8,10 +8,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from shared.config import Config
 from tests.support.lives import Life, Lives
 from tests.support.postgres import Postgres
-from tests.support.processes import write_config
+from tests.support.processes import wait_for, write_config
 from tests.support.servers import free_port
 from tests.torture.power_cut import PowerCut
 
@@ -114,6 +116,10 @@ class Whole:
         write_config(self.config.model_copy(update={"trainer": settings}), self._file)
         for part in PARTS:
             self.begin(part)
+
+    def commit(self) -> None:
+        """Asked again where the disk stands still for longer than the explorer lets a caller wait."""
+        wait_for(lambda: httpx.post(f"{self.url}/commit", timeout=60).status_code == 200, "a commit", 240)
 
     def close(self) -> None:
         for life in self.lives.values():

@@ -23,7 +23,7 @@ async def test_a_task_that_dies_stops_the_process(caplog):
         raise RuntimeError("no more")
 
     background.start_task("poller", die())
-    await asyncio.wait_for(stopped.wait(), 5)
+    await asyncio.wait_for(stopped.wait(), 60)
     (record,) = [record for record in caplog.records if record.exc_info]
     assert "task=poller" in record.getMessage()
 
@@ -32,7 +32,7 @@ async def test_a_task_that_ends_by_itself_stops_the_process(caplog):
     stopped = asyncio.Event()
     background = Background(stopped.set)
     background.start_task("poller", asyncio.sleep(0))
-    await asyncio.wait_for(stopped.wait(), 5)
+    await asyncio.wait_for(stopped.wait(), 60)
     assert "task=poller" in caplog.text
 
 
@@ -53,7 +53,7 @@ def test_a_thread_that_dies_stops_the_process(caplog, error):
     def die() -> None:
         raise error
 
-    Background(stopped.set).start_thread("writer", die).join(5)
+    Background(stopped.set).start_thread("writer", die).join(60)
     assert stopped.is_set()
     (record,) = [record for record in caplog.records if record.exc_info]
     assert "thread=writer" in record.getMessage()
@@ -69,9 +69,9 @@ async def test_who_waits_for_a_writer_that_dies_hears_of_it(tmp_path, monkeypatc
 
     monkeypatch.setattr(writer, "_commit_group", die)
     first = asyncio.ensure_future(writer.write(lambda connection: 1))
-    await asyncio.to_thread(wait_until, stopped.is_set, 5)
+    await asyncio.to_thread(wait_until, stopped.is_set, 60)
     with pytest.raises(LedgerError, match="writer has ended"):
-        await asyncio.wait_for(writer.write(lambda connection: 2), 5)
-    await asyncio.wait_for(writer.stop(), 5)
+        await asyncio.wait_for(writer.write(lambda connection: 2), 60)
+    await asyncio.wait_for(writer.stop(), 60)
     first.cancel()
     ledger.close()

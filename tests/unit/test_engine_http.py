@@ -20,6 +20,12 @@ CERTIFICATE = Path(__file__).parents[1] / "support" / "loopback.pem"
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
+@pytest.fixture(autouse=True)
+def connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long this process stands still between two requests."""
+    monkeypatch.setattr(http, "KEEPALIVE_S", 600.0)
+
+
 class Engine:
     """A server that gives each connection's requests to `answers`, one after the other; then it only listens."""
 
@@ -48,7 +54,7 @@ class Engine:
 
 
 @asynccontextmanager
-async def serving(engine: Engine, timeout_s: float = 10.0) -> AsyncIterator[tuple[EngineHttp, str]]:
+async def serving(engine: Engine, timeout_s: float = 120.0) -> AsyncIterator[tuple[EngineHttp, str]]:
     server = await asyncio.start_server(engine, "127.0.0.1", 0)
     client = EngineHttp(timeout_s, 128 << 20)
     try:
@@ -261,7 +267,7 @@ async def test_a_connection_whose_answer_was_not_read_to_its_end_is_closed():
         await started.wait()
         assert not response.is_complete
         response.close()
-        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.wait_for(ended.wait(), 60)
 
 
 async def test_an_engine_that_never_answers_is_given_up_in_time():
@@ -284,7 +290,7 @@ async def test_https_is_verified(monkeypatch):
     context.load_cert_chain(CERTIFICATE)
     server = await asyncio.start_server(Engine(OK), "127.0.0.1", 0, ssl=context)
     url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    stranger, friend = EngineHttp(10.0, 1 << 20), EngineHttp(10.0, 1 << 20)
+    stranger, friend = EngineHttp(120.0, 1 << 20), EngineHttp(120.0, 1 << 20)
     with pytest.raises(EngineUnavailable, match="certificate"):
         await post(stranger, url)
     monkeypatch.setenv("SSL_CERT_FILE", str(CERTIFICATE))

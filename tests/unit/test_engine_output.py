@@ -54,7 +54,7 @@ def reason_of(lines: list[str], file: Path, *, in_service: bool) -> str:
         assert process.stdin is not None
         process.stdin.write("".join(f"{line}\n" for line in lines).encode())
         process.stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(240) == 0
         return output.reason(in_service=in_service)
 
 
@@ -112,10 +112,10 @@ def test_a_log_that_is_copied_and_emptied_while_vllm_writes_goes_on_at_its_start
         assert process.stdin is not None
         process.stdin.write(b"before\n")
         process.stdin.flush()
-        wait_for(lambda: file.exists() and file.read_bytes() == b"before\n", "the first line", 20)
+        wait_for(lambda: file.exists() and file.read_bytes() == b"before\n", "the first line", 60)
         os.truncate(file, 0)  # as logrotate's copytruncate does
         process.stdin.write(b"after\n")
         process.stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(240) == 0
         output.reason(in_service=True)  # waits for the end
         assert file.read_bytes() == b"after\n"

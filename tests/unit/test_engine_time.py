@@ -21,9 +21,10 @@ async def begin_and_wait(reader: asyncio.StreamReader, writer: asyncio.StreamWri
 async def test_an_answer_that_took_too_long_is_not_whole_for_a_reader_that_comes_later():
     server = await asyncio.start_server(begin_and_wait, "127.0.0.1", 0)
     async with server:
-        client = EngineHttp(0.2, 1 << 20)
+        client = EngineHttp(240.0, 1 << 20)
         response = await client.post(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "/", b"", {})
         assert await response.read_some() == b"data: 1\n\n"
+        asyncio.get_running_loop().call_soon(response._expire)  # what its timer does
         while response._connection.is_open:  # noqa: ASYNC110 — a connection has no event for its end
             await asyncio.sleep(0.01)
         await asyncio.sleep(0)  # asyncio reports the end of the connection

@@ -70,7 +70,7 @@ def test_an_example_reaches_its_processes_also_where_the_environment_names_a_pro
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 600")
     (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr(serving, "product_python", lambda: str(tmp_path / "python"))
-    monkeypatch.setattr(serving, "READY_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(serving, "READY_TIMEOUT_S", 60.0)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "example.com")
     monkeypatch.delenv("no_proxy", raising=False)

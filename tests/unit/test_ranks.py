@@ -56,10 +56,11 @@ def test_every_item_is_one_ranks_and_costs_are_even(size):
     assert max(totals) - min(totals) <= min(costs)
 
 
-def test_rank_0_stays_until_the_others_have_read_their_last_order():
+def test_rank_0_stays_until_the_others_have_read_their_last_order(monkeypatch):
     """Its process has the store: without it a rank that reads late would take rank 0 for lost."""
+    monkeypatch.setattr("trainer_service.ranks.PATIENCE_S", 240.0)
     store = dist.HashStore()
-    first, second = (Ranks(rank, 2, store, 1.0) for rank in range(2))
+    first, second = (Ranks(rank, 2, store, 240.0) for rank in range(2))
     first.end()
     leaving = Thread(target=first.leave)
     leaving.start()
@@ -67,7 +68,7 @@ def test_rank_0_stays_until_the_others_have_read_their_last_order():
     assert leaving.is_alive()
     assert list(second.orders(StopRequest())) == []
     second.leave()
-    leaving.join(5)
+    leaving.join(60)
     assert not leaving.is_alive()
 
 
@@ -78,7 +79,7 @@ class StopsBetween:
         pass
 
     def get(self, _key: str) -> bytes:
-        Event().wait(20)
+        Event().wait(240)
         raise RuntimeError
 
 
@@ -94,7 +95,7 @@ def test_a_rank_0_that_is_stopped_while_an_order_is_read_is_lost():
 
     following = Thread(target=follow, daemon=True)
     following.start()
-    following.join(5)
+    following.join(60)
     assert "rank 0 does not answer" in str(found[0])
 
 

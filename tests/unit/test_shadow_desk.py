@@ -121,7 +121,7 @@ def test_the_strong_model_always_does_the_due_action():
 
 def test_the_office_counts_each_refund_whoever_asks_for_it():
     desk = Office()
-    with serve(office(desk)) as url, httpx.Client(base_url=url) as http:
+    with serve(office(desk)) as url, httpx.Client(base_url=url, timeout=60) as http:
         assert http.get("/orders/10").text == RECORDS[state_of("10")]
         assert http.get("/orders/9%2F..").text == "no such order" == http.post("/refunds", data={"order": "5"}).text
         assert http.post("/refunds", data={"order": "10"}).text == "refunded"
@@ -131,7 +131,7 @@ def test_the_office_counts_each_refund_whoever_asks_for_it():
 
 def test_offices_of_evaluations_are_apart():
     offices = TrialOffices()
-    with serve(offices.answer) as url, httpx.Client() as http:
+    with serve(offices.answer) as url, httpx.Client(timeout=60) as http:
         for name in ("a", "b"):
             http.post(f"{url}/{name}/refunds", data={"order": "10"})
     assert {name: desk.refunds for name, desk in offices.desks.items()} == {"a": ["10"], "b": ["10"]}
@@ -140,13 +140,13 @@ def test_offices_of_evaluations_are_apart():
 def test_the_strong_model_speaks_openai_over_the_wire():
     with serve(strong_model) as url:
         body = {"model": "strong", "messages": [{"role": "user", "content": TICKETS[0].message}]}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=body).json()
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert reply["choices"][0]["finish_reason"] == "tool_calls"
-        assert httpx.get(f"{url}/v1/models").status_code == 404
+        assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 404
 
 
 async def test_simulated_people_rate_waiting_answers_and_rarely_err():
-    ratings, tickets = Ratings(), {ticket.name: ticket for ticket in TICKETS}
+    ratings, tickets = Ratings(wait_s=240.0), {ticket.name: ticket for ticket in TICKETS}
     with serve(ratings.answer) as page:
         people = asyncio.create_task(simulated_people(page, tickets, every_s=0.01))
         given = await asyncio.gather(
@@ -163,10 +163,10 @@ async def test_simulated_people_rate_waiting_answers_and_rarely_err():
     assert sum(ratings.given.values()) == len(given) + len(wrong) + len(paid)
 
 
-async def test_people_rate_on_a_page_and_an_unrated_answer_has_no_reward():
-    ratings = Ratings(wait_s=0.2)
+async def test_people_rate_on_a_page_and_an_unrated_answer_has_no_reward(monkeypatch):
+    ratings = Ratings(wait_s=240.0)
     with serve(ratings.answer) as page:
-        async with httpx.AsyncClient(base_url=page) as browser:
+        async with httpx.AsyncClient(base_url=page, timeout=60) as browser:
             waiting = asyncio.create_task(ratings.rate(TICKETS[0], "<b>wait</b>"))
             await asyncio.sleep(0)
             shown = (await browser.get("/")).text
@@ -175,6 +175,7 @@ async def test_people_rate_on_a_page_and_an_unrated_answer_has_no_reward():
             assert "1 up" in (await browser.post("/rate", data={"item": 0, "rating": "up"})).text
             assert await waiting == 1.0
             assert "faster" in (await browser.post("/rate", data={"item": 0, "rating": "down"})).text
+            monkeypatch.setattr(ratings, "_wait_s", 0.2)
             assert await ratings.rate(TICKETS[1], "wait") is None
             assert (await browser.get("/waiting")).json() == []
     assert ratings.given == {"up": 1, "down": 0}

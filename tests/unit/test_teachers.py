@@ -131,12 +131,14 @@ def test_an_answer_that_comes_too_late_is_asked_for_again(server):
 
     def answer(path: str, body: Body) -> tuple[int, Any]:
         if not first.is_set():
+            teacher._client.timeout = 60.0  # of the next request
             first.set()
-            late.wait(10)
+            late.wait(60)
         return scripted(path, body)
 
     server.answer = answer
-    [taught] = teacher_of(server, timeout_s=0.2).teach(rows(1))
+    teacher = teacher_of(server, timeout_s=1.0)
+    [taught] = teacher.teach(rows(1))
     late.set()
     assert taught.teacher is not None and len(server.asked) == 2
 

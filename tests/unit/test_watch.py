@@ -105,7 +105,7 @@ def test_prometheus_exports_figures_rewards_by_version_and_the_breaker_s_reason(
 
 
 def scrape(port: int) -> list[str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         return answer.read().decode().splitlines()
 
 
@@ -156,7 +156,7 @@ def test_a_place_that_fails_is_left_out_and_the_others_go_on(caplog):
     def cannot_begin() -> Kept:
         raise ConnectionError("no server")
 
-    outside = Outside({"A": cannot_begin, "B": Failing, "C": lambda: kept}, timeout_s=10)
+    outside = Outside({"A": cannot_begin, "B": Failing, "C": lambda: kept}, timeout_s=60)
     for step in range(3):
         outside.put(record(step=step))
     outside.close()
@@ -175,7 +175,7 @@ def test_an_output_that_hangs_delays_neither_updates_nor_the_exit(caplog):
 
     outside = Outside({"far away": Hanging}, timeout_s=0)
     outside.put(record())
-    wait_for(entered.is_set, "the place to hang", 10)
+    wait_for(entered.is_set, "the place to hang", 60)
     for _ in range(QUEUED + 2):
         outside.put(record())
     outside.close()

@@ -232,7 +232,10 @@ def test_of_several_actions_in_one_text_the_first_is_done():
 
 
 def test_a_browser_walks_through_the_shop_by_its_own_buttons():
-    with site.serve(Shop(SHOP.catalogue)) as url, httpx.Client(base_url=url, follow_redirects=True) as browser:
+    with (
+        site.serve(Shop(SHOP.catalogue)) as url,
+        httpx.Client(base_url=url, timeout=60, follow_redirects=True) as browser,
+    ):
         assert GOALS[7].instruction in browser.get("/").text
         page = browser.get("/s/7").text
         assert GOALS[7].instruction in page and "name=words" in page
@@ -246,7 +249,7 @@ def test_a_browser_walks_through_the_shop_by_its_own_buttons():
 def test_an_agent_reads_the_same_shop_as_json_and_visits_are_apart():
     shop = Shop(SHOP.catalogue)
     agent = {"Accept": "application/json"}
-    with site.serve(shop) as url, httpx.Client(base_url=url, headers=agent) as http:
+    with site.serve(shop) as url, httpx.Client(base_url=url, timeout=60, headers=agent) as http:
         assert http.get("/s/7.a").json() == {"text": "search[words]", "done": False, "valid": True}
         first = http.post("/s/7.a", data={"action": "search[tent]"}).json()
         assert first["valid"] and "[1] " in first["text"]
@@ -255,7 +258,7 @@ def test_an_agent_reads_the_same_shop_as_json_and_visits_are_apart():
 
 
 def test_the_site_refuses_unknown_sessions_and_escapes_text():
-    with site.serve(Shop(SHOP.catalogue)) as url, httpx.Client(base_url=url) as http:
+    with site.serve(Shop(SHOP.catalogue)) as url, httpx.Client(base_url=url, timeout=60) as http:
         for path in ("/s/200", "/s/-1", "/s/x.1", "/s/", "/else", "/s/%3Cb%3E"):
             assert http.get(path).status_code == 404 and "<b>" not in http.get(path).text
         refused = http.post("/s/1", content=b"x" * 9000)
