@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 from sqlalchemy import select, update
@@ -18,7 +17,6 @@ from shared.experience import Tokens
 from shared.ledger.tables import engines, experiences, payloads
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, shown
-from tests.support.script import Script
 from tests.support.servers import RunningExplorer, publish, served, wait_joined, wait_until
 
 database_url = sqlite_alone  # nothing here depends on the database
@@ -81,12 +79,6 @@ class Stream:
             row = connection.execute(named.where(experiences.c.msg_id == self.msg_id)).one()
         logprobs = Tokens.decode(row.tokens).logprobs
         return (-logprobs[0], -logprobs[-1]), (row.version, row.version_end)
-
-
-def end_streams_after_a_load(script: Script) -> None:
-    """From now on streams wait before their last token until a load has begun: the engine is paused then."""
-    script.streams_wait, script.tells_weights = True, True
-    script.on_call["/collective_rpc"] = partial(setattr, script, "streams_wait", False)
 
 
 def test_who_has_an_engine_again_serves_what_the_owner_before_it_loaded(owner_first, scripted_engine):
@@ -154,7 +146,7 @@ def test_a_stream_that_crosses_a_reload_names_both_versions_where_another_chat_h
     owner_first, scripted_engine
 ):
     script, other = scripted_engine.script, owner_first[1]
-    end_streams_after_a_load(script)
+    script.end_streams_after_a_load()
     leases, read, lost = other.deps.leases, other.deps.leases.read, []
 
     async def read_when_a_chat_has_broken_off(url):
@@ -174,7 +166,7 @@ def test_a_stream_that_ends_after_a_reload_names_both_versions_at_an_explorer_th
     owner_first, scripted_engine
 ):
     script, other = scripted_engine.script, owner_first[1]
-    end_streams_after_a_load(script)
+    script.end_streams_after_a_load()
     script.reload_s, script.reply_ids = 1.0, [11, 12]
     leases, read = other.deps.leases, other.deps.leases.read
 
@@ -194,7 +186,7 @@ def test_streams_of_all_explorers_wait_for_an_engine_that_answers_nobody_while_i
 ):
     monkeypatch.setattr("explorer_service.engines.admin.HEALTH_TIMEOUT_S", HEALTH_TIMEOUT_S)
     script = scripted_engine.script
-    end_streams_after_a_load(script)
+    script.end_streams_after_a_load()
 
     def load_busily() -> None:
         script.streams_wait = False
@@ -211,7 +203,7 @@ def test_streams_of_all_explorers_wait_for_an_engine_that_answers_nobody_while_i
 
 def test_streams_that_cross_a_reload_name_both_versions_where_its_owner_died_in_it(owner_first, scripted_engine):
     script, owner = scripted_engine.script, owner_first[0]
-    end_streams_after_a_load(script)
+    script.end_streams_after_a_load()
     require_held = owner.deps.leases.require_held
 
     async def beat() -> None:
@@ -243,7 +235,7 @@ def test_streams_outlive_an_owner_that_died_in_a_load_of_which_the_engine_says_n
     wait_joined(both)
     owner, other = sorted(both, key=lambda explorer: not shown(explorer)["owned"])
     script, loads, asked = scripted_engine.script, [], threading.Event()
-    end_streams_after_a_load(script)
+    script.end_streams_after_a_load()
 
     async def beat() -> None:
         """A dead explorer has no heartbeat."""

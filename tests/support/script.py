@@ -95,3 +95,8 @@ class Script:
     def stream_slowly(self) -> None:
         """Every reply has so many tokens that a stream goes on until `gap_s` is 0."""
         self.reply_ids, self.logprobs, self.gap_s = list(range(3000)), [-0.5] * 3000, 0.1
+
+    def end_streams_after_a_load(self) -> None:
+        """From now on streams wait before their last token until a load has begun: the engine is paused then."""
+        self.streams_wait, self.tells_weights = True, True
+        self.on_call["/collective_rpc"] = lambda: setattr(self, "streams_wait", False)
