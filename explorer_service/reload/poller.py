@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import deque
 
 from explorer_service.background import Background
 from shared.clock import until_next_tick
@@ -30,7 +31,7 @@ class VersionPoller:
         self._found: _Found = None
         self.revision = 0  # counts changes of the result, and calls of `wake`
         self._changed = asyncio.Event()
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiters: deque[asyncio.Future[None]] = deque()  # always the same object: both threads use it
         self._wake = threading.Event()
         self._stopping = False
         self._loop = asyncio.get_running_loop()
@@ -70,7 +71,7 @@ class VersionPoller:
     def _run(self) -> None:
         while not self._stopping:
             self._wake.clear()
-            waiters, self._waiters = self._waiters, []
+            waiters = [self._waiters.popleft() for _ in range(len(self._waiters))]
             found = self._query()
             if waiters or not _is_same(found, self._found):
                 self._loop.call_soon_threadsafe(self._announce, found, waiters)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Collection
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Collection
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import NoReturn, Protocol
 
 from sqlalchemy import Connection
@@ -117,9 +117,12 @@ class FullTakeUp:
         self._settings = reloading.config.explorer.reload
         self._generation: int | None = None  # of the current move
 
-    def alone(self) -> AbstractAsyncContextManager[None]:
-        """Only one engine is paused at a time."""
-        return self._reloading.reload_lease.taken()
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Only one engine is paused at a time. The one before it may have refused the version: query the ledger."""
+        async with self._reloading.reload_lease.taken():
+            await self._reloading.poller.refresh()
+            yield
 
     def names(self, version: int) -> dict[int, str]:
         """Return this version, under the configured name."""

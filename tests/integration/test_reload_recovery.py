@@ -78,6 +78,43 @@ def test_an_engine_whose_turn_another_one_got_is_not_paused_and_takes_the_versio
     wait_until(lambda: served(explorer) == "1")
 
 
+def test_a_version_that_another_explorer_has_just_rejected_is_not_loaded(scripted_engine, start_explorer, monkeypatch):
+    """It had the turn before, and its engine refused the version. This explorer has not polled since."""
+    explorer, script = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready(), scripted_engine.script
+    publish(explorer, 0)
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: served(explorer) == "1")
+    steps, acquire, release = [], transitions.acquire_lease, transitions.release_lease
+    script.on_call["/flywheel/stage"] = lambda: steps.append("staged")
+
+    def acquire_noted(connection, name, owner):
+        if is_acquired := acquire(connection, name=name, owner=owner):
+            steps.append("acquired")
+        return is_acquired
+
+    def release_noted(connection, name, owner):
+        release(connection, name, owner)
+        steps.append("released")
+
+    def until_next_poll(interval_s):
+        steps.append("polled")
+        return 600.0
+
+    monkeypatch.setattr("shared.ledger.transitions.leases.LEASE_S", 3600.0)
+    monkeypatch.setattr(transitions, "acquire_lease", acquire_noted)
+    monkeypatch.setattr(transitions, "release_lease", release_noted)
+    take_the_turn(explorer.ledger, "another", 1800.0)
+    publish(explorer, 2, -3.0)
+    wait_until(lambda: "staged" in steps)
+    monkeypatch.setattr("explorer_service.reload.poller.until_next_tick", until_next_poll)
+    wait_until(lambda: "polled" in steps)
+    reject(explorer, 2)
+    take_the_turn(explorer.ledger, None)
+    wait_until(lambda: "acquired" in steps and "released" in steps[steps.index("acquired") :])
+    assert "reload v000002" not in script.calls
+    assert served(explorer) == "1"
+
+
 def test_a_version_that_was_withdrawn_while_it_was_loaded_does_not_serve(scripted_engine, start_explorer):
     explorer = start_explorer([scripted_engine.url], reload=SETTINGS, engine_wait_s=60.0).wait_ready()
     publish(explorer, 0)
