@@ -36,7 +36,6 @@ TEMPLATE = (
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TOGETHER = 1024  # tokens, including padding, of rows that are computed together: these fit into a core's cache
 
 Progress = Callable[[str, float], None]  # (current step, fraction done)
 
@@ -214,7 +213,14 @@ def _warm_start(recipe: Recipe, model: Any, tokenizer: Any, pad: int, progress: 
     endless = cycle(recipe.demonstrations)
     model.train()
     for step in range(steps):
-        _add_gradients(model, [_encode(tokenizer, one) for one in islice(endless, batch)], pad)
+        rows = [_encode(tokenizer, one) for one in islice(endless, batch)]
+        width = max(len(ids) for ids, _ in rows)
+        inputs, labels = torch.full((batch, width), pad), torch.full((batch, width), -100)
+        for row, (ids, wanted) in enumerate(rows):
+            inputs[row, : len(ids)] = torch.tensor(ids)
+            labels[row, : len(wanted)] = torch.tensor(wanted)
+        loss = model(input_ids=inputs, labels=labels).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -222,27 +228,6 @@ def _warm_start(recipe: Recipe, model: Any, tokenizer: Any, pad: int, progress: 
         progress(f"warm start: {recipe.teaches}", (step + 1) / steps)
     model.eval()
     torch.set_num_threads(threads)
-
-
-def _add_gradients(model: Any, rows: list[tuple[list[int], list[int]]], pad: int) -> None:
-    """Add the gradients of the mean loss of the rows' learned tokens. Rows of similar lengths are computed together."""
-    import torch
-    from torch.nn.functional import cross_entropy
-    from torch.nn.utils.rnn import pad_sequence
-
-    count = sum(label != -100 for _, labels in rows for label in labels[1:])
-    parts: list[list[tuple[list[int], list[int]]]] = [[]]
-    for row in sorted(rows, key=lambda row: len(row[0])):
-        if parts[-1] and len(row[0]) * (len(parts[-1]) + 1) > TOGETHER:
-            parts.append([])
-        parts[-1].append(row)
-    for part in parts:
-        inputs = pad_sequence([torch.tensor(ids) for ids, _ in part], batch_first=True, padding_value=pad)
-        labels = pad_sequence([torch.tensor(row) for _, row in part], batch_first=True, padding_value=-100)
-        hidden, wanted = model.model(input_ids=inputs).last_hidden_state[:, :-1], labels[:, 1:]
-        learned = wanted != -100
-        loss: Any = cross_entropy(model.lm_head(hidden[learned]), wanted[learned], reduction="sum") / count
-        loss.backward()
 
 
 def say(file: Any = None) -> Progress:
