@@ -64,9 +64,7 @@ class Followed:
 
 
 @pytest.fixture
-def followed(scripted_engine, start_explorer, monkeypatch) -> Followed:
-    for module in (transitions, transitions.engine_leases):  # the owner stays the owner, however busy the machine is
-        monkeypatch.setattr(module, "ENGINE_LEASE_S", 600.0)
+def followed(scripted_engine, start_explorer, lasting_leases) -> Followed:
     both = [start_explorer([scripted_engine.url], reload=SETTINGS, engine_wait_s=60.0).wait_ready() for _ in range(2)]
     publish(both[0], 0)
     wait_until(lambda: all(served(explorer) == "0" for explorer in both))
