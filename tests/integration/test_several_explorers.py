@@ -17,8 +17,8 @@ from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.tables import engines, experiences
 from tests.support.processes import Process, descendants, wait_for, write_config
-from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, free_port, make_config, publish, served, wait_joined, wait_until
+from tests.support.waiting_feedback import feedback_that_waits
 
 
 @pytest.fixture
@@ -95,8 +95,9 @@ def test_no_chat_of_either_crosses_a_reload_with_a_wrong_label(both, scripted_en
 def test_feedback_to_one_waits_for_a_stream_of_the_other(both, scripted_engine):
     scripted_engine.script.streams_wait = True
     streaming, ids = begin_stream(both[0])
-    end_streams_soon(scripted_engine)
-    receipts = both[1].http.post("/feedback", json={"msg_ids": ids, "reward": 1}).json()["receipts"]
+    with feedback_that_waits(both[1], msg_ids=ids, reward=1) as answers:
+        scripted_engine.script.streams_wait = False
+    receipts = answers[0]["receipts"]
     streaming.join()
     assert receipts == [{"msg_id": ids[0], "state": "applied"}]
 
@@ -109,8 +110,9 @@ def test_feedback_for_a_run_waits_for_its_streams_and_for_no_others(both, script
     streaming, ids = begin_stream(both[0], "/run/t/1/chat")
     other = both[asked].http.post("/feedback", json={"task_id": "t", "run_id": 2, "reward": 1}).json()
     assert streaming.is_alive()
-    end_streams_soon(scripted_engine)
-    receipts = both[asked].http.post("/feedback", json={"task_id": "t", "run_id": 1, "reward": 1}).json()["receipts"]
+    with feedback_that_waits(both[asked], task_id="t", run_id=1, reward=1) as answers:
+        scripted_engine.script.streams_wait = False
+    receipts = answers[0]["receipts"]
     streaming.join()
     assert (other["applied"], len(receipts)) == (1, 2)
     assert receipts[1] == {"msg_id": ids[0], "state": "applied"}
@@ -123,8 +125,9 @@ def test_feedback_for_a_task_waits_for_the_streams_of_its_runs_and_for_no_others
     streaming, ids = begin_stream(both[0], "/run/t/1/chat")
     other = both[asked].http.post("/feedback", json={"task_id": "other", "reward": 1}).json()
     assert streaming.is_alive()
-    end_streams_soon(scripted_engine)
-    receipts = both[asked].http.post("/feedback", json={"task_id": "t", "reward": 1}).json()["receipts"]
+    with feedback_that_waits(both[asked], task_id="t", reward=1) as answers:
+        scripted_engine.script.streams_wait = False
+    receipts = answers[0]["receipts"]
     streaming.join()
     assert (other["applied"], receipts) == (1, [{"msg_id": ids[0], "state": "applied"}])
 
@@ -135,8 +138,9 @@ def test_a_stream_that_began_before_there_was_another_explorer_is_waited_for_too
     streaming, ids = begin_stream(first)
     second = start_explorer([scripted_engine.url])
     wait_until(lambda: open_streams_of(first) == 1)  # the first one has told it
-    end_streams_soon(scripted_engine)
-    receipts = second.http.post("/feedback", json={"msg_ids": ids, "reward": 1}).json()["receipts"]
+    with feedback_that_waits(second, msg_ids=ids, reward=1) as answers:
+        scripted_engine.script.streams_wait = False
+    receipts = answers[0]["receipts"]
     streaming.join()
     assert receipts == [{"msg_id": ids[0], "state": "applied"}]
     wait_until(lambda: open_streams_of(first) == 0)
@@ -153,11 +157,6 @@ def test_a_caller_who_leaves_while_the_others_are_told_of_its_stream_leaves_no_s
         time.sleep(0.2)  # the explorer has noticed
     wait_until(lambda: open_streams_of(first) == 0)
     assert second.http.post("/feedback", json={"task_id": "t", "run_id": 1, "reward": 1}).json()["applied"] == 1
-
-
-def end_streams_soon(engine: ScriptedEngine) -> None:
-    """While feedback waits for them."""
-    threading.Timer(0.4, setattr, (engine.script, "streams_wait", False)).start()
 
 
 def begin_stream(explorer: RunningExplorer, path: str = "/chat") -> tuple[threading.Thread, list[str]]:
