@@ -34,6 +34,7 @@ from trainer_service.tensor_files import PYTORCH, name_of, write_tensors
 
 _CANDIDATES = 16  # sequences sampled from the adapted model, besides those of the base model
 _KEPT = 4  # of all these: an engine scores them while it serves streams
+_COMPARED = (24, 8)  # sequences and their length, sampled from each parent: many short ones take few forward passes
 _CONTRASTS = 4  # tokens that distinguish a version from its parent
 _NOISE = 1e-3  # nats by which rounding alone may change an engine's logprobs against the trainer's
 _NARROW_NOISE = 0.05  # the same if one of the two computes in 16 bits
@@ -89,7 +90,7 @@ class FullVersions:
 
     def remember(self) -> list[ProbeSequence]:
         """Sample from the policy itself: such sequences are likely to change when it learns."""
-        return compute_probe(self._policy, sample_sequences(self._policy))
+        return compute_probe(self._policy, sample_sequences(self._policy, *_COMPARED))
 
     def probe(self, asked: JSON, parent: list[ProbeSequence]) -> Probe:
         now = compute_probe(self._policy, [sequence.token_ids for sequence in parent]) if parent else []

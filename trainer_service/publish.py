@@ -167,16 +167,17 @@ def probe_sequences(root: Path) -> list[list[int]]:
 
 
 @torch.no_grad()
-def sample_sequences(model: Any, count: int = PROBE_SEQUENCES) -> list[list[int]]:
+def sample_sequences(model: Any, count: int = PROBE_SEQUENCES, length: int = PROBE_LENGTH) -> list[list[int]]:
     """Sample sequences from the model with a fixed seed. Engines compute such tokens precisely: they serve them.
 
-    Returns `count` sequences of PROBE_LENGTH tokens: the first token is uniform, the others have temperature 1.
+    Returns `count` sequences of `length` tokens: the first token is uniform, the others have temperature 1. Costs a
+    forward pass a token, for which ZeRO stage 3 gathers all weights.
     """
     model.eval()
     vocabulary, device = _vocabulary(model), next(model.parameters()).device
     draw = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(vocabulary, (count, 1), generator=draw)
-    while ids_BT.shape[1] < PROBE_LENGTH:
+    while ids_BT.shape[1] < length:
         logits_BV = model(input_ids=ids_BT.to(device), use_cache=False).logits[:, -1, :vocabulary].float().cpu()
         ids_BT = torch.cat((ids_BT, torch.multinomial(logits_BV.softmax(-1), 1, generator=draw)), dim=1)
     return [[int(token) for token in ids] for ids in ids_BT]

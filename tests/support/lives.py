@@ -104,6 +104,9 @@ def _serve() -> None:
 
     for module in (
         "deepspeed",
+        "deepspeed.runtime.zero.stage3",
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
         "services.explorer",
         "services.trainer",
         "tests.support.faults",

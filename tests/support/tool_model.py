@@ -14,6 +14,7 @@ from typing import Any
 SEED = 7
 STEPS = 260
 BATCH = 12
+PART = 3  # sequences computed at once
 LEARNING_RATE = 4e-3
 CONTEXT = 2048
 CITIES = ("Paris", "Rome")
@@ -186,17 +187,27 @@ def _train(model: Any, tokenizer: Any) -> None:
     for _ in range(STEPS):
         pairs = [_example(draw) for _ in range(BATCH)]
         ids = [[tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair] for pair in pairs]
-        width = max(len(prompt) + len(target) for prompt, target in ids)
-        inputs, labels = torch.zeros((BATCH, width), dtype=torch.long), torch.full((BATCH, width), -100)
-        for row, (prompt, target) in enumerate(ids):
-            whole = torch.tensor(prompt + target)
-            inputs[row, : len(whole)] = whole
-            labels[row, len(prompt) : len(whole)] = whole[len(prompt) :]
-        loss = model(input_ids=inputs, labels=labels).loss
-        loss.backward()
+        ids.sort(key=lambda pair: len(pair[0]) + len(pair[1]))  # so that parts of the batch need little padding
+        learned = sum(len(target) for _, target in ids)
+        for start in range(0, BATCH, PART):
+            (_sum_of_losses(model, ids[start : start + PART]) / learned).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     model.eval()
     torch.set_num_threads(threads)
+
+
+def _sum_of_losses(model: Any, ids: list[list[list[int]]]) -> Any:
+    """Return the summed cross entropy of the targets, given their prompts. Logits are computed for targets alone."""
+    import torch
+
+    width = max(len(prompt) + len(target) for prompt, target in ids)
+    inputs = torch.zeros((len(ids), width), dtype=torch.long)
+    learns = torch.zeros((len(ids), width), dtype=torch.bool)
+    for row, (prompt, target) in enumerate(ids):
+        inputs[row, : len(prompt) + len(target)] = torch.tensor(prompt + target)
+        learns[row, len(prompt) : len(prompt) + len(target)] = True
+    hidden = model.model(input_ids=inputs).last_hidden_state[:, :-1][learns[:, 1:]]
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden), inputs[learns], reduction="sum")
