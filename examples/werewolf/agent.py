@@ -9,7 +9,7 @@ import flywheel
 from agentscope.agent import Agent, InjectionConfig
 from agentscope.message import UserMsg
 
-from examples.werewolf.world import Game, villager
+from examples.werewolf.world import Game, role, villager
 
 RULES = (
     "You play Werewolf. Two of six players are wolves and kill a player each night. By day everybody accuses one "
@@ -26,14 +26,6 @@ def player(game: Game, name: str, model: flywheel.Model, rules: str = RULES) -> 
         model=model.agentscope(),
         injection_config=InjectionConfig(inject_runtime_state=False),
     )
-
-
-def role(game: Game, name: str) -> str:
-    """Return the role that a player is told."""
-    if name not in game.wolves:
-        return f"You are {name}, a villager."
-    (other,) = game.wolves - {name}
-    return f"You are {name}, a wolf. {other} is the other wolf."
 
 
 async def play(seed: int, models: Mapping[str, flywheel.Model], rules: str = RULES) -> Game:

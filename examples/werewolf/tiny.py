@@ -6,8 +6,7 @@ import random
 from typing import Any
 
 from examples.tiny_model import Demonstration, Recipe
-from examples.werewolf.agent import role
-from examples.werewolf.world import Game, villager
+from examples.werewolf.world import Game, role, villager
 
 GAMES = 6000  # demonstrations
 TRAINING = range(3000)  # seeds of games
@@ -15,7 +14,9 @@ HELD_OUT = range(1_000_000, 1_000_100)
 DEMONSTRATED = 2_000_000  # first seed of the demonstration games, which are in neither range
 RULES = "Werewolf."  # replaces the agents' rules: a tiny model cannot use the words
 
-ENGINE = {"max_model_len": 768}
+CONTEXT = 1280  # tokens; the longest game has 1144
+
+ENGINE = {"max_model_len": CONTEXT}
 TRAINER = {
     "algorithm": "ppo",
     "batch_size": 192,
@@ -42,7 +43,7 @@ def recipe() -> Recipe:
         demonstrations=[_view(DEMONSTRATED + number) for number in range(GAMES)],
         teaches="to name a living player",
         vocabulary=500,
-        context=768,
+        context=CONTEXT,
         steps=220,
         batch=24,
     )

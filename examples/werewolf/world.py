@@ -121,6 +121,14 @@ class Game:
         return "Nobody died. "
 
 
+def role(game: Game, name: str) -> str:
+    """Return the role that a player is told."""
+    if name not in game.wolves:
+        return f"You are {name}, a villager."
+    (other,) = game.wolves - {name}
+    return f"You are {name}, a wolf. {other} is the other wolf."
+
+
 def read_name(answer: str, alive: list[str], speaker: str) -> str | None:
     """Return the one living player other than the speaker whom an answer names, or None if it is not exactly one."""
     named = {word for word in _WORD.findall(answer) if word in NAMES}

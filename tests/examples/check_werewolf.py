@@ -12,9 +12,9 @@ import flywheel
 import pytest
 
 from examples.werewolf.__main__ import example
-from examples.werewolf.agent import RULES, play, role
+from examples.werewolf.agent import RULES, play
 from examples.werewolf.reward import outcome, reward
-from examples.werewolf.world import MOST_DAYS, NAMES, Game, read_name, villager
+from examples.werewolf.world import MOST_DAYS, NAMES, Game, read_name, role, villager
 from tests.examples.loop import in_a_loop
 from tests.examples.stub import longest_prompt, stub
 

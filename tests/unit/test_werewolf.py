@@ -1,0 +1,26 @@
+"""Werewolf's tiny model, which is not made under the Python of the examples."""
+
+from __future__ import annotations
+
+from examples.tiny_model import make_tokenizer
+from examples.werewolf import tiny
+from examples.werewolf.world import MOST_DAYS, Game, role
+
+
+def test_the_longest_game_fits_the_tiny_models_context():
+    """Players who name nobody live on; each may say as many tokens as a reply has, as in self-play."""
+    tokenizer, game = make_tokenizer(tiny.recipe()), Game(1)
+    chats = {name: [{"role": "system", "content": f"{tiny.RULES} {role(game, name)}"}] for name in game.seats}
+    longest = 0
+    while names := game.turn():
+        for name in names:
+            chats[name].append({"role": "user", "content": game.tell(name)})
+            prompt = tokenizer.apply_chat_template(chats[name], add_generation_prompt=True, tokenize=False)
+            replies = sum(message["role"] == "assistant" for message in chats[name]) + 1
+            tokens = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+            longest = max(longest, tokens + replies * tiny.LEARN["params"]["max_tokens"])
+            chats[name].append({"role": "assistant", "content": ""})
+        game.take(dict.fromkeys(names, ""))
+    assert game.day == MOST_DAYS
+    assert longest <= tiny.ENGINE["max_model_len"] == tiny.recipe().context
+    assert longest <= tiny.TRAINER["max_tokens_per_micro_batch"]
