@@ -26,7 +26,8 @@ def leave_while_the_row_is_stored(explorer: RunningExplorer, begun: threading.Ev
 
     writer.record = record_noted
     with explorer.http.stream("POST", "/run/t/1/chat", json={"messages": [], "stream": True}) as reply:
-        line = next(line for line in reply.iter_lines() if '"content": "t12"' in line)
+        lines = reply.iter_lines()  # httpx closes the connection with the iterator
+        line = next(line for line in lines if '"content": "t12"' in line)
         wait_until(begun.is_set)
     wait_until(lambda: recording[0].cancelling() > 0)  # the explorer has noticed
     return line.partition('"id": "')[2].partition('"')[0]
