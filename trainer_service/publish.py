@@ -170,8 +170,8 @@ def probe_sequences(root: Path) -> list[list[int]]:
 def sample_sequences(model: Any, count: int = PROBE_SEQUENCES, length: int = PROBE_LENGTH) -> list[list[int]]:
     """Sample sequences from the model with a fixed seed. Engines compute such tokens precisely: they serve them.
 
-    Returns `count` sequences of `length` tokens: the first token is uniform, the others have temperature 1. Costs a
-    forward pass a token, for which ZeRO stage 3 gathers all weights.
+    Returns `count` sequences of `length` tokens: the first token is uniform, the others have temperature 1.
+    Each token after the first takes a forward pass, for which ZeRO stage 3 gathers all weights.
     """
     model.eval()
     vocabulary, device = _vocabulary(model), next(model.parameters()).device

@@ -14,7 +14,7 @@ HELD_OUT = range(1_000_000, 1_000_100)
 DEMONSTRATED = 2_000_000  # first seed of the demonstration games, which are in neither range
 RULES = "Werewolf."  # replaces the agents' rules: a tiny model cannot use the words
 
-CONTEXT = 1280  # tokens; the longest game has 1144
+CONTEXT = 1280  # tokens; the longest game of self-play needs nearly all
 
 ENGINE = {"max_model_len": CONTEXT}
 TRAINER = {

@@ -104,7 +104,7 @@ def _serve() -> None:
 
     for module in (
         "deepspeed",
-        "deepspeed.runtime.zero.stage3",
+        "deepspeed.runtime.zero.stage3",  # this and the next two: with ZeRO, each rank would import them
         "deepspeed.runtime.zero.stage_1_and_2",
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "services.explorer",
