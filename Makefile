@@ -32,9 +32,9 @@ $(STAMP): $(LOCKS) pyproject.toml
 	@touch $@; echo "ready: $(BIN)/flywheel --help"
 
 # The clients that the tests run against the explorer, including Node's, in an environment of their own.
-clients: $(CLIENTS)/.installed
+clients: setup $(CLIENTS)/.installed
 
-$(CLIENTS)/.installed: requirements/clients.txt requirements/agent.txt requirements/agentscope-1.txt tests/clients/package-lock.json | $(STAMP)
+$(CLIENTS)/.installed: requirements/clients.txt requirements/agent.txt requirements/agentscope-1.txt tests/clients/package-lock.json
 	@test -x $(CLIENTS)/bin/pip || $(PYTHON) -m venv $(CLIENTS)
 	@echo "[1/2] clients in Python, and Node";  $(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements/clients.txt
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes --upgrade --target $(CLIENTS)/agentscope-1 -r requirements/agentscope-1.txt
@@ -44,9 +44,9 @@ $(CLIENTS)/.installed: requirements/clients.txt requirements/agent.txt requireme
 	@touch $@
 
 # Frameworks and worlds of the examples, in an environment of their own: `flywheel demo NAME` runs there.
-examples: $(EXAMPLES)/.installed
+examples: setup $(EXAMPLES)/.installed
 
-$(EXAMPLES)/.installed: requirements/clients.txt requirements/agentscope-1.txt requirements/examples.txt requirements/alfworld.txt | $(STAMP)
+$(EXAMPLES)/.installed: requirements/clients.txt requirements/agentscope-1.txt requirements/examples.txt requirements/alfworld.txt
 	@test -x $(EXAMPLES)/bin/pip || $(PYTHON) -m venv $(EXAMPLES)
 	@echo "[1/3] agents' frameworks";  $(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes -r requirements/clients.txt
 	@$(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes --upgrade --target $(EXAMPLES)/agentscope-1 -r requirements/agentscope-1.txt
@@ -57,7 +57,7 @@ $(EXAMPLES)/.installed: requirements/clients.txt requirements/agentscope-1.txt r
 	@echo "[3/3] ALFWorld, whose planner is compiled here (two minutes)"; \
 	  PATH="$(CURDIR)/$(EXAMPLES)/bin:$$PATH" $(EXAMPLES)/bin/python -m pip --disable-pip-version-check install -q --no-deps --require-hashes --no-build-isolation -r requirements/alfworld.txt 2>$(EXAMPLES)/alfworld.log || \
 	  echo "flywheel: ALFWorld was not built (it needs make and g++; $(EXAMPLES)/alfworld.log says more): the example alfworld does not start, the others do. On Debian: apt-get install g++ make"
-	@touch $@; $(BIN)/flywheel demo --list
+	@touch $@; echo "ready: $(BIN)/flywheel demo --list"
 
 demo: setup
 	$(BIN)/flywheel demo $(DEMO_FLAGS)

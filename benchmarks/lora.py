@@ -68,8 +68,8 @@ def measure(kind: str, base: Path, root: Path) -> dict[str, int]:
     from shared.versions import version_path
     from tests.support.batches import rows_batch
     from tests.support.experiences import make_experiences
+    from trainer_service.base_version import ensure_base_version
     from trainer_service.learner import Learner
-    from trainer_service.publish import ensure_base_version
     from trainer_service.ranks import join_ranks
 
     torch.set_num_threads(1)

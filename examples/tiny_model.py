@@ -26,6 +26,7 @@ from typing import Any
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ASSISTANT = "<|im_start|>assistant\n"
 TOOL_MARKS = ("<tool_call>", "</tool_call>")
+PART = 8  # demonstrations computed at once
 # Tools are listed in a message of their own. Calls are <tool_call> objects, which vLLM's hermes parser reads.
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool['function']['name'] }} "
@@ -214,13 +215,10 @@ def _warm_start(recipe: Recipe, model: Any, tokenizer: Any, pad: int, progress: 
     model.train()
     for step in range(steps):
         rows = [_encode(tokenizer, one) for one in islice(endless, batch)]
-        width = max(len(ids) for ids, _ in rows)
-        inputs, labels = torch.full((batch, width), pad), torch.full((batch, width), -100)
-        for row, (ids, wanted) in enumerate(rows):
-            inputs[row, : len(ids)] = torch.tensor(ids)
-            labels[row, : len(wanted)] = torch.tensor(wanted)
-        loss = model(input_ids=inputs, labels=labels).loss
-        loss.backward()
+        rows.sort(key=lambda row: len(row[0]))  # so that parts of the batch need little padding
+        learned = sum(label != -100 for _, labels in rows for label in labels)
+        for start in range(0, batch, PART):
+            (_sum_of_losses(model, rows[start : start + PART], pad) / learned).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -228,6 +226,20 @@ def _warm_start(recipe: Recipe, model: Any, tokenizer: Any, pad: int, progress: 
         progress(f"warm start: {recipe.teaches}", (step + 1) / steps)
     model.eval()
     torch.set_num_threads(threads)
+
+
+def _sum_of_losses(model: Any, rows: Sequence[tuple[list[int], list[int]]], pad: int) -> Any:
+    """Return the summed cross entropy of the learned tokens, a scalar. Logits are computed for these tokens alone."""
+    import torch
+
+    width = max(len(ids) for ids, _ in rows)
+    inputs, labels = torch.full((len(rows), width), pad), torch.full((len(rows), width), -100)
+    for row, (ids, wanted) in enumerate(rows):
+        inputs[row, : len(ids)] = torch.tensor(ids)
+        labels[row, : len(wanted)] = torch.tensor(wanted)
+    labels = labels[:, 1:]  # the token after each position
+    hidden = model.model(input_ids=inputs).last_hidden_state[:, :-1][labels != -100]
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden), labels[labels != -100], reduction="sum")
 
 
 def say(file: Any = None) -> Progress:

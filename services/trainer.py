@@ -84,10 +84,10 @@ def resumed(
     config: Config, ranks: Ranks, stop: StopRequest, kind: type[T], rows: Sequence[Experience] | None = None
 ) -> Iterator[T]:
     """Yield a trainer with its ledger, folder and models, resumed from its state. rows: those of a file to train on."""
+    from trainer_service.base_version import ensure_base_version
     from trainer_service.choice import chosen, chosen_for
     from trainer_service.learner import Learner
     from trainer_service.leftovers import remove_leftovers
-    from trainer_service.publish import ensure_base_version
     from trainer_service.resume import StateStore
     from trainer_service.state_files import require_same_critic
     from trainer_service.watch.writer import Watch

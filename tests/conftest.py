@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,19 @@ def schema_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def certificates_once() -> Iterator[None]:
+    """httpx's clients share the contexts of TLS: each of them would read all certificates."""
+    create, read = ssl.create_default_context, functools.cache(lambda file: create(cafile=file))
+
+    def create_default_context(*args: Any, **options: Any) -> ssl.SSLContext:
+        return create(*args, **options) if args or set(options) != {"cafile"} else read(options["cafile"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", create_default_context)
+        yield
+
+
 @pytest.fixture
 def scripted_engine() -> Iterator[ScriptedEngine]:
     engine = ScriptedEngine()
@@ -85,7 +100,7 @@ def second_engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
     """One PostgreSQL server for the session."""
-    server = Postgres()
+    server = Postgres(in_memory=True)
     yield server
     server.stop()
 

@@ -31,9 +31,9 @@ from shared.reward import Signal, learned_kinds
 from shared.stop_request import StopRequest
 from shared.versions import version_path
 from trainer_service.answers import answer_tokenizer
+from trainer_service.base_version import ensure_base_version
 from trainer_service.claim import Claimer
 from trainer_service.learner import Learner
-from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
 
 Say = Callable[[list[Reply], random.Random], list[tuple[list[Signal], str | None]]]

@@ -26,8 +26,8 @@ from shared.experience import Experience, Other, Sampling, Tokens
 from shared.ledger.connect import Ledger
 from shared.reward import Signal
 from shared.versions import version_path
+from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
-from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import Ranks, join_ranks
 
 _ONE_STEP: dict[str, Any] = {"epochs": 1, "minibatches": 1}

@@ -135,7 +135,7 @@ def prepare_model(config: Config, stop: StopRequest, lease: StartLease, stage: S
                 if stop.wait(1.0):
                     return None
         else:
-            from trainer_service.publish import ensure_base_version  # slow: it imports PyTorch
+            from trainer_service.base_version import ensure_base_version
 
             ensure_base_version(config, ledger)
             rows = _loadable(ledger)

@@ -33,8 +33,9 @@ from tests.support.servers import (
     wait_until,
     write_scripted_version,
 )
+from trainer_service.base_version import ensure_base_version
 from trainer_service.models import load_causal_lm, named_weights
-from trainer_service.publish import compute_probe, ensure_base_version, probe_sequences, write_full_version
+from trainer_service.publish import compute_probe, probe_sequences, write_full_version
 
 database_url = sqlite_alone  # nothing here depends on the database
 

@@ -19,11 +19,12 @@ from tests.support.experiences import make_experiences, record_ready, trainer_co
 from tests.support.processes import wait_for
 from tests.support.trained_roots import LAST, ROWS, newest, open_ledger, prepare, start
 from tests.unit.test_packing import alone, branches
+from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
 from trainer_service.models import load_causal_lm, named_weights, score_actions
 from trainer_service.models import prepare as fold
 from trainer_service.packing import Rows, pack
-from trainer_service.publish import compute_probe, ensure_base_version, probe_sequences
+from trainer_service.publish import compute_probe, probe_sequences
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import StateStore
 

@@ -26,6 +26,7 @@ from shared.soundness import require_sound
 from shared.stop_request import StopRequest
 from shared.versions import Manifest
 from tests.support.deltas import FILES, Weights
+from tests.support.processes import write_config
 from tests.support.scripted_adapters import BASE, write_adapter
 from tests.support.servers import free_port, make_config, safetensors, wait_until, write_scripted_version
 
@@ -50,6 +51,24 @@ def test_an_engine_for_adapters_starts_on_the_base_though_an_adapter_served_befo
     config = adapters_that_served_before_the_base(tmp_path)
     folder = prepare_model(config, StopRequest(), StartLease(config))
     assert folder is not None and folder.name == "v000000"
+
+
+STARTS = """
+import sys
+from services.engine.launch import prepare_model
+from services.engine.lease import StartLease
+from shared.config.load import load_config
+from shared.stop_request import StopRequest
+config = load_config(sys.argv[1])
+print(prepare_model(config, StopRequest(), StartLease(config)).name, "torch" in sys.modules)
+"""
+
+
+def test_an_engine_that_starts_again_imports_no_pytorch(tmp_path):
+    config = adapters_that_served_before_the_base(tmp_path / "data")
+    file = write_config(config, tmp_path / "flywheel.yaml")
+    printed = subprocess.run([sys.executable, "-c", STARTS, str(file)], capture_output=True, text=True, check=True)
+    assert printed.stdout == "v000000 False\n"
 
 
 @pytest.mark.parametrize("state", ["SKIPPED", "FAILED"])

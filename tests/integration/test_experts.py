@@ -16,8 +16,8 @@ from shared.versions import version_path
 from tests.support import architectures
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
+from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
-from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
 
 

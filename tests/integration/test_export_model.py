@@ -25,9 +25,10 @@ from tests.integration.test_lora import LORA, largest_gap
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
 from tests.support.processes import write_config
+from trainer_service.base_version import ensure_base_version
 from trainer_service.delta import DeltaMaker
 from trainer_service.learner import Learner
-from trainer_service.publish import as_published, compute_probe, ensure_base_version
+from trainer_service.publish import as_published, compute_probe
 from trainer_service.ranks import join_ranks
 
 

@@ -14,9 +14,9 @@ from shared.ledger.connect import Ledger
 from shared.versions import version_path
 from tests.support.experiences import trainer_config
 from tests.support.models import make_tiny_model
+from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
 from trainer_service.models import named_weights
-from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
 
 ALGORITHMS = ("ppo", "grpo", "raft", "sft", "dpo", "kto", "hint")

@@ -27,10 +27,10 @@ from shared.versions import version_path
 from tests.integration.test_learning import next_token_logprobs
 from tests.support.experiences import samples_of, trainer_config
 from tests.support.models import make_tiny_model
+from trainer_service.base_version import ensure_base_version
 from trainer_service.claim import Claimer
 from trainer_service.hints import HintWriter
 from trainer_service.learner import Learner
-from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
 
 NAMES = ("w10", "w11", "w12", "w13")

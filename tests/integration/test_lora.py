@@ -23,9 +23,10 @@ from shared.versions import verify_version, version_path
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
 from trainer_service.adapters import CRITIC, Adapters
+from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
 from trainer_service.models import load_causal_lm
-from trainer_service.publish import as_published, compute_probe, ensure_base_version
+from trainer_service.publish import as_published, compute_probe
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import StateStore
 

@@ -22,8 +22,8 @@ from shared.reward import Signal
 from shared.versions import version_path
 from tests.support.experiences import make_experiences, trainer_config
 from trainer_service.algorithms.registry import PAGES
+from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
-from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from tests.support.experiences import make_experiences, trainer_config
 from tests.support.processes import run_flywheel, wait_for, write_config
 from tests.support.servers import free_port
 from tests.support.trained_roots import begin, newest, open_ledger, prepare
-from trainer_service.publish import ensure_base_version
+from trainer_service.base_version import ensure_base_version
 
 SETTINGS = {"lora": {"rank": 12}, "deepspeed": {"optimizer": {"params": {"eps": 1e-6}}}, "epochs": 1}
 LAST = 4

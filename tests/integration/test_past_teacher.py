@@ -23,9 +23,9 @@ from shared.reward import Signal
 from shared.versions import version_path
 from tests.support.experiences import make_experiences, trainer_config
 from trainer_service import past_policy
+from trainer_service.base_version import ensure_base_version
 from trainer_service.batch import make_batch
 from trainer_service.learner import Learner
-from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import StateStore
 

@@ -22,9 +22,10 @@ from shared.tensors import read_tensors
 from shared.versions import read_manifest, verify_version, version_path
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
+from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
 from trainer_service.models import load_causal_lm
-from trainer_service.publish import compute_probe, ensure_base_version, sample_sequences, write_full_version
+from trainer_service.publish import compute_probe, sample_sequences, write_full_version
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import StateStore
 

@@ -22,7 +22,7 @@ from tests.support.experiences import trainer_config
 from tests.support.models import make_tiny_model
 from tests.support.processes import run_flywheel, run_here, write_config
 from tests.support.servers import free_port, make_config, publish, served, wait_until, write_scripted_version
-from trainer_service.publish import ensure_base_version
+from trainer_service.base_version import ensure_base_version
 
 
 @pytest.fixture

@@ -271,7 +271,7 @@ def test_the_rank_that_engines_reserve_is_the_next_that_vllm_takes():
 
 
 def test_a_damaged_base_version_is_named(tmp_path, refused):
-    from trainer_service.publish import ensure_base_version
+    from trainer_service.base_version import ensure_base_version
 
     config = trainer_config(tmp_path / "data", make_tiny_model(tmp_path / "base"))
     ledger = Ledger.open(config.ledger_url)

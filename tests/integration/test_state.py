@@ -25,9 +25,9 @@ from shared.versions import version_path
 from tests.support.batches import ALONE
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
+from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
 from trainer_service.loop import Trainer
-from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import SavedState, StateStore
 from trainer_service.state_files import require_same_critic

@@ -19,9 +19,9 @@ from tests.support.batches import rows_batch
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
 from trainer_service.algorithms.seam import Needs, Unit, Words
+from trainer_service.base_version import ensure_base_version
 from trainer_service.models import named_weights
 from trainer_service.parts import Part
-from trainer_service.publish import ensure_base_version
 from trainer_service.ranks import join_ranks
 from trainer_service.update import Updater, _stats
 

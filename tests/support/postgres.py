@@ -21,6 +21,8 @@ from shared.ledger.connect import Ledger
 from tests.support.servers import free_port
 
 NOBODY = 65534
+PREFIX = "flywheel-postgres-"
+MEMORY = Path("/dev/shm")
 AS_NOBODY = f"""
 import os, sys
 os.setgroups([])
@@ -35,15 +37,24 @@ def sqlite_alone() -> None:
     """In the place of `database_url` where nothing depends on the database: SQLite in the root folder."""
 
 
+def _has_room(folder: Path) -> bool:
+    """Whether the folder can store the databases of a test session."""
+    return folder.is_dir() and shutil.disk_usage(folder).free > 2 * 1024**3
+
+
 class Postgres:
     """One server; `new_database()` gives an empty database on it.
 
     wal_segment_mb: PostgreSQL's default of 16 makes a checkpoint each GiB of log. With 1, a simulated power cut has
-    little to compare, but checkpoints slow a busy server.
+    little to compare, but checkpoints slow a busy server. in_memory: store data in memory, if there is room: each new
+    database is hundreds of files, and ext4 is slow where many were deleted a moment ago.
     """
 
-    def __init__(self, parent: Path | None = None, durable: bool = False, wal_segment_mb: int = 16) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="flywheel-postgres-", dir=parent))
+    def __init__(
+        self, parent: Path | None = None, durable: bool = False, wal_segment_mb: int = 16, in_memory: bool = False
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._memory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY)) if in_memory and _has_room(MEMORY) else None
         self._durable = durable
         self.environ: dict[str, str] = {}  # additional, for the server
         self._folder.chmod(0o755)
@@ -52,11 +63,11 @@ class Postgres:
         self.port = free_port()
         self._count = 0
         self._template: str | None = None
-        self.data = self._folder / "data"
+        self.data = (self._memory or self._folder) / "data"
         self.data.mkdir()
         if self._as_nobody:
-            os.chown(self.data, NOBODY, NOBODY)
-            os.chown(self._folder, NOBODY, NOBODY)
+            for folder in (self.data, self.data.parent, self._folder):
+                os.chown(folder, NOBODY, NOBODY)
         segments = f"--wal-segsize={wal_segment_mb}"
         self._run("initdb", "-D", str(self.data), "-U", "postgres", "-A", "trust", "--no-sync", segments)
         self.start()
@@ -166,4 +177,5 @@ class Postgres:
     def stop(self) -> None:
         self._process.send_signal(signal.SIGQUIT)  # immediate shutdown: its data is not needed
         self._process.wait(120)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in (self._folder, self._memory or self._folder):
+            shutil.rmtree(folder, ignore_errors=True)

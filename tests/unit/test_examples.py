@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import random
 import threading
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -146,6 +147,28 @@ def test_the_assistants_messages_alone_are_learned():
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert learned == f"{call}done<|im_end|>"
     assert tokenizer.decode(ids).startswith("<|im_start|>tools\nadd a\n<|im_end|>\n<|im_start|>user\none<|im_end|>")
+
+
+def test_the_loss_of_a_batch_in_parts_is_the_loss_of_the_batch():
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from examples.tiny_model import _sum_of_losses
+
+    torch.manual_seed(1)
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=50, num_key_value_heads=2, **size))
+    draw = random.Random(1)
+    rows = []
+    for length in (3, 9, 5, 12):
+        ids = [draw.randrange(50) for _ in range(length)]
+        rows.append((ids, [-100, *(draw.choice((one, -100)) for one in ids[1:-1]), ids[-1]]))
+    padded = [[(ids + [0] * 12)[:12], (labels + [-100] * 12)[:12]] for ids, labels in rows]
+    inputs, labels = torch.tensor(padded).unbind(1)
+    whole = model(input_ids=inputs, labels=labels).loss
+    learned = int((labels != -100).sum())
+    parts = sum(_sum_of_losses(model, part, pad=0) for part in (rows[:3], rows[3:])) / learned
+    torch.testing.assert_close(parts, whole)
 
 
 def test_a_model_is_the_same_each_time_and_its_recipe_can_be_written(tmp_path):
