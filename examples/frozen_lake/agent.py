@@ -16,12 +16,6 @@ RULES = (
 )
 
 
-class Agent:
-    """The agent, which can be given other rules."""
-
-    def __init__(self, rules: str = RULES) -> None:
-        self._rules = rules
-
-    async def __call__(self, task: Mapping[str, Any], model: flywheel.Model) -> flywheel.Played:
-        """Play one lake."""
-        return await flywheel.play(Lake(**task), model, system=self._rules, max_turns=MAX_STEPS)
+async def agent(task: Mapping[str, Any], model: flywheel.Model) -> flywheel.Played:
+    """Play one lake."""
+    return await flywheel.play(Lake(**task), model, system=RULES, max_turns=MAX_STEPS)

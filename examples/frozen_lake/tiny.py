@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from examples.frozen_lake.agent import RULES
 from examples.frozen_lake.world import Lake, neighbours
 from examples.tiny_model import Demonstration, Recipe
 
@@ -12,7 +13,6 @@ BACK = 0.5  # weight of a move back in the demonstrations; any other move has we
 TRAINING = range(2000)  # seeds of lakes
 HELD_OUT = range(1_000_000, 1_000_200)
 DEMONSTRATED = 2_000_000  # first seed of the demonstration lakes, which are in neither range
-RULES = "Lake."  # replaces the agent's rules: a tiny model cannot use the words
 
 ENGINE = {"max_model_len": 768}
 TRAINER = {

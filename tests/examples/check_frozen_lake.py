@@ -6,13 +6,12 @@ import asyncio
 import itertools
 import random
 import re
-from argparse import Namespace
 
 import flywheel
 import pytest
 
 from examples.frozen_lake.__main__ import example
-from examples.frozen_lake.agent import Agent
+from examples.frozen_lake.agent import agent
 from examples.frozen_lake.reward import reward
 from examples.frozen_lake.world import MAX_STEPS, MOVES, Lake, distance, make_map, read_move
 from tests.examples.stub import longest_prompt, stub
@@ -57,7 +56,7 @@ def test_lakes_are_made_from_a_seed_and_can_be_solved():
 
 
 def test_no_lake_of_an_evaluation_is_learned_from():
-    found = example(Namespace(url=None))
+    found = example()
     lakes, held_out = ({tuple(make_map(**task)) for task in tasks} for tasks in (found.tasks, found.held_out))
     assert not lakes & held_out and len(found.held_out) == 200
 
@@ -138,7 +137,7 @@ def test_the_agent_walks_to_the_goal_and_its_prompts_fit_a_small_context():
 
     seed = next(seed for seed in range(100) if "H" not in "".join(make_map(seed)) and distance(make_map(seed)) > 3)
     with stub(towards) as (url, bodies):
-        played = asyncio.run(Agent()({"seed": seed}, flywheel.Model.of(url, "agent", key="unused")))
+        played = asyncio.run(agent({"seed": seed}, flywheel.Model.of(url, "agent", key="unused")))
     assert reward(played).value == 1.0
     assert reward(played).metrics == {"success": 1.0, "turns": float(distance(make_map(seed))), "valid": 1.0}
     assert longest_prompt(bodies) < 4096
