@@ -32,7 +32,6 @@ REPOSITORY = Path(__file__).parents[1]
 MARKER = ".flywheel-example"
 READY_TIMEOUT_S = 600.0
 GIVE_UP_AFTER = 2  # failed process starts
-WAIT_POLICY = "OMP_WAIT_POLICY"  # read by OpenMP when it is loaded
 FULL: Mapping[str, Any] = {"kind": "full"}
 
 
@@ -51,27 +50,11 @@ def make_model(recipe: Callable[[], Recipe], folder: Path, root: Path) -> Path:
     if not folder.exists():
         file = root / "recipe.json"
         recipe().dump(file)
-        with waiting_threads_sleep():
-            command = [product_python(), "-P", "-m", "examples.tiny_model", str(file), str(folder)]
-            ended = subprocess.run(command, env=_environment(), check=False)
+        command = [product_python(), "-P", "-m", "examples.tiny_model", str(file), str(folder)]
+        ended = subprocess.run(command, env=_environment(), check=False)
         if ended.returncode != 0:
             raise StartupError("the base model could not be made; what is written above says why")
     return folder
-
-
-@contextlib.contextmanager
-def waiting_threads_sleep() -> Iterator[None]:
-    """Let PyTorch's threads sleep while they wait for one another. Applies to PyTorch loaded inside the block.
-
-    By default the threads spin: they occupy the cores as soon as another program needs one.
-    """
-    given = os.environ.get(WAIT_POLICY)
-    os.environ.setdefault(WAIT_POLICY, "PASSIVE")
-    try:
-        yield
-    finally:
-        if given is None:
-            del os.environ[WAIT_POLICY]
 
 
 def make_root(root: Path, marker: str = MARKER) -> None:

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from typing import Any
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ASSISTANT = "<|im_start|>assistant\n"
 TOOL_MARKS = ("<tool_call>", "</tool_call>")
-PART = 8  # demonstrations computed at once
+PARTS = 4  # of a batch
 # Tools are listed in a message of their own. Calls are <tool_call> objects, which vLLM's hermes parser reads.
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool['function']['name'] }} "
@@ -203,33 +206,38 @@ def _encode(tokenizer: Any, demonstration: Demonstration) -> tuple[list[int], li
 
 
 def _warm_start(recipe: Recipe, model: Any, tokenizer: Any, pad: int, progress: Progress) -> None:
-    """Train the model on the demonstrations with supervised steps."""
+    """Train the model on the demonstrations with supervised steps. Threads compute the parts of a batch."""
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(min(threads, 2))
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)  # in an operation, threads would wait for one another, and for other programs
     rate, steps, batch = recipe.learning_rate, recipe.steps, recipe.batch
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
+    parameters, of_part = list(model.parameters()), partial(_gradients, model, pad)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
-    endless = cycle(recipe.demonstrations)
+    endless, size = cycle(recipe.demonstrations), math.ceil(batch / PARTS)
     model.train()
-    for step in range(steps):
-        rows = [_encode(tokenizer, one) for one in islice(endless, batch)]
-        rows.sort(key=lambda row: len(row[0]))  # so that parts of the batch need little padding
-        learned = sum(label != -100 for _, labels in rows for label in labels)
-        for start in range(0, batch, PART):
-            (_sum_of_losses(model, rows[start : start + PART], pad) / learned).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        progress(f"warm start: {recipe.teaches}", (step + 1) / steps)
+    with ThreadPoolExecutor(min(cores, 2), initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        for step in range(steps):
+            rows = [_encode(tokenizer, one) for one in islice(endless, batch)]
+            rows.sort(key=lambda row: len(row[0]), reverse=True)  # so that a part needs little padding
+            learned = sum(label != -100 for _, labels in rows for label in labels)
+            parts = list(threads.map(of_part, (rows[start : start + size] for start in range(0, batch, size))))
+            for parameter, *gradients in zip(parameters, *parts, strict=True):
+                parameter.grad = sum(gradients) / learned
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            progress(f"warm start: {recipe.teaches}", (step + 1) / steps)
     model.eval()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(cores)
 
 
-def _sum_of_losses(model: Any, rows: Sequence[tuple[list[int], list[int]]], pad: int) -> Any:
-    """Return the summed cross entropy of the learned tokens, a scalar. Logits are computed for these tokens alone."""
+def _gradients(model: Any, pad: int, rows: Sequence[tuple[list[int], list[int]]]) -> Sequence[Any]:
+    """Return the gradients of the summed cross entropy of the learned tokens, by parameter.
+
+    Logits are computed for these tokens alone.
+    """
     import torch
 
     width = max(len(ids) for ids, _ in rows)
@@ -239,7 +247,8 @@ def _sum_of_losses(model: Any, rows: Sequence[tuple[list[int], list[int]]], pad:
         labels[row, : len(wanted)] = torch.tensor(wanted)
     labels = labels[:, 1:]  # the token after each position
     hidden = model.model(input_ids=inputs).last_hidden_state[:, :-1][labels != -100]
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden), labels[labels != -100], reduction="sum")
+    loss = torch.nn.functional.cross_entropy(model.lm_head(hidden), labels[labels != -100], reduction="sum")
+    return torch.autograd.grad(loss, list(model.parameters()))
 
 
 def say(file: Any = None) -> Progress:

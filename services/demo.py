@@ -139,9 +139,8 @@ def _make_models(view: View, algorithm: str, make_teacher: ModelMaker) -> tuple[
             shown_quarter = int(done * 4)
             view.say(f"base model: {what} {done:4.0%}")
 
-    with serving.waiting_threads_sleep():
-        teacher = make_teacher(progress) if algorithm == "distill" else None
-        return (base_model.follower if algorithm == "hint" else base_model.base_model)(progress), teacher
+    teacher = make_teacher(progress) if algorithm == "distill" else None
+    return (base_model.follower if algorithm == "hint" else base_model.base_model)(progress), teacher
 
 
 def write_config(root: Path, model: Path, teacher: Path | None, plan: Plan) -> tuple[str, Path]:

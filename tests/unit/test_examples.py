@@ -104,16 +104,6 @@ def test_a_root_of_an_example_that_is_a_file_is_refused(inside, tmp_path):
         serving.make_root(tmp_path / "file" / inside)
 
 
-@pytest.mark.parametrize("given", [None, "ACTIVE"])
-def test_a_base_model_is_made_by_threads_that_sleep_while_they_wait_unless_told_otherwise(given, monkeypatch):
-    monkeypatch.delenv(serving.WAIT_POLICY, raising=False)
-    if given:
-        monkeypatch.setenv(serving.WAIT_POLICY, given)
-    with serving.waiting_threads_sleep():
-        assert os.environ[serving.WAIT_POLICY] == (given or "PASSIVE")
-    assert os.environ.get(serving.WAIT_POLICY) == given
-
-
 def test_settings_of_the_environment_are_not_an_example_s(tmp_path, monkeypatch):
     monkeypatch.setenv("FLYWHEEL_EXPLORER__PORT", "8020")
     monkeypatch.setenv("FLYWHEEL_ROOT_DIR", str(tmp_path / "production"))
@@ -149,15 +139,15 @@ def test_the_assistants_messages_alone_are_learned():
     assert tokenizer.decode(ids).startswith("<|im_start|>tools\nadd a\n<|im_end|>\n<|im_start|>user\none<|im_end|>")
 
 
-def test_the_loss_of_a_batch_in_parts_is_the_loss_of_the_batch():
+def test_the_gradients_of_a_batch_in_parts_are_those_of_the_batch():
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from examples.tiny_model import _sum_of_losses
+    from examples.tiny_model import _gradients
 
     torch.manual_seed(1)
     size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=50, num_key_value_heads=2, **size))
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=50, num_key_value_heads=2, tie_word_embeddings=True, **size))
     draw = random.Random(1)
     rows = []
     for length in (3, 9, 5, 12):
@@ -165,10 +155,20 @@ def test_the_loss_of_a_batch_in_parts_is_the_loss_of_the_batch():
         rows.append((ids, [-100, *(draw.choice((one, -100)) for one in ids[1:-1]), ids[-1]]))
     padded = [[(ids + [0] * 12)[:12], (labels + [-100] * 12)[:12]] for ids, labels in rows]
     inputs, labels = torch.tensor(padded).unbind(1)
-    whole = model(input_ids=inputs, labels=labels).loss
+    model(input_ids=inputs, labels=labels).loss.backward()
     learned = int((labels != -100).sum())
-    parts = sum(_sum_of_losses(model, part, pad=0) for part in (rows[:3], rows[3:])) / learned
-    torch.testing.assert_close(parts, whole)
+    parts = [_gradients(model, 0, part) for part in (rows[:3], rows[3:])]
+    for parameter, *gradients in zip(model.parameters(), *parts, strict=True):
+        torch.testing.assert_close(sum(gradients) / learned, parameter.grad)
+
+
+def test_operations_of_a_warm_start_have_a_thread_each_and_others_have_as_many_as_before(tmp_path):
+    import torch
+
+    before, seen = torch.get_num_threads(), []
+    recipe = Recipe([TALK], vocabulary=300, steps=2, batch=2, width=64, heads=2, has_tools=True)
+    make(recipe, tmp_path, lambda *_: seen.append(torch.get_num_threads()))
+    assert (seen[1:], torch.get_num_threads()) == ([1, 1], before)
 
 
 def test_a_model_is_the_same_each_time_and_its_recipe_can_be_written(tmp_path):
