@@ -18,7 +18,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -42,6 +42,7 @@ TEMPLATE = (
 )
 
 Progress = Callable[[str, float], None]  # (current step, fraction done)
+Row = tuple[list[int], list[int]]  # token ids, and labels of the same length; -100: not learned
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _pieces(tokenizer: Any, demonstration: Demonstration) -> Iterator[tuple[str,
         prompt = after
 
 
-def _encode(tokenizer: Any, demonstration: Demonstration) -> tuple[list[int], list[int]]:
+def _encode(tokenizer: Any, demonstration: Demonstration) -> Row:
     """Return the token ids of a demonstration and its labels; the label is -100 for a token that is not learned."""
     ids: list[int] = []
     labels: list[int] = []
@@ -206,34 +207,40 @@ def _encode(tokenizer: Any, demonstration: Demonstration) -> tuple[list[int], li
 
 
 def _warm_start(recipe: Recipe, model: Any, tokenizer: Any, pad: int, progress: Progress) -> None:
-    """Train the model on the demonstrations with supervised steps. Threads compute the parts of a batch."""
+    """Train the model on the demonstrations."""
+    endless = cycle(recipe.demonstrations)
+    batches = ([_encode(tokenizer, one) for one in islice(endless, recipe.batch)] for _ in range(recipe.steps))
+    for step, _ in enumerate(train(model, batches, recipe.steps, recipe.learning_rate, pad), 1):
+        progress(f"warm start: {recipe.teaches}", step / recipe.steps)
+
+
+def train(model: Any, batches: Iterable[list[Row]], steps: int, learning_rate: float, pad: int = 0) -> Iterator[None]:
+    """Take a supervised step on each of `steps` batches, and yield after it. Threads compute the parts of a batch."""
     import torch
 
     cores = torch.get_num_threads()
     torch.set_num_threads(1)  # in an operation, threads would wait for one another, and for other programs
-    rate, steps, batch = recipe.learning_rate, recipe.steps, recipe.batch
     parameters, of_part = list(model.parameters()), partial(_gradients, model, pad)
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
-    endless, size = cycle(recipe.demonstrations), math.ceil(batch / PARTS)
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
     model.train()
     with ThreadPoolExecutor(min(cores, 2), initializer=torch.set_num_threads, initargs=(1,)) as threads:
-        for step in range(steps):
-            rows = [_encode(tokenizer, one) for one in islice(endless, batch)]
-            rows.sort(key=lambda row: len(row[0]), reverse=True)  # so that a part needs little padding
+        for batch in batches:
+            rows = sorted(batch, key=lambda row: len(row[0]), reverse=True)  # so that a part needs little padding
             learned = sum(label != -100 for _, labels in rows for label in labels)
-            parts = list(threads.map(of_part, (rows[start : start + size] for start in range(0, batch, size))))
+            size = math.ceil(len(rows) / PARTS)
+            parts = threads.map(of_part, [rows[start : start + size] for start in range(0, len(rows), size)])
             for parameter, *gradients in zip(parameters, *parts, strict=True):
                 parameter.grad = sum(gradients) / learned
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             schedule.step()
-            progress(f"warm start: {recipe.teaches}", (step + 1) / steps)
+            yield
     model.eval()
     torch.set_num_threads(cores)
 
 
-def _gradients(model: Any, pad: int, rows: Sequence[tuple[list[int], list[int]]]) -> Sequence[Any]:
+def _gradients(model: Any, pad: int, rows: Sequence[Row]) -> Sequence[Any]:
     """Return the gradients of the summed cross entropy of the learned tokens, by parameter.
 
     Logits are computed for these tokens alone.

@@ -11,10 +11,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+from examples.tiny_model import Row, train
+
 SEED = 7
 STEPS = 260
 BATCH = 12
-PART = 3  # sequences computed at once
 LEARNING_RATE = 4e-3
 CONTEXT = 2048
 CITIES = ("Paris", "Rome")
@@ -176,38 +177,12 @@ def _example(draw: random.Random) -> tuple[str, str]:
 
 
 def _train(model: Any, tokenizer: Any) -> None:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # other tests use the other cores
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)
     draw = random.Random(SEED + 1)
-    model.train()
-    for _ in range(STEPS):
-        pairs = [_example(draw) for _ in range(BATCH)]
-        ids = [[tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair] for pair in pairs]
-        ids.sort(key=lambda pair: len(pair[0]) + len(pair[1]))  # so that parts of the batch need little padding
-        learned = sum(len(target) for _, target in ids)
-        for start in range(0, BATCH, PART):
-            (_sum_of_losses(model, ids[start : start + PART]) / learned).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    model.eval()
-    torch.set_num_threads(threads)
+    batches = ([_row(tokenizer, *_example(draw)) for _ in range(BATCH)] for _ in range(STEPS))
+    for _ in train(model, batches, STEPS, LEARNING_RATE):
+        pass
 
 
-def _sum_of_losses(model: Any, ids: list[list[list[int]]]) -> Any:
-    """Return the summed cross entropy of the targets, given their prompts. Logits are computed for targets alone."""
-    import torch
-
-    width = max(len(prompt) + len(target) for prompt, target in ids)
-    inputs = torch.zeros((len(ids), width), dtype=torch.long)
-    learns = torch.zeros((len(ids), width), dtype=torch.bool)
-    for row, (prompt, target) in enumerate(ids):
-        inputs[row, : len(prompt) + len(target)] = torch.tensor(prompt + target)
-        learns[row, len(prompt) : len(prompt) + len(target)] = True
-    hidden = model.model(input_ids=inputs).last_hidden_state[:, :-1][learns[:, 1:]]
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden), inputs[learns], reduction="sum")
+def _row(tokenizer: Any, prompt: str, target: str) -> Row:
+    before, learned = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, target))
+    return before + learned, [-100] * len(before) + learned
