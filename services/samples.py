@@ -166,8 +166,9 @@ async def _render(engine: EngineAdmin, messages: list[Any], tools: Any) -> Token
     if not after or any(tokens[: len(prompt)] != prompt for tokens in (whole, zero)) or whole[-after:] != zero[-after:]:
         raise ValueError("the model's chat template does not write a reply after its prompt")
     reply_ids = whole[len(prompt) : len(whole) - after + 1]
-    logprobs = (await engine.score([*prompt, *reply_ids]))[len(prompt) - 1 :]
-    return Tokens(np.array(prompt, np.int32), np.array(reply_ids, np.int32), np.array(logprobs, np.float32))
+    (logprobs,) = await engine.score([[*prompt, *reply_ids]])
+    sampled = np.array(logprobs[len(prompt) - 1 :], np.float32)
+    return Tokens(np.array(prompt, np.int32), np.array(reply_ids, np.int32), sampled)
 
 
 def store(

@@ -154,22 +154,21 @@ class EngineAdmin:
         except (KeyError, TypeError, ValueError) as exc:
             raise EngineError(f"engine {self.url} returned no tokens for a conversation") from exc
 
-    async def score(self, token_ids: list[int], model: str | None = None) -> list[float]:
-        """Return log p of each token after the first, computed by the engine's current weights: [T-1].
+    async def score(self, sequences: list[list[int]], model: str | None = None) -> list[list[float]]:
+        """Return log p of each token after the first of each sequence, computed by the current weights: [N][T-1].
 
         model: the name of an adapter; None: the configured name.
         """
         body = {
             "model": model or self._model,
-            "prompt": token_ids,
+            "prompt": sequences,
             "max_tokens": 1,
             "temperature": 0,
             "prompt_logprobs": 0,
         }
         reply = await self._call("POST", "/v1/completions", body)
         try:
-            entries = reply["choices"][0]["prompt_logprobs"][1:]
-            return [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], entries, strict=True)]
+            return [_logprobs(*of) for of in zip(sequences, reply["choices"], strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as exc:
             raise EngineError(
                 f"engine {self.url} returned no prompt_logprobs; is it a vLLM server of 0.32 or later?"
@@ -214,3 +213,9 @@ class EngineAdmin:
                 if len(content) > MAX_ANSWER_BYTES:
                     raise EngineUnavailable(f"engine {self.url}: {path} answered more than {MAX_ANSWER_BYTES} bytes")
         return reply.status_code, bytes(content)
+
+
+def _logprobs(token_ids: list[int], choice: dict[str, Any]) -> list[float]:
+    """Return log p of each token after the first: [T-1]. Raises KeyError, IndexError, TypeError, ValueError."""
+    entries = choice["prompt_logprobs"][1:]
+    return [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], entries, strict=True)]

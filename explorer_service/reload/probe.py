@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,13 +49,13 @@ class Bounds:
 
 
 async def measure(admin: EngineAdmin, probe: Probe, rounding: Gap, model: str | None = None) -> Gap:
-    """Score the probe's sequences, all at once, and return the gap. model: the name of an adapter.
+    """Score the probe's sequences, all in one request, and return the gap. model: the name of an adapter.
 
     Its `nearer` is set if the engine is nearer to an adapter's base, or to a full version's parent, than to the
     version, and these differ by more than the engine rounds. Raises EngineError if the engine does not answer,
     ProbeMismatch for logprobs that are not finite.
     """
-    scores = await asyncio.gather(*(admin.score(token_ids, model) for token_ids in probe.asked))
+    scores = await admin.score(probe.asked, model)
     if not all(math.isfinite(logprob) for score in scores for logprob in score):
         raise ProbeMismatch(f"engine {admin.url} computes logprobs that are not finite")
     whole, last = scores[: len(probe.sequences)], [score[-1:] for score in scores[len(probe.sequences) :]]

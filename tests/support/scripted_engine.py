@@ -61,8 +61,7 @@ class ScriptedEngine:
         self._adapters.add_to(app)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
-        await site.start()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._started.set()
 
@@ -197,13 +196,14 @@ class ScriptedEngine:
         return self.script.reply_id or f"{prefix}{asked}"
 
     def _score(self, body: dict[str, Any]) -> web.Response:
-        ids = body["prompt"]
-        wrong = self.script.wrong_probe_for
-        off = 1.0 if self.script.loaded in wrong or body["model"] in wrong else self.script.noise
-        known = self._adapters.logprobs(body["model"], ids)
-        known = self.script.probes.get(tuple(ids), [-9.0] * (len(ids) - 1)) if known is None else known
-        entries = [None] + [{str(t): {"logprob": p + off}} for t, p in zip(ids[1:], known, strict=True)]
-        return web.json_response({"choices": [{"index": 0, "prompt_logprobs": entries}]})
+        script, model = self.script, body["model"]
+        off = script.noise if script.wrong_probe_for.isdisjoint((script.loaded, model)) else 1.0
+        choices = []
+        for ids in body["prompt"]:
+            known = self._adapters.logprobs(model, ids) or script.probes.get(tuple(ids), [-9.0] * (len(ids) - 1))
+            entries = [{str(t): {"logprob": p + off}} for t, p in zip(ids[1:], known, strict=True)]
+            choices.append({"prompt_logprobs": [None, *entries]})
+        return web.json_response({"choices": choices})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

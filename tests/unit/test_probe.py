@@ -21,7 +21,10 @@ class Engine:
     def __init__(self, share: float, noise: float = 0.02) -> None:
         self._share, self._noise = share, noise
 
-    async def score(self, token_ids: list[int], model: str | None) -> list[float]:
+    async def score(self, sequences: list[list[int]], model: str | None) -> list[list[float]]:
+        return [self._score(token_ids) for token_ids in sequences]
+
+    def _score(self, token_ids: list[int]) -> list[float]:
         for one in PROBE.contrasts:
             if one.token_ids == token_ids:
                 last = self._share * one.logprob + (1 - self._share) * one.parent_logprob
