@@ -22,8 +22,8 @@ class Engine:
         text = "".join(self._template(message) for message in messages)
         return [ord(character) for character in text + ("" if ends_with_reply else "<A>")]
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        return [-1.0] * (len(token_ids) - 1)
+    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
+        return [[-1.0] * (len(token_ids) - 1) for token_ids in sequences]
 
 
 def plain(message: Any) -> str:
