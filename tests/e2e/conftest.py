@@ -119,7 +119,7 @@ def tools_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             },
             "engine": {"dtype": "float32", "max_model_len": 2048, "tool_parser": "hermes"},
             # the model is sure of the few sentences that it has learned, and agents with other rewards share it
-            "trainer": {"batch_size": 128, "breaker": {"min_entropy": None, "reward_drop": None}},
+            "trainer": {"batch_size": 16, "breaker": {"min_entropy": None, "reward_drop": None}},
         }
     )
     with running_flywheel(config, root) as live:
