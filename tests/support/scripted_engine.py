@@ -202,7 +202,7 @@ class ScriptedEngine:
         for ids in body["prompt"]:
             known = self._adapters.logprobs(model, ids) or script.probes.get(tuple(ids), [-9.0] * (len(ids) - 1))
             entries = [{str(t): {"logprob": p + off}} for t, p in zip(ids[1:], known, strict=True)]
-            choices.append({"prompt_logprobs": [None, *entries]})
+            choices.append({"index": len(choices), "prompt_logprobs": [None, *entries]})
         return web.json_response({"choices": choices})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
