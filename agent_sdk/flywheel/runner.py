@@ -94,7 +94,10 @@ class TrainingRunner:
             shadow.stop(drain_s)
 
     def commit(self) -> None:
-        """Commit now; a failure is counted in stats, and the next periodic commit retries."""
+        """Commit now; a failure is counted in stats, and the next periodic commit retries.
+
+        Returns when the commit is done; in an async agent, reward function or selection, when it has begun.
+        """
         if self._shadow is not None:
             self._shadow.commit()
 

@@ -138,9 +138,14 @@ class Shadow:
             log.warning("a shadow run does not end though it was cancelled; its thread is left behind")
 
     def commit(self) -> None:
-        """Commit now; a failure is counted, and the next periodic commit retries."""
+        """Commit now; a failure is counted, and the next periodic commit retries.
+
+        Waits until it is done, except in the shadow thread, whose loop has to do it.
+        """
         assert self._loop is not None
-        asyncio.run_coroutine_threadsafe(self._commit(), self._loop).result()
+        committed = asyncio.run_coroutine_threadsafe(self._commit(), self._loop)
+        if threading.current_thread() is not self._thread:
+            committed.result()
 
     def _main(self) -> None:
         asyncio.run(self._run())

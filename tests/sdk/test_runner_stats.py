@@ -127,6 +127,20 @@ def test_what_a_failed_commit_left_is_counted_with_the_next(explorer, monkeypatc
     assert runner.stats.committed == 2
 
 
+def test_an_async_reward_function_may_commit(explorer):
+    async def commits(run: flywheel.Run, reply: str) -> float:
+        runner.commit()
+        return 1.0
+
+    runner = flywheel.TrainingRunner(explorer.url, agent, commits, select=EVERY, commit_every_s=600.0)
+    with runner:
+        serve = runner.watch(agent, production=PRODUCTION)
+        for number in (1, 2):
+            ask(serve)
+            wait_until(lambda number=number: (runner.stats.rewarded, runner.stats.commits) == (number, number))
+    assert runner.stats.failed == {}
+
+
 @pytest.mark.parametrize(("said", "runs"), [(re.search("hello", "hello"), 3), ("", 0), (0, 0)])
 def test_a_selection_may_return_any_truth_value(explorer, said, runs):
     runner = flywheel.TrainingRunner(explorer.url, reward=lambda run, reply: 1.0, select=lambda call: said, at_once=1)
