@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 
@@ -14,6 +15,18 @@ def _refuse_flag(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("no_number", "must be a number, and YAML reads yes, no, on and off as true and false")
     return value
+
+
+def matches(pattern: str, form: str) -> AfterValidator:
+    """Return a validator of texts that match the whole pattern. form: what the error says that a text must be."""
+    compiled = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if not compiled.fullmatch(value):
+            raise PydanticCustomError("form", "must be {form}", {"form": form})
+        return value
+
+    return AfterValidator(check)
 
 
 NUMBER = BeforeValidator(_refuse_flag)
@@ -27,7 +40,10 @@ Port = Annotated[int, Field(ge=1, le=65535, strict=True)]
 Count = Annotated[int, Field(ge=1, le=10**12, strict=True)]  # fits into a database integer
 Flag = Annotated[bool, Field(strict=True)]
 Devices = Annotated[tuple[Annotated[int, Field(ge=0, strict=True)], ...], Field(min_length=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=200)]
+_BEGIN = "letters, digits and {}, beginning with a letter or a digit"
+Name = Annotated[str, Field(max_length=200), matches("[A-Za-z0-9][A-Za-z0-9._/-]*", _BEGIN.format(". _ - /"))]
+FileName = Annotated[str, Field(max_length=200), matches("[A-Za-z0-9][A-Za-z0-9._-]*", _BEGIN.format(". _ -"))]
+Variable = Annotated[str, matches("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable")]
 
 
 class Section(BaseModel):

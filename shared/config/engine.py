@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from shared.config.base import NUMBER, Count, Positive, Section
+from shared.config.base import NUMBER, Count, Positive, Section, matches
 
 _SAMPLING = "rows say how they were sampled by the model's generation_config.json; write it there, or send it in chats"
 _REFUSED: Mapping[str, str] = {
@@ -18,6 +18,7 @@ _REFUSED: Mapping[str, str] = {
     "--model": "set model.path",
     "--served-model-name": "set model.name",
 }
+_TOKEN = matches("[!-~]+", "printable ASCII characters without spaces")
 
 
 def refusal_of_argument(argument: str) -> str | None:
@@ -43,7 +44,7 @@ class EngineConfig(Section):
     """Time limit of an engine's start, until it is warm."""
     host: str | None = None
     """Address that an engine listens on; null: the address of its url in explorer.engines."""
-    admin_token: Annotated[str, Field(min_length=16, pattern=r"^[!-~]+$")] | None = Field(default=None, repr=False)
+    admin_token: Annotated[str, Field(min_length=16), _TOKEN] | None = Field(default=None, repr=False)
     """Token that explorers send to engines that they administer; null: a file in root_dir, created at the first start.
     Set it preferably as FLYWHEEL_ENGINE__ADMIN_TOKEN, for engines and explorers alike."""
     staging_dir: str | None = None

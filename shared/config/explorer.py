@@ -13,24 +13,25 @@ from shared.config.base import (
     NUMBER,
     Count,
     Devices,
+    FileName,
     Flag,
-    Name,
     NonNegative,
     Port,
     Positive,
     Section,
+    matches,
     require_distinct,
 )
 from shared.config.keys import KeyConfig
 
 _ADDRESS = re.compile(r"https?://[^/?#]+")
-_HOST = r"^([A-Za-z0-9._-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,})$"  # a name, an IPv4 address or an IPv6 address
+_HOST = matches(r"[A-Za-z0-9._-]+|[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}", "a host name or an IP address, without a port")
 
 
 class EngineAddress(Section):
     """Address of one vLLM server."""
 
-    name: Name
+    name: FileName
     """A short name for logs and metrics."""
     url: str
     """The server's address, e.g. http://127.0.0.1:8101"""
@@ -117,7 +118,7 @@ class ExplorerConfig(Section):
     """Keys and their roles; without keys the explorer listens on loopback only."""
     open_feedback_from: tuple[str, ...] = ()
     """Networks (CIDR) that may send feedback and commits without a key."""
-    allowed_hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = ()
+    allowed_hosts: tuple[Annotated[str, _HOST], ...] = ()
     """Host names and addresses of an explorer without keys, besides loopback; without ports and brackets."""
     max_connections: Count = 8_000
     """Maximum number of connections in each worker, within the limit of open files. A further connection closes the one

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from shared.config.base import Count, Flag, Name, Positive, Section
+from shared.config.base import Count, Flag, Name, Positive, Section, Variable, matches
 
 
 class KeyConfig(Section):
     """A key that callers send as `Authorization: Bearer KEY`."""
 
-    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    key_env: Variable | None = None
     """Environment variable with the key, of 16 characters or more. The file never contains the key itself."""
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    sha256: Annotated[str, matches("[0-9a-f]{64}", "64 hexadecimal digits in lower case")] | None = None
     """Instead of key_env: the key's SHA-256 in hexadecimal (printf %s KEY | sha256sum)."""
     role: Literal["chat", "feedback", "admin"]
     """chat: chat. feedback: feedback and commit. admin: everything. Every role may read the status."""

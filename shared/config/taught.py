@@ -7,10 +7,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from shared.config.base import NUMBER, Count, Finite, NonNegative, Positive
+from shared.config.base import NUMBER, Count, Finite, NonNegative, Positive, Variable, matches
 from shared.config.surrogate import RewardSignals, SurrogateConfig
 
-Wording = Annotated[str, Field(pattern=r"^[^{}]*\{text\}[^{}]*$", max_length=2000)]
+_FORM = matches(r"[^{}]*\{text\}[^{}]*", "a text with {text} in it once, and without other braces")
+Wording = Annotated[str, Field(max_length=2000), _FORM]
 
 
 class TaughtConfig(SurrogateConfig):
@@ -87,7 +88,7 @@ class DistillConfig(TaughtConfig):
     """Instead of a folder: the teacher's server, without /v1; it must return prompt_logprobs, as vLLM does."""
     model: str | None = None
     """The teacher's name at its server; null: the first one that the server lists."""
-    key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    key_env: Variable | None = None
     """Environment variable with the server's key; null: the server needs none."""
     timeout_s: Positive = 60.0
     """Time limit of one request to the server, after which it is repeated."""

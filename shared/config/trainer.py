@@ -22,7 +22,7 @@ from shared.config.algorithms import (
     SPOConfig,
     StepGRPOConfig,
 )
-from shared.config.base import NUMBER, Count, Devices, Flag, Name, NonNegative, Positive, Section
+from shared.config.base import NUMBER, Count, Devices, FileName, Flag, NonNegative, Positive, Section
 from shared.config.deepspeed import check_deepspeed
 from shared.config.surrogate import AlgorithmConfig, SurrogateConfig
 from shared.config.taught import DistillConfig, HintConfig, TaughtConfig
@@ -38,7 +38,7 @@ _WITH_ADVANTAGES = [
 class TrainerConfig(Section):
     """The service that trains."""
 
-    name: Name = "trainer"
+    name: FileName = "trainer"
     """Owner of leases and saved state; a restarted trainer with this name continues from its own state."""
     algorithm: str = "ppo"
     """The algorithm; auto: chosen by the signals that callers send. See docs/algorithms/index.md."""

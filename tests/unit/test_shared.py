@@ -92,6 +92,23 @@ def test_an_environment_variable_without_a_value_restores_the_default(tmp_path, 
             )
             for url in ("http://h:8101/", "http://h:8101/v1", "h:8101", "ftp://u:secret@h", "http://", "http://h?x=1")
         ),
+        (
+            "model: {path: m}\nexplorer: {engines: [{name: gpu/0, url: 'http://h'}]}",
+            ["explorer.engines.0.name='gpu/0': must be letters, digits and . _ -, beginning with a letter"],
+        ),
+        ("model: {path: m, name: a b}", ["model.name='a b': must be letters, digits and . _ - /, beginning"]),
+        (
+            "model: {path: m}\nexplorer: {allowed_hosts: ['a:80']}",
+            ["explorer.allowed_hosts.0='a:80': must be a host name or an IP address, without a port; correct it"],
+        ),
+        (
+            "model: {path: m}\nexplorer: {keys: [{key_env: sk-1, role: chat}]}",
+            ["explorer.keys.0.key_env: must be the name of an environment variable; correct it"],
+        ),
+        (
+            "model: {path: m}\ntrainer: {algorithm: hint, hint: {comment: No.}}",
+            ["trainer.hint.comment='No.': must be a text with {text} in it once, and without other braces; correct it"],
+        ),
         ("model: {path: m", ["is not YAML", "line"]),
         ("- 1", ["holds a list"]),
         ("", ["model is missing"]),

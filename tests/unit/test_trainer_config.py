@@ -21,6 +21,7 @@ from trainer_service.backends.deepspeed import has_bf16
             "trainer.algorithms.ppo=-1: input should be greater than or equal to 0; correct it",
         ),
         ("{algorithms: {sft: 1, ppo: 1, sft: 2}}", "is not YAML at line 2, column 40: sft stands there twice; correct"),
+        ("{name: a/../../versions}", "trainer.name='a/../../versions': must be letters, digits and . _ -, b"),
         ("{algorithms: {}}", "trainer.algorithms={} names no algorithm; name some with weights, or remove the key"),
         (
             "{algorithms: {sft: true}}",
