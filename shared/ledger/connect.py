@@ -23,6 +23,7 @@ from shared.ledger.migrate import bring_to_head, schema_version
 
 T = TypeVar("T")
 _IDLE_S = 2.0  # after a longer pause, a dedicated connection may have lost its server
+_ATTEMPT_MS, _PAUSE_S = 50, 0.2  # of emptying SQLite's log
 _DATABASE_ERRORS = (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError)
 _REMEDIES = (
     ("disk is full", "free space there"),
@@ -118,13 +119,22 @@ class Ledger:
             remedy = next((remedy for symptom, remedy in _REMEDIES if symptom in cause), "is it up and reachable?")
             raise LedgerError(f"the database {self.shown_url} is unavailable or refuses ({cause}); {remedy}") from error
 
-    def empty_log(self) -> bool:
-        """Checkpoint SQLite's write-ahead log and truncate it. Returns False if another process prevents it."""
+    def empty_log(self, wait_s: float = 60.0) -> bool:
+        """Checkpoint SQLite's write-ahead log and truncate it. Returns False if others prevent it for wait_s.
+
+        While an attempt waits for readers to end, others cannot write, so each attempt is short.
+        """
         if not self.is_sqlite:
             return True
+        until = time.monotonic() + wait_s
         with self._as_ledger_error(), self._engine.connect() as connection:
-            busy, _, _ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
-            return not busy
+            connection.detach()  # not to be pooled with this time limit
+            connection.exec_driver_sql(f"PRAGMA busy_timeout={_ATTEMPT_MS}")
+            while True:
+                busy, _, _ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
+                if not busy or time.monotonic() >= until:
+                    return not busy
+                time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         self._engine.dispose()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from sqlalchemy import delete, func, select, update
 
@@ -90,6 +92,17 @@ def test_an_erased_message_is_in_no_file_and_no_later_turn_quotes_it(scripted_en
             connection.execute(delete(signals))
         assert explorer.ledger.empty_log()
         assert not [file for file in files if secret.encode() in file.read_bytes()]
+
+
+def test_chats_go_on_while_an_erasure_waits_for_a_reader(explorer):
+    with ThreadPoolExecutor(1) as thread:
+        with explorer.ledger.read() as connection:
+            assert connection.execute(select(experiences.c.id)).all() == []
+            chats(explorer, "t", 1)  # the reader needs the log of what is newer than its snapshot
+            emptied = thread.submit(explorer.ledger.empty_log)
+            assert [explorer.chat().status_code for _ in range(20)] == [200] * 20
+            assert emptied.done() is not explorer.ledger.is_sqlite
+        assert emptied.result()
 
 
 def test_another_choice_keeps_the_request_when_the_one_it_is_stored_with_is_removed(explorer):
