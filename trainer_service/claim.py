@@ -1,11 +1,10 @@
-"""Stage 5, claim: lease READY rows to this trainer, and extend the leases while it works.
+"""Stage 5, claim: lease READY rows to this trainer.
 
 While no batch is ready, or the ledger is unavailable, the claimer waits without limit and logs the reason once.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -263,35 +262,3 @@ def group_wait(config: TrainerConfig) -> dict[str, Any]:
     waits = [section.group_timeout_s for section in sections]
     wait_s = None if None in waits else max(wait for wait in waits if wait is not None)
     return {"runs_of_task": max(section.group_size for section in sections), "wait_s": wait_s}
-
-
-class Heartbeat:
-    """A thread that extends this trainer's leases during updates. If it fails, the trainer stops."""
-
-    def __init__(self, ledger: Ledger, config: TrainerConfig, stop: StopRequest) -> None:
-        self._ledger = ledger
-        self._config = config
-        self._stop = stop
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> Heartbeat:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        interval_s = min(self._config.lease_s / 4, 5.0)
-        while not self._ended.wait(interval_s):
-            try:
-                with self._ledger.write() as connection:
-                    transitions.extend_lease(connection, owner=self._config.name, lease_s=self._config.lease_s)
-            except LedgerError as error:
-                log.debug("no heartbeat: the ledger is unavailable", reason=str(error))
-            except Exception:  # boundary of the thread: without heartbeats the leases would expire unnoticed
-                log.exception("the heartbeat failed; the trainer stops")
-                self._stop.set()
-                return

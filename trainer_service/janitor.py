@@ -2,8 +2,8 @@
 
 Only the trainer writes to the folder of versions, so only the trainer deletes there. First the ledger marks a version's
 files as given up, unless a reader has a lease on them; then the folder is renamed, and then deleted. The next run
-completes what a crash interrupted. After a jump of the ledger's clock, leases of live owners look expired; nothing is
-deleted until they have renewed them.
+completes what a crash interrupted. After an outage of the ledger, or a jump of its clock, leases of live owners look
+expired; nothing is deleted until they have renewed them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _RENEWED_S = transitions.VERSION_LEASE_S / 2  # live owners renew leases within 
 _LARGEST_VERSION = 2**31 - 1  # of the ledger's column; a folder with a larger number is no version's
 
 
-class _ClockWatch:
-    """Detects jumps of the ledger's clock: it was set forward, or its host or this one was suspended.
+class _LedgerWatch:
+    """Detects outages of the ledger, and jumps of its clock: it was set forward, or its host or this one was suspended.
 
     `clock` must stop while this host is suspended, because processes on it renew no leases then.
     """
@@ -39,9 +39,23 @@ class _ClockWatch:
         self._clock = clock
         self._ahead_s: float | None = None  # ledger's time minus `clock` at the last check
         self._settled_at = -math.inf
+        self._reached_at: float | None = None  # at the last heartbeat; None: there are none yet
+
+    def note_contact(self) -> None:
+        """Note that a heartbeat reached the ledger."""
+        self._note_outage()
+        self._reached_at = self._clock()
+
+    def _note_outage(self) -> None:
+        """Begin to wait if no heartbeat has reached the ledger for so long that leases of others may have expired."""
+        now = self._clock()
+        if self._reached_at is not None and now - self._reached_at > _RENEWED_S:
+            log.warning("no heartbeat reached the ledger; nothing is deleted for now", for_s=now - self._reached_at)
+            self._settled_at, self._reached_at = now + _RENEWED_S, now
 
     def is_settled(self, database_now: float) -> bool:
-        """Whether every live owner has renewed its leases since the last jump."""
+        """Whether every live owner has renewed its leases since the last jump or outage."""
+        self._note_outage()
         now = self._clock()
         ahead_s = database_now - now
         if self._ahead_s is not None and ahead_s > self._ahead_s + _RENEWED_S:
@@ -63,7 +77,11 @@ class Janitor:
         self._ledger = ledger
         self._states = states
         self._owner = process_name()
-        self._watch = _ClockWatch(clock)
+        self._watch = _LedgerWatch(clock)
+
+    def note_contact(self) -> None:
+        """Note that a heartbeat of this trainer reached the ledger. Called from the heartbeat's thread."""
+        self._watch.note_contact()
 
     def run(self, current: SavedState | None) -> None:
         """Delete what is not kept. current: the trainer's newest state. The next run retries what fails."""

@@ -23,10 +23,11 @@ from shared.versions import Manifest, version_path
 from trainer_service.answers import answer_tokenizer
 from trainer_service.breaker import Breaker
 from trainer_service.choice import as_row, extend_choice
-from trainer_service.claim import Claimer, Heartbeat
+from trainer_service.claim import Claimer
 from trainer_service.delta import DeltaMaker
 from trainer_service.disk import pauses_s, size_of
 from trainer_service.errors import Stopped, UpdateError
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.janitor import Janitor
 from trainer_service.learner import Learner
 from trainer_service.patience import PatientLedger
@@ -105,7 +106,8 @@ class Trainer:
             config = config.model_copy(update={"max_trajectory_tokens": context})
         claimer = Claimer(self._ledger, config, self._stop, vocabulary, whole, answers)
         anew = False
-        with Heartbeat(self._ledger, config, self._stop), contextlib.suppress(Stopped):
+        beats = Heartbeat(self._ledger, config, self._stop, self._janitor.note_contact)
+        with beats, contextlib.suppress(Stopped):
             self._breaker.wait()
             while (lease := self._claim(claimer)) is not None and not self._stop:
                 if anew := extend_choice(self._patient, self._config, lease):

@@ -6,8 +6,10 @@ On both databases.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, select, update
@@ -15,13 +17,16 @@ from sqlalchemy import Connection, select, update
 from explorer_service.housekeeping import Housekeeper
 from explorer_service.metrics import ExplorerMetrics
 from shared.config import Config, ExplorerConfig
+from shared.errors import LedgerError
 from shared.experience import Purpose, State
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger, database_time
 from shared.ledger.tables import explorers, leases, open_streams, version_leases
 from shared.process import process_name
+from shared.stop_request import StopRequest
 from tests.support.samples import sample
-from tests.support.servers import make_config, write_scripted_version
+from tests.support.servers import make_config, wait_until, write_scripted_version
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.janitor import Janitor
 from trainer_service.resume import StateStore
 
@@ -140,6 +145,42 @@ def test_after_a_jump_the_janitor_deletes_nothing_until_those_who_live_have_rene
     clock.now_s += 30.0
     cleaner.run(None)
     assert kept(tmp_path) == [0, 4, 5, 6]
+
+
+def test_after_an_outage_the_janitor_deletes_nothing_until_those_who_live_have_renewed_their_leases(ledger, tmp_path):
+    clock = Clock()
+    cleaner = janitor(ledger, tmp_path, clock)
+    cleaner.note_contact()
+    clock.now_s += 2 * transitions.VERSION_LEASE_S  # in which nobody could renew a lease
+    with ledger.write() as connection:
+        connection.execute(update(version_leases).values(until=database_time(connection) - 1.0))
+    cleaner.run(None)
+    assert kept(tmp_path) == [0, 1, 2, 3, 4, 5]
+    with ledger.write() as connection:
+        transitions.hold_adapters(connection, "http://e0", serves=[1, 5], leaving=[])
+    for _ in range(7):
+        cleaner.note_contact()
+        clock.now_s += 5.0
+    cleaner.run(None)
+    assert kept(tmp_path) == [0, 1, 4, 5]
+
+
+def test_a_heartbeat_that_reaches_the_ledger_is_noted_and_no_other(config, ledger, monkeypatch):
+    noted: list[bool] = []
+    reaches = threading.Event()
+    extend = transitions.extend_lease
+
+    def extend_lease(connection: Connection, **about: Any) -> None:
+        if not reaches.is_set():
+            reaches.set()
+            raise LedgerError("on purpose")
+        extend(connection, **about)
+
+    monkeypatch.setattr(transitions, "extend_lease", extend_lease)
+    settings = config.trainer.model_copy(update={"lease_s": 0.1})
+    with Heartbeat(ledger, settings, StopRequest(), lambda: noted.append(reaches.is_set())):
+        wait_until(lambda: len(noted) > 1)
+    assert all(noted)
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)

@@ -1,0 +1,52 @@
+"""The trainer's heartbeat: it extends the leases of claimed rows while the trainer works."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from shared.config import TrainerConfig
+from shared.errors import LedgerError
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from shared.log import StageLogger
+from shared.stop_request import StopRequest
+
+log = StageLogger("trainer")
+
+
+class Heartbeat:
+    """A thread that extends this trainer's leases during updates. If it fails, the trainer stops."""
+
+    def __init__(
+        self, ledger: Ledger, config: TrainerConfig, stop: StopRequest, note_contact: Callable[[], None]
+    ) -> None:
+        """note_contact: called after each heartbeat that reached the ledger."""
+        self._ledger = ledger
+        self._config = config
+        self._stop = stop
+        self._note_contact = note_contact
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        interval_s = min(self._config.lease_s / 4, 5.0)
+        while not self._ended.wait(interval_s):
+            try:
+                with self._ledger.write() as connection:
+                    transitions.extend_lease(connection, owner=self._config.name, lease_s=self._config.lease_s)
+                self._note_contact()
+            except LedgerError as error:
+                log.debug("no heartbeat: the ledger is unavailable", reason=str(error))
+            except Exception:  # boundary of the thread: without heartbeats the leases would expire unnoticed
+                log.exception("the heartbeat failed; the trainer stops")
+                self._stop.set()
+                return
