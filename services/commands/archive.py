@@ -100,7 +100,9 @@ def _remove(ledger: Ledger, ids: list[int], said: dict[int, int]) -> int:
     from shared.ledger import transitions
 
     with ledger.write() as connection:
-        return transitions.remove(connection, ids, said)
+        removed = transitions.remove(connection, ids, said)
+    ledger.let_others_write()
+    return removed
 
 
 def _new_file(folder: Path, name: str) -> Path:

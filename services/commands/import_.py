@@ -7,9 +7,13 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.commands import add_config, open_console, read_config
 from shared.errors import ConfigError, StartupError
+
+if TYPE_CHECKING:
+    from shared.ledger.connect import Ledger
 
 HELP = "record conversations from a file, with rewards or as demonstrations"
 TRANSACTION_ROWS = 500
@@ -33,10 +37,9 @@ def run(args: Namespace) -> int:
     config = read_config(args)
     from services.samples import SampleReader, store
     from shared.experience import MAY_SERVE
-    from shared.ledger import transitions
     from shared.ledger.connect import Ledger
     from shared.ledger.given import read_rows, require_accepted
-    from shared.ledger.queries import list_versions
+    from shared.ledger.queries import count_ready, list_versions
     from shared.reward import learned_kinds
 
     try:
@@ -53,6 +56,7 @@ def run(args: Namespace) -> int:
             samples = asyncio.run(reader.read(part))
             with ledger.write() as connection:
                 stored = store(connection, samples, rule=config.reward, learned=learned, default_reward=args.reward)
+            ledger.let_others_write()
             counts["imported"] += stored
             counts["known"] += len(samples) - stored
             counts["unusable"] += len(part) - len(samples)
@@ -62,7 +66,20 @@ def run(args: Namespace) -> int:
         for reason in sorted(reader.reasons):
             console.print(f"unusable: {reason}", soft_wrap=True)
         if args.commit:
-            with ledger.write() as connection:
-                committed, ready = transitions.commit(connection)
-            console.print(f"{committed} rows committed, {ready} ready")
+            committed = _commit(ledger)
+            console.print(f"{committed} rows committed, {ledger.fetch(count_ready)} ready")
     return 0 if counts["imported"] or counts["known"] else 1
+
+
+def _commit(ledger: Ledger) -> int:
+    """Commit all rows, in parts. Returns the number of rows made READY."""
+    from shared.ledger import transitions
+
+    committed = 0
+    last_id: int | None = 0
+    while last_id is not None:
+        with ledger.write() as connection:
+            count, last_id = transitions.commit_part(connection, after_id=last_id)
+        committed += count
+        ledger.let_others_write()
+    return committed

@@ -23,7 +23,8 @@ from shared.ledger.migrate import bring_to_head, schema_version
 
 T = TypeVar("T")
 _IDLE_S = 2.0  # after a longer pause, a dedicated connection may have lost its server
-_ATTEMPT_MS, _PAUSE_S = 50, 0.2  # of emptying SQLite's log
+_ATTEMPT_MS = 50  # to empty SQLite's log
+_TURN_S = 0.12  # SQLite itself pauses for at most 0.1 s before it tries again to get the lock
 _DATABASE_ERRORS = (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError)
 _REMEDIES = (
     ("disk is full", "free space there"),
@@ -119,6 +120,11 @@ class Ledger:
             remedy = next((remedy for symptom, remedy in _REMEDIES if symptom in cause), "is it up and reachable?")
             raise LedgerError(f"the database {self.shown_url} is unavailable or refuses ({cause}); {remedy}") from error
 
+    def let_others_write(self) -> None:
+        """Pause between two transactions of a series: SQLite has no queue, and others might never be next."""
+        if self.is_sqlite:
+            time.sleep(_TURN_S)
+
     def empty_log(self, wait_s: float = 60.0) -> bool:
         """Checkpoint SQLite's write-ahead log and truncate it. Returns False if others prevent it for wait_s.
 
@@ -134,7 +140,7 @@ class Ledger:
                 busy, _, _ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
                 if not busy or time.monotonic() >= until:
                     return not busy
-                time.sleep(_PAUSE_S)
+                self.let_others_write()
 
     def close(self) -> None:
         self._engine.dispose()

@@ -278,10 +278,11 @@ def recompute_rewards(
     query = select(*columns).where(*mine).order_by(experiences.c.id).limit(MAX_PARAMETERS)
     rows = list(connection.execute(query.with_for_update()))
     log = load_signals(connection, rows)
-    changed = 0
+    changed: dict[Credit, list[int]] = {}
     for row in rows:
         credit = _credit_by(log[row.msg_id, row.choice], row, rule, learned)
         if credit != _credit(row):
-            _set_credit(connection, [row.id], credit)
-            changed += 1
-    return changed, rows[-1].id if rows else None
+            changed.setdefault(credit, []).append(row.id)
+    for credit, ids in changed.items():
+        _set_credit(connection, ids, credit)
+    return sum(map(len, changed.values())), rows[-1].id if rows else None
