@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from typing import Any
 
 import msgspec
@@ -17,7 +15,7 @@ from explorer_service.api.compat import agentscope_java_answer
 from explorer_service.api.errors import bad_request
 from explorer_service.chat.request import read_id
 from explorer_service.deps import Deps
-from explorer_service.ledger_writer import LedgerWriter
+from explorer_service.ledger_writer import LedgerWriter, WriteInParts
 from explorer_service.metrics import ExplorerMetrics
 from shared.ledger import transitions
 from shared.ledger.queries import count_ready
@@ -62,7 +60,7 @@ async def commit_rows(writer: LedgerWriter, metrics: ExplorerMetrics, **scope: A
 
     Raises LedgerError. After an error, the parts before it stay committed; a repeat commits the rest.
     """
-    committed, ready = 0, 0
+    committed, ready, parts = 0, 0, WriteInParts(writer)
     last_id: int | None = 0
     while last_id is not None:
 
@@ -70,12 +68,9 @@ async def commit_rows(writer: LedgerWriter, metrics: ExplorerMetrics, **scope: A
             count, next_id = transitions.commit_part(connection, **scope, after_id=after_id)
             return count, next_id, 0 if next_id is not None else count_ready(connection)
 
-        began = time.monotonic()
-        count, last_id, ready = await writer.write(part)
+        count, last_id, ready = await parts.write(part)
         metrics.commit_rows.inc(count)
         committed += count
-        if last_id is not None:
-            await asyncio.sleep(2 * (time.monotonic() - began))  # leaves two thirds of the time to other writes
     return committed, ready
 
 

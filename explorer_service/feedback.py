@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -40,6 +39,7 @@ from explorer_service.feedback_limits import (
     require_room,
 )
 from explorer_service.idempotency import KeyedRequest, recall, remember, take
+from explorer_service.ledger_writer import WriteInParts
 from shared.config import RewardConfig
 from shared.errors import LedgerError
 from shared.ledger import queries, transitions
@@ -213,11 +213,10 @@ class _Feedback:
             known = await self._deps.feedback_writer.write(lambda c: take(c, keyed, self._msg_ids))
             if known is not None:
                 return known
+        parts = WriteInParts(self._deps.feedback_writer)
         for part in first:
-            began = time.monotonic()
-            receipts += await self._deps.feedback_writer.write(partial(self._apply_part, part))
-            await asyncio.sleep(2 * (time.monotonic() - began))  # leaves two thirds of the time to other writes
-        return await self._deps.feedback_writer.write(lambda c: self._apply_last(c, last, receipts))
+            receipts += await parts.write(partial(self._apply_part, part))
+        return await parts.write(lambda c: self._apply_last(c, last, receipts))
 
     def _read(self, connection: Connection) -> tuple[list[Receipt] | None, Targets]:
         known = recall(connection, self._keyed, self._msg_ids)

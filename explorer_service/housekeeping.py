@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from explorer_service.commit import commit_rows
-from explorer_service.ledger_writer import LedgerWriter
+from explorer_service.ledger_writer import LedgerWriter, WriteInParts
 from explorer_service.metrics import ExplorerMetrics
 from shared.config import ExplorerConfig
 from shared.errors import LedgerError
@@ -70,7 +70,8 @@ class Housekeeper:
             log.debug("committed", rows=committed)
 
     async def _expire(self, expire_s: float) -> None:
-        while await self._writer.write(lambda c: transitions.expire(c, before=database_time(c) - expire_s)):
+        parts = WriteInParts(self._writer)
+        while await parts.write(lambda c: transitions.expire(c, before=database_time(c) - expire_s)):
             log.info("rows expired", older_than_s=expire_s)
 
     async def _forget(self) -> None:

@@ -200,3 +200,20 @@ class LedgerWriter:
 
     def _commit(self, group: list[Job], run: Callable[[list[Job], Connection], list[Outcome]]) -> list[Outcome]:
         return self._connection.write(partial(run, group))
+
+
+class WriteInParts:
+    """A long write, as a series of short transactions that leaves two thirds of the time to other writers."""
+
+    def __init__(self, writer: LedgerWriter) -> None:
+        self._writer = writer
+        self._pause_s = 0.0
+
+    async def write(self, part: Callable[[Connection], T]) -> T:
+        """Wait, unless this is the first part, and write this one. Raises like LedgerWriter.write."""
+        await asyncio.sleep(self._pause_s)
+        began = time.monotonic()
+        try:
+            return await self._writer.write(part)
+        finally:
+            self._pause_s = 2 * (time.monotonic() - began)
