@@ -19,7 +19,8 @@ from shared.experience import State
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences, payloads, signals
-from tests.support.experiences import record_ready, rows
+from shared.reward import SCORES, Signal
+from tests.support.experiences import record_ready, rows, samples_of
 from tests.support.processes import run_here
 
 ROWS = 12
@@ -122,3 +123,27 @@ def test_another_explorers_chats_have_their_turn_between_the_parts_of_a_commit(
         while not committed.done():
             assert other.chat().status_code == 200
     assert committed.result().json()["committed"] == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"), [(["rewards"], "recompute_rewards"), (["erase", "--key", "k"], "erase")]
+)
+def test_a_command_ends_though_rows_go_on_arriving(arguments, part, config, ledger, monkeypatch):
+    record_ready(ledger, rows(ROWS))
+    done: list[int] = []
+    write = getattr(transitions, part)
+
+    def beside_others(connection: Connection, *args: Any, **options: Any) -> Any:
+        connection.execute(update(experiences).values(key_name="k"))
+        done.append(len(done))
+        assert len(done) < 9, "it goes after each new row"
+        result = write(connection, *args, **options)
+        arrived = samples_of(rows(1, name=f"new{len(done)}-"))
+        transitions.record(connection, arrived)
+        said = {"signals": [Signal("reward", value=1.0)], "rule": config.reward, "learned": SCORES}
+        transitions.apply_feedback(connection, msg_ids=[arrived[0].msg_id], task_id=None, run_id=None, **said)
+        return result
+
+    monkeypatch.setattr(transitions, part, beside_others)
+    assert run_here(config, *arguments) == 0
+    assert len(done) == 1

@@ -53,7 +53,8 @@ def erase(
     _blank_later_requests(connection, [choice_name(row.msg_id, row.choice) for row in rows])
     versions = frozenset(row.consumed_version for row in rows if row.consumed_version is not None)
     leased = sum(row.state == State.LEASED for row in rows)
-    return Erased(len(rows), versions, rows[-1].id if rows else None, frozenset(names), leased)
+    last_id = rows[-1].id if len(rows) == MAX_PARAMETERS else None  # fewer: what arrives later is not for this erasure
+    return Erased(len(rows), versions, last_id, frozenset(names), leased)
 
 
 def _blank_later_requests(connection: Connection, names: list[str]) -> None:

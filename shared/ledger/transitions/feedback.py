@@ -285,4 +285,4 @@ def recompute_rewards(
             changed.setdefault(credit, []).append(row.id)
     for credit, ids in changed.items():
         _set_credit(connection, ids, credit)
-    return sum(map(len, changed.values())), rows[-1].id if rows else None
+    return sum(map(len, changed.values())), rows[-1].id if len(rows) == MAX_PARAMETERS else None
