@@ -2,6 +2,6 @@
 
     .venv/bin/python -m benchmarks.ledger [--peers PYTHON] [--only PART ...] [--rows 1000000]
 
-Parts: record, transaction, flat, snapshot, size, conversations, status; the file of each describes it. All databases
-are durable (fsync on).
+Parts: record, transaction, flat, snapshot, size, conversations, status, writers; the file of each describes it. All
+databases are durable (fsync on).
 """

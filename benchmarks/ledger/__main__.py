@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.ledger
-from benchmarks.ledger import conversations, flat, record, size, snapshot, status, transaction
+from benchmarks.ledger import conversations, flat, record, size, snapshot, status, transaction, writers
 from benchmarks.ledger.databases import KINDS, Databases
 
-PARTS = ("record", "transaction", "flat", "snapshot", "size", "conversations", "status")
+PARTS = ("record", "transaction", "flat", "snapshot", "size", "conversations", "status", "writers")
 
 
 def main() -> None:
@@ -47,6 +47,7 @@ def _measure(part: str, databases: Databases, args: argparse.Namespace) -> dict[
         "size": lambda kind: size.measure(databases, kind),
         "conversations": lambda kind: conversations.measure(databases, kind),
         "status": lambda kind: status.measure(databases, kind, args.rows),
+        "writers": lambda kind: writers.measure(databases, kind),
     }
     return {kind: measures[part](kind) for kind in KINDS}
 

@@ -100,9 +100,7 @@ def _remove(ledger: Ledger, ids: list[int], said: dict[int, int]) -> int:
     from shared.ledger import transitions
 
     with ledger.write() as connection:
-        removed = transitions.remove(connection, ids, said)
-    ledger.let_others_write()
-    return removed
+        return transitions.remove(connection, ids, said)
 
 
 def _new_file(folder: Path, name: str) -> Path:

@@ -39,7 +39,6 @@ def run(args: Namespace) -> int:
             rows, leased, last_id = rows + erased.rows, leased + erased.leased, erased.last_id
             versions |= erased.versions
             names |= erased.names
-            ledger.let_others_write()
         with ledger.write() as connection:
             transitions.forget_answers_about(connection, names)
         if not ledger.empty_log():

@@ -56,7 +56,6 @@ def run(args: Namespace) -> int:
             samples = asyncio.run(reader.read(part))
             with ledger.write() as connection:
                 stored = store(connection, samples, rule=config.reward, learned=learned, default_reward=args.reward)
-            ledger.let_others_write()
             counts["imported"] += stored
             counts["known"] += len(samples) - stored
             counts["unusable"] += len(part) - len(samples)
@@ -81,5 +80,4 @@ def _commit(ledger: Ledger) -> int:
         with ledger.write() as connection:
             count, last_id = transitions.commit_part(connection, after_id=last_id)
         committed += count
-        ledger.let_others_write()
     return committed

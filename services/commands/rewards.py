@@ -25,6 +25,5 @@ def run(args: Namespace) -> int:
             with ledger.write() as connection:
                 count, last_id = transitions.recompute_rewards(connection, config.reward, learned, last_id)
             changed += count
-            ledger.let_others_write()
     open_console().print(f"{changed} rewards changed")
     return 0

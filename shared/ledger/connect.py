@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +20,12 @@ from sqlalchemy.engine import make_url
 from shared.errors import LedgerError
 from shared.ledger.driver import OPERATOR, Patience, make_engine, require_same_file
 from shared.ledger.migrate import bring_to_head, schema_version
+from shared.ledger.writer_queue import WriterQueue
 
 T = TypeVar("T")
 _IDLE_S = 2.0  # after a longer pause, a dedicated connection may have lost its server
 _ATTEMPT_MS = 50  # to empty SQLite's log
-_TURN_S = 0.12  # SQLite itself pauses for at most 0.1 s before it tries again to get the lock
+_PAUSE_S = 0.2  # between two attempts
 _DATABASE_ERRORS = (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError)
 _REMEDIES = (
     ("disk is full", "free space there"),
@@ -51,6 +52,8 @@ class Ledger:
         self._engine = engine
         self.is_sqlite = engine.dialect.name == "sqlite"
         self.shown_url = shown_url  # without the password
+        file = engine.url.database if self.is_sqlite else None
+        self._queue = None if file in (None, "", ":memory:") else WriterQueue(Path(file))
 
     @classmethod
     def open(cls, url: str, patience: Patience = OPERATOR, *, create: bool = True) -> Ledger:
@@ -104,9 +107,14 @@ class Ledger:
         if self.is_sqlite:
             require_same_file(connection)
         with connection.begin():
-            if self.is_sqlite:
-                connection.exec_driver_sql(f"BEGIN {mode}")  # the driver is in autocommit mode and does not begin one
+            if self.is_sqlite:  # the driver is in autocommit mode and does not begin one
+                with self._turn(mode):
+                    connection.exec_driver_sql(f"BEGIN {mode}")
             yield
+
+    def _turn(self, mode: str) -> AbstractContextManager[None]:
+        """A place in the queue of writers; readers need none."""
+        return nullcontext() if self._queue is None or mode != "IMMEDIATE" else self._queue.turn()
 
     @contextmanager
     def _as_ledger_error(self) -> Iterator[None]:
@@ -119,11 +127,6 @@ class Ledger:
             cause = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
             remedy = next((remedy for symptom, remedy in _REMEDIES if symptom in cause), "is it up and reachable?")
             raise LedgerError(f"the database {self.shown_url} is unavailable or refuses ({cause}); {remedy}") from error
-
-    def let_others_write(self) -> None:
-        """Pause between two transactions of a series: SQLite has no queue, and others might never be next."""
-        if self.is_sqlite:
-            time.sleep(_TURN_S)
 
     def empty_log(self, wait_s: float = 60.0) -> bool:
         """Checkpoint SQLite's write-ahead log and truncate it. Returns False if others prevent it for wait_s.
@@ -140,10 +143,12 @@ class Ledger:
                 busy, _, _ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
                 if not busy or time.monotonic() >= until:
                     return not busy
-                self.let_others_write()
+                time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         self._engine.dispose()
+        if self._queue is not None:
+            self._queue.close()
 
 
 class DedicatedConnection:

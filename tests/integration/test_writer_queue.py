@@ -1,0 +1,63 @@
+"""Writers of a SQLite ledger take turns, and a place in their queue is no lock: nothing waits for it for long."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.ledger import writer_queue
+from shared.ledger.connect import Ledger
+
+WRITES = 60
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/ledger.sqlite3"
+
+
+def test_of_writers_that_never_pause_none_is_kept_out(url):
+    done = [0, 0, 0]
+    seen: list[list[int]] = []
+    barrier = threading.Barrier(len(done))
+
+    def write(writer: int) -> None:
+        ledger = Ledger.open(url)
+        barrier.wait()
+        for _ in range(WRITES):
+            with ledger.write():
+                time.sleep(0.005)
+            done[writer] += 1
+        seen.append(list(done))
+        ledger.close()
+
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in range(len(done))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert min(seen[0]) > WRITES / 3, "when the first one has ended"
+
+
+def write_once(url: str) -> None:
+    ledger = Ledger.open(url)
+    with ledger.write() as connection:
+        connection.exec_driver_sql("UPDATE trainers SET step = 0")
+    ledger.close()
+
+
+def test_the_first_of_the_queue_may_be_suspended(url, tmp_path):
+    write_once(url)
+    with (tmp_path / "ledger.sqlite3-queue").open("r+") as queue:
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        write_once(url)
+
+
+def test_without_a_queue_writers_write(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_queue, "_PATIENCE_S", 600.0)
+    (tmp_path / "ledger.sqlite3-queue").mkdir()
+    write_once(url)
