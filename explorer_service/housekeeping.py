@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from explorer_service.commit import commit_rows
+from explorer_service.ledger_reader import LedgerReader
 from explorer_service.ledger_writer import LedgerWriter, WriteInParts
 from explorer_service.metrics import ExplorerMetrics
 from shared.config import ExplorerConfig
 from shared.errors import LedgerError
-from shared.ledger import transitions
+from shared.ledger import queries, transitions
 from shared.ledger.connect import database_time
 from shared.log import StageLogger
 
@@ -23,6 +24,8 @@ log = StageLogger("housekeeping")
 
 KEEP_ANSWERS_S = 24 * 3600.0  # how long an Idempotency-Key is stored
 FORGET_EVERY_S = 600.0
+FORGOTTEN_AT_ONCE = 2000  # keys
+FIND_S = 60.0  # time limit of the search for old keys, which reads all of them
 EXPIRE_EVERY_S = 30.0
 MERGE_EVERY_S = 10.0
 
@@ -31,11 +34,18 @@ class Housekeeper:
     """Runs the jobs. `run()` ends only by cancellation."""
 
     def __init__(
-        self, config: ExplorerConfig, writer: LedgerWriter, metrics: ExplorerMetrics, *, merges_counts: bool
+        self,
+        config: ExplorerConfig,
+        reader: LedgerReader,
+        writer: LedgerWriter,
+        metrics: ExplorerMetrics,
+        *,
+        merges_counts: bool,
     ) -> None:
         """merges_counts: the ledger is PostgreSQL, where each change of a count adds a row until they are merged."""
         self._config = config
         self._merges_counts = merges_counts
+        self._reader = reader
         self._writer = writer
         self._metrics = metrics
         self._unavailable = False
@@ -75,4 +85,10 @@ class Housekeeper:
             log.info("rows expired", older_than_s=expire_s)
 
     async def _forget(self) -> None:
-        await self._writer.write(lambda c: transitions.forget_answers(c, before=database_time(c) - KEEP_ANSWERS_S))
+        old = await self._reader.read(
+            lambda connection: queries.answers_before(connection, database_time(connection) - KEEP_ANSWERS_S), FIND_S
+        )
+        parts = WriteInParts(self._writer)
+        for start in range(0, len(old), FORGOTTEN_AT_ONCE):
+            keys = old[start : start + FORGOTTEN_AT_ONCE]
+            await parts.write(partial(transitions.forget_answers, keys=keys))

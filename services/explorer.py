@@ -198,7 +198,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         await _join(membership)
         reloading = Reloading(config, ledger, writer, pool, leases, poller, metrics, ReloadLease(writer, membership))
         health_checks = _start_controllers(reloading, membership, admin_http, background)
-        housekeeper = Housekeeper(explorer, feedback_writer, metrics, merges_counts=not ledger.is_sqlite)
+        housekeeper = Housekeeper(explorer, reader, feedback_writer, metrics, merges_counts=not ledger.is_sqlite)
         background.start_task("housekeeping", housekeeper.run())
         background.start_task("membership", membership.run())
         pins = None

@@ -10,6 +10,7 @@ from shared.errors import ConfigError, StartupError
 from shared.log import StageLogger
 
 log = StageLogger("erase")
+ANSWERS_AT_ONCE = 1000  # that one transaction deletes
 _SCOPE = ("key", "task", "run", "message")
 HELP = "delete tokens, texts and feedback of a key, task, run or message"
 
@@ -27,7 +28,7 @@ def run(args: Namespace) -> int:
     scope = {"key_name": args.key, "task_id": args.task, "run_id": args.run, "msg_id": args.message}
     if not any(scope.values()):
         raise ConfigError("erase: choose the rows with --key, --task, --run or --message")
-    from shared.ledger import transitions
+    from shared.ledger import queries, transitions
     from shared.ledger.connect import Ledger
 
     rows, leased, versions, names = 0, 0, set[int](), set[str]()
@@ -39,8 +40,10 @@ def run(args: Namespace) -> int:
             rows, leased, last_id = rows + erased.rows, leased + erased.leased, erased.last_id
             versions |= erased.versions
             names |= erased.names
-        with ledger.write() as connection:
-            transitions.forget_answers_about(connection, names)
+        about = ledger.fetch(lambda connection: queries.answers_about(connection, names))
+        for start in range(0, len(about), ANSWERS_AT_ONCE):
+            with ledger.write() as connection:
+                transitions.forget_answers(connection, about[start : start + ANSWERS_AT_ONCE])
         if not ledger.empty_log():
             log.warning("the write-ahead log still holds erased text: another process reads; repeat this command")
     if not rows:

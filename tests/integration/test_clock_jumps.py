@@ -196,6 +196,7 @@ def test_an_explorer_whose_host_is_an_hour_ahead_discards_no_row_of_another(ledg
                 return work(connection)
 
     config = ExplorerConfig()
-    asyncio.run(Housekeeper(config, Writer(), ExplorerMetrics(), merges_counts=False)._expire(HOUR_S / 2))
+    housekeeper = Housekeeper(config, None, Writer(), ExplorerMetrics(), merges_counts=False)
+    asyncio.run(housekeeper._expire(HOUR_S / 2))
     with ledger.read() as connection:
         assert queries.count_by_state(connection)[State.RECORDED] == 1

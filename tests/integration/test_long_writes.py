@@ -107,7 +107,7 @@ def test_another_explorers_chats_have_their_turn_between_the_parts_of_a_commit(
     scripted_engine, start_explorer, monkeypatch
 ):
     explorer, other = (start_explorer([scripted_engine.url], ledger_timeout_s=1.0).wait_ready() for _ in range(2))
-    ids = [explorer.chat().json()["id"] for _ in range(8)]
+    ids = [explorer.chat().json()["id"] for _ in range(5)]
     explorer.http.post("/feedback", json={"msg_ids": ids, "reward": 1.0})
     commit_part, begun = transitions.commit_part, threading.Event()
 

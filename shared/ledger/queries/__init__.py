@@ -1,6 +1,7 @@
 """All queries of the ledger outside transitions, in a file for each subject. Nothing here writes."""
 
 from shared.ledger.queries.adapters import leased_versions, pinned_versions, served_adapters
+from shared.ledger.queries.answers import answers_about, answers_before, remembered_answer
 from shared.ledger.queries.explorers import (
     EngineRow,
     Followed,
@@ -30,7 +31,6 @@ from shared.ledger.queries.rows import (
     list_run,
     oldest_done,
     oldest_ready,
-    remembered_answer,
     size_bytes,
 )
 from shared.ledger.queries.signals import corrected_later, count_signals, load_signals, recent_kinds, tasks_repeat
@@ -51,8 +51,8 @@ from shared.ledger.queries.versions import (
 
 __all__ = [
     "EngineRow", "Followed", "LedgerProgress", "Pace", "Rewards", "StateRow", "Target", "Targets",
-    "TrainerRow", "Tripped", "VersionRow", "any_lease_expired", "any_published", "any_stream_open",
-    "corrected_later", "count_by_state",
+    "TrainerRow", "Tripped", "VersionRow", "answers_about", "answers_before", "any_lease_expired", "any_published",
+    "any_stream_open", "corrected_later", "count_by_state",
     "count_ready", "count_rows", "count_signals", "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest",
     "find_targets", "find_trainer", "find_versions", "held_rows", "is_leased", "is_to_blame", "kept_versions",
     "known_choices", "leased_versions", "ledger_status", "list_run", "list_states", "list_trainers", "list_versions",

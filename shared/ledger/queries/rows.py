@@ -9,7 +9,7 @@ from sqlalchemy import Connection, func, select, text
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import in_group, in_scope, is_done, is_ready
-from shared.ledger.tables import experiences, idempotency, row_counts
+from shared.ledger.tables import experiences, row_counts
 
 
 def count_rows(connection: Connection) -> int:
@@ -80,13 +80,6 @@ def list_run(
     mine = (in_scope(task_id, run_id), in_group(key_group), experiences.c.id > after_id)
     query = select(*(experiences.c[field.name] for field in fields(RunRow))).where(*mine)
     return [RunRow(*row) for row in connection.execute(query.order_by(experiences.c.id).limit(at_most))]
-
-
-def remembered_answer(connection: Connection, key: str) -> tuple[bytes, bytes] | None:
-    """Return the digest of the first request with this idempotency key, and its answer."""
-    query = select(idempotency.c.body, idempotency.c.response).where(idempotency.c.key == key)
-    row = connection.execute(query).one_or_none()
-    return None if row is None else (row.body, row.response)
 
 
 def size_bytes(connection: Connection) -> int:

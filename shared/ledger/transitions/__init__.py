@@ -24,7 +24,7 @@ from shared.ledger.transitions.engine_leases import (
     release_engine,
     set_engine_state,
 )
-from shared.ledger.transitions.erase import Erased, erase, forget_answers_about, remove
+from shared.ledger.transitions.erase import Erased, erase, remove
 from shared.ledger.transitions.failures import fail_update, mark_updating, quarantine
 from shared.ledger.transitions.feedback import (
     GivenFeedback,
@@ -75,7 +75,7 @@ __all__ = [
     "RunName", "Whole", "acquire_engine", "acquire_lease", "announce_trainer", "apply_feedback", "apply_to",
     "calibrate_engine", "choose_algorithms", "claim", "close_empty_batch", "close_stream", "commit", "commit_part",
     "confirm_engine", "count_load_failure", "discard_stale", "dismiss_trainer", "erase", "expect_adapter", "expire",
-    "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_answers_about", "forget_states",
+    "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_states",
     "give_back", "give_up_files", "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts",
     "open_stream", "pin_version", "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards",
     "record", "record_state", "reject_version", "release_engine", "release_lease", "release_version", "remember_answer",

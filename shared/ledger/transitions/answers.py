@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from sqlalchemy import Connection, delete, insert, update
 
+from shared.ledger.conditions import in_parts
 from shared.ledger.connect import insert_into
 from shared.ledger.tables import idempotency
 
@@ -28,6 +30,7 @@ def remember_answer(connection: Connection, key: str, body: bytes, response: byt
         connection.execute(insert(idempotency).values(key=key, body=body, response=response, created_at=time.time()))
 
 
-def forget_answers(connection: Connection, *, before: float) -> None:
-    """Delete idempotency keys from before this time, Unix seconds."""
-    connection.execute(delete(idempotency).where(idempotency.c.created_at < before))
+def forget_answers(connection: Connection, keys: Sequence[str]) -> None:
+    """Delete these idempotency keys with their answers."""
+    for mine in in_parts(idempotency.c.key, keys):
+        connection.execute(delete(idempotency).where(mine))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
 from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import MAX_PARAMETERS, in_parts, is_done, split_name
 from shared.ledger.prefix import inline_prefix, lock_tokens
 from shared.ledger.queries.signals import count_signals
-from shared.ledger.tables import experiences, idempotency, payloads, signals
+from shared.ledger.tables import experiences, payloads, signals
 from shared.reward import EVERY_LESSON
 
 
@@ -73,15 +72,6 @@ def _blank_later_requests(connection: Connection, names: list[str]) -> None:
             connection.execute(update(payloads).where(mine).values(request=None))
         names = [name for name in later.values() if name not in reached]
         reached.update(names)
-
-
-def forget_answers_about(connection: Connection, names: Collection[str]) -> None:
-    """Delete the stored answers that name any of these messages."""
-    about = set(names)
-    for row in connection.execute(select(idempotency.c.key, idempotency.c.response)).all():
-        names = set(msgspec.json.decode(row.response).get("found", ()))
-        if not about.isdisjoint({split_name(name)[0] for name in names}):
-            connection.execute(delete(idempotency).where(idempotency.c.key == row.key))
 
 
 def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] | None = None) -> int:

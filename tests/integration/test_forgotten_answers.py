@@ -1,0 +1,75 @@
+"""Stored answers of feedback go after a day, and with the messages that they name, while others write."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import insert, select
+
+from explorer_service import housekeeping
+from explorer_service.background import Background
+from explorer_service.ledger_reader import LedgerReader
+from explorer_service.ledger_writer import LedgerWriter
+from explorer_service.metrics import ExplorerMetrics
+from shared.config import Config, ExplorerConfig
+from shared.ledger import queries
+from shared.ledger.connect import Ledger
+from shared.ledger.driver import answering_within
+from shared.ledger.tables import idempotency
+from tests.support.processes import run_here
+from tests.support.samples import record
+
+
+def remember(ledger: Ledger, keys: list[str], at: float, found: str = "another") -> None:
+    answer = {"body": b"", "response": msgspec.json.encode({"states": "", "found": [found]}), "created_at": at}
+    with ledger.write() as connection:
+        connection.execute(insert(idempotency), [{"key": key, **answer} for key in keys])
+
+
+def kept(ledger: Ledger) -> list[str]:
+    with ledger.read() as connection:
+        return list(connection.execute(select(idempotency.c.key).order_by(idempotency.c.key)).scalars())
+
+
+def beside_a_writer(query: Callable[..., Any], config: Config) -> Callable[..., Any]:
+    """The query, during which another process writes."""
+
+    def found(*args: Any) -> Any:
+        with closing(Ledger.open(config.ledger_url, answering_within(1.0))) as other, other.write():
+            return query(*args)
+
+    return found
+
+
+def test_answers_are_forgotten_after_a_day(ledger, config, monkeypatch):
+    monkeypatch.setattr(housekeeping, "FORGOTTEN_AT_ONCE", 4)
+    monkeypatch.setattr(queries, "answers_before", beside_a_writer(queries.answers_before, config))
+    remember(ledger, [f"old{number}" for number in range(10)], at=time.time() - housekeeping.KEEP_ANSWERS_S - 60)
+    remember(ledger, ["new"], at=time.time())
+
+    async def forget() -> None:
+        metrics = ExplorerMetrics()
+        reader, writer = LedgerReader(ledger, 60.0), LedgerWriter(ledger, metrics, Background())
+        await housekeeping.Housekeeper(ExplorerConfig(), reader, writer, metrics, merges_counts=False)._forget()
+        await writer.stop()
+        await reader.stop()
+
+    asyncio.run(forget())
+    assert kept(ledger) == ["new"]
+
+
+@pytest.mark.parametrize("scope", [("--message", "chatcmpl-0000000"), ("--key", "k")])
+def test_an_erasure_forgets_the_answers_that_name_its_messages(scope, ledger, config, monkeypatch):
+    monkeypatch.setattr("services.commands.erase.ANSWERS_AT_ONCE", 2)
+    monkeypatch.setattr(queries, "answers_about", beside_a_writer(queries.answers_about, config))
+    (name,) = record(ledger, 1, key_name="k")
+    remember(ledger, ["a", "b", "c"], at=1.0, found=f"{name}#1")
+    remember(ledger, ["d"], at=1.0)
+    assert run_here(config, "erase", *scope) == 0
+    assert kept(ledger) == ["d"]
