@@ -85,10 +85,9 @@ class Housekeeper:
             log.info("rows expired", older_than_s=expire_s)
 
     async def _forget(self) -> None:
-        old = await self._reader.read(
-            lambda connection: queries.answers_before(connection, database_time(connection) - KEEP_ANSWERS_S), FIND_S
-        )
+        before = await self._reader.read(database_time) - KEEP_ANSWERS_S
+        old = await self._reader.read(partial(queries.answers_before, before=before), FIND_S)
         parts = WriteInParts(self._writer)
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
             keys = old[start : start + FORGOTTEN_AT_ONCE]
-            await parts.write(partial(transitions.forget_answers, keys=keys))
+            await parts.write(partial(transitions.forget_answers, keys=keys, before=before))

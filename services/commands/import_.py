@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shared.ledger.connect import Ledger
 
 HELP = "record conversations from a file, with rewards or as demonstrations"
-TRANSACTION_ROWS = 1000
+TRANSACTION_ROWS = 500
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 
 from explorer_service import housekeeping
 from explorer_service.background import Background
@@ -18,7 +18,7 @@ from explorer_service.ledger_reader import LedgerReader
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.metrics import ExplorerMetrics
 from shared.config import Config, ExplorerConfig
-from shared.ledger import queries
+from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.driver import answering_within
 from shared.ledger.tables import idempotency
@@ -40,9 +40,9 @@ def kept(ledger: Ledger) -> list[str]:
 def beside_a_writer(query: Callable[..., Any], config: Config) -> Callable[..., Any]:
     """The query, during which another process writes."""
 
-    def found(*args: Any) -> Any:
+    def found(*args: Any, **options: Any) -> Any:
         with closing(Ledger.open(config.ledger_url, answering_within(1.0))) as other, other.write():
-            return query(*args)
+            return query(*args, **options)
 
     return found
 
@@ -62,6 +62,15 @@ def test_answers_are_forgotten_after_a_day(ledger, config, monkeypatch):
 
     asyncio.run(forget())
     assert kept(ledger) == ["new"]
+
+
+def test_a_key_that_is_used_again_is_kept(ledger):
+    remember(ledger, ["old", "again"], at=1.0)
+    keys = kept(ledger)
+    with ledger.write() as connection:
+        connection.execute(update(idempotency).where(idempotency.c.key == "again").values(created_at=3.0))
+        transitions.forget_answers(connection, keys, before=2.0)
+    assert kept(ledger) == ["again"]
 
 
 @pytest.mark.parametrize("scope", [("--message", "chatcmpl-0000000"), ("--key", "k")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, delete, insert, update
+from sqlalchemy import Connection, delete, insert, true, update
 
 from shared.ledger.conditions import in_parts
 from shared.ledger.connect import insert_into
@@ -30,7 +30,11 @@ def remember_answer(connection: Connection, key: str, body: bytes, response: byt
         connection.execute(insert(idempotency).values(key=key, body=body, response=response, created_at=time.time()))
 
 
-def forget_answers(connection: Connection, keys: Sequence[str]) -> None:
-    """Delete these idempotency keys with their answers."""
+def forget_answers(connection: Connection, keys: Sequence[str], before: float | None = None) -> None:
+    """Delete these idempotency keys with their answers.
+
+    before: only those from before this time, Unix seconds; another explorer may have deleted one that is used again.
+    """
+    old = true() if before is None else idempotency.c.created_at < before
     for mine in in_parts(idempotency.c.key, keys):
-        connection.execute(delete(idempotency).where(mine))
+        connection.execute(delete(idempotency).where(mine, old))
