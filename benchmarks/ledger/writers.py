@@ -1,6 +1,6 @@
 """Several processes that write to one ledger without a pause: writes a second, and the longest wait for a write.
 
-On SQLite with the queue of writers and, in turns, without it.
+On SQLite with the queue of writers, then without it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import time
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -46,16 +46,18 @@ def _beside(databases: Databases, kind: str, number: int, way: str) -> dict[str,
 def _write(url: str, way: str) -> None:
     ledger = Ledger.open(url, answering_within(_TIMEOUT_S), create=False)
     if way == "no_queue":
-        ledger._turn = lambda _: nullcontext()  # type: ignore[method-assign]
+        ledger._queued = lambda _: nullcontext()  # type: ignore[method-assign]
     writes, failed, longest_s, samples = 0, 0, 0.0, [make_sample() for _ in range(_CHATS)]
     with closing(ledger), closing(DedicatedConnection(ledger)) as dedicated:
         end = time.monotonic() + _SECONDS
         while (began := time.monotonic()) < end:
             samples = [make_sample() for _ in samples]
-            failed += 1
-            with suppress(LedgerError):
+            try:
                 dedicated.write(partial(transitions.record, samples=samples))
-                writes, failed = writes + 1, failed - 1
+            except LedgerError:
+                failed += 1
+            else:
+                writes += 1
             longest_s = max(longest_s, time.monotonic() - began)
     print(json.dumps({"writes": writes, "failed": failed, "longest_ms": 1000 * longest_s}))
 

@@ -108,13 +108,13 @@ class Ledger:
             require_same_file(connection)
         with connection.begin():
             if self.is_sqlite:  # the driver is in autocommit mode and does not begin one
-                with self._turn(mode):
+                with self._queued(mode):
                     connection.exec_driver_sql(f"BEGIN {mode}")
             yield
 
-    def _turn(self, mode: str) -> AbstractContextManager[None]:
-        """A place in the queue of writers; readers need none."""
-        return nullcontext() if self._queue is None or mode != "IMMEDIATE" else self._queue.turn()
+    def _queued(self, mode: str) -> AbstractContextManager[None]:
+        """Let a writer wait in the queue of writers; a reader does not need to."""
+        return nullcontext() if self._queue is None or mode != "IMMEDIATE" else self._queue.at_head()
 
     @contextmanager
     def _as_ledger_error(self) -> Iterator[None]:

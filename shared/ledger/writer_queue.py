@@ -1,8 +1,8 @@
 """The queue of a SQLite ledger's writers, in all processes.
 
 SQLite has none: a writer that waits tries again after pauses of up to 0.1 s, and another one that writes without pauses
-may keep it out until its time is over. Here a writer waits for its turn first, and is then the only one that tries. The
-queue decides nothing but the order; SQLite's own lock protects the data.
+may keep it out until its time is over. Here a writer first waits until it is at the head of the queue, and is then the
+only one that tries. The queue decides nothing but the order; SQLite's own lock protects the data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PATIENCE_S = 0.5  # the first of the queue may be suspended: then the others go on without their turn
+_PATIENCE_S = 0.5  # a process at the head may be suspended: then the others go on without the queue
 _PAUSE_S = 0.001
 
 
@@ -28,20 +28,20 @@ class WriterQueue:
         self._one_at_a_time = threading.Lock()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait until it is this writer's turn, at most 0.5 s. The block tries to get SQLite's lock."""
+    def at_head(self) -> Iterator[None]:
+        """Wait until this writer is at the head, at most 0.5 s. The block tries to get SQLite's lock."""
         until = time.monotonic() + _PATIENCE_S
         is_only = self._one_at_a_time.acquire(timeout=_PATIENCE_S)
-        is_first = is_only and self._become_first(until)
+        is_head = is_only and self._reach_head(until)
         try:
             yield
         finally:
-            if is_first and self._descriptor is not None:
+            if is_head and self._descriptor is not None:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             if is_only:
                 self._one_at_a_time.release()
 
-    def _become_first(self, until: float) -> bool:
+    def _reach_head(self, until: float) -> bool:
         """Wait for the file's lock, which ends with the process that holds it. Returns False if there is none."""
         try:
             if self._descriptor is None:

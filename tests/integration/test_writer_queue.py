@@ -1,4 +1,4 @@
-"""Writers of a SQLite ledger take turns, and a place in their queue is no lock: nothing waits for it for long."""
+"""Writers of a SQLite ledger wait in a queue that keeps none of them out, and nobody waits long in it."""
 
 from __future__ import annotations
 
