@@ -36,7 +36,7 @@ async def answer_ready(_request: Request, deps: Deps) -> Response:
     degraded: number of engines that serve an older version than they should. An idle explorer knows the ledger's state,
     too, because it writes a heartbeat every two seconds.
     """
-    if not deps.pool.serving:
+    if not deps.pool.is_ready():
         raise unavailable("no engine is in service", "engines_unavailable")
     if not deps.writer.is_available:
         raise unavailable("the ledger cannot be written", "ledger_unavailable")

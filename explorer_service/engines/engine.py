@@ -37,6 +37,7 @@ class Engine:
     seeded_in_flight: int = 0  # requests with `seed`: a CPU engine may die if it is paused during one
     sampling_defaults: Sampling = field(default_factory=Sampling)  # for fields that a request does not set
     reason: str = "not checked yet"
+    closed_at: float = -math.inf  # time.monotonic(): when it was last closed for a take-up
     answered_at: float = -math.inf  # time.monotonic(): when it last sent a chat's reply, or a part of one
     hold: Hold = field(default_factory=Hold)  # shared by its requests in flight
     # (noted at, valid since, version): changes of weights under requests in flight; times are time.monotonic()

@@ -155,6 +155,14 @@ class EnginePool:
         """Whether any engine serves the version now."""
         return any(version in engine.versions for engine in self.engines if engine.is_open)
 
+    def is_ready(self) -> bool:
+        """Whether a chat would be answered: an engine serves, or does so again after a take-up that chats wait for."""
+        waited_for = time.monotonic() - self._wait_s
+        return any(
+            e.is_open or (e.state is EngineState.RELOADING and bool(e.versions) and e.closed_at > waited_for)
+            for e in self.engines
+        )
+
     def has_other(self, lost: Collection[str]) -> bool:
         """Whether any other engine serves, or is reloading."""
         soon = (*OPEN, EngineState.RELOADING)
@@ -206,6 +214,8 @@ class EnginePool:
 
     def close(self, engine: Engine, reason: str) -> None:
         """Send the engine no new chats during a take-up; waiting chats continue to wait."""
+        if engine.is_open:
+            engine.closed_at = time.monotonic()
         self._move(engine, EngineState.RELOADING, reason)
 
     def hold_back(self, engine: Engine) -> None:
