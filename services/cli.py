@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from services.commands import (
     archive,
+    backup,
     convert_config,
     demo,
     engine,
@@ -57,6 +58,7 @@ COMMANDS: dict[str, Command] = {
     "export-model": export_model,
     "import": import_,
     "archive": archive,
+    "backup": backup,
     "erase": erase,
     "migrate": migrate,
     "convert-config": convert_config,

@@ -52,13 +52,15 @@ def schema_version(connection: Connection) -> str | None:
     return version
 
 
-def copy_ledger(source: Connection, target: Connection, progress: Callable[[str, int, int], None]) -> dict[str, int]:
+def copy_ledger(
+    source: Connection, target: Connection, progress: Callable[[str, int, int], None], *, writers_wait: bool = True
+) -> dict[str, int]:
     """Copy every row into an empty ledger, and compare the two by checksum. Returns the number of rows by table.
 
-    progress(table, rows copied, total rows). Memory does not grow with the ledger. Writers to the source wait.
-    Raises LedgerError.
+    progress(table, rows copied, total rows). Memory does not grow with the ledger. writers_wait: in a write
+    transaction, writers to the source wait for its end; False: the source is a snapshot. Raises LedgerError.
     """
-    if source.dialect.name == "postgresql":  # SQLite allows one writer, which is this transaction
+    if writers_wait and source.dialect.name == "postgresql":  # SQLite allows one writer, which is this transaction
         source.exec_driver_sql(f"LOCK TABLE {', '.join(table.name for table in metadata.sorted_tables)} IN SHARE MODE")
     filled = [t.name for t in metadata.sorted_tables if target.execute(select(func.count()).select_from(t)).scalar()]
     if filled:

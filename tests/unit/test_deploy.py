@@ -145,7 +145,7 @@ def test_compose_publishes_no_port_but_the_explorers():
     ("image", "modules"),
     [
         ("explorer", ["services/explorer.py", "services/samples.py"]),
-        ("trainer", ["services/trainer.py", "services/offline.py", "services/export_model.py"]),
+        ("trainer", ["services/trainer.py", "services/offline.py", "services/export_model.py", "services/backup.py"]),
         ("engine", [f"services/engine/{name}.py" for name in ("launch", "gate", "stage", "adapters", "warmup")]),
     ],
 )

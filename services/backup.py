@@ -1,0 +1,177 @@
+"""`flywheel backup`: a copy of the ledger, of the versions and of the trainers' states, all of one moment.
+
+Chats and training go on, and so does the deletion of what is not kept. So the folders that a snapshot of the ledger
+names get hard links beside them at once, and are copied from there: what is deleted meanwhile is in the copy. The copy
+is a root folder with its own SQLite ledger, whatever database the original has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from shared.config import Config
+from shared.errors import ConfigError, StartupError
+from shared.ledger.connect import Ledger
+from shared.ledger.migrate import copy_ledger
+from shared.ledger.queries import list_states, list_trainers, list_versions
+from shared.versions import fsync
+
+LINKS = ".backup"  # beside the folders to copy
+LEDGER = "ledger.sqlite3"  # where a root folder without a database_url has it
+FIGURES = "figures.jsonl"  # of a trainer's updates
+_PAUSE_S = 0.1  # before the next snapshot, if a folder has been deleted
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+Progress = Callable[[str, int, int], None]  # (what is copied, units done, all units)
+
+
+def back_up(config: Config, to: Path, progress: Progress) -> tuple[int, list[str], list[str]]:
+    """Copy everything to a new folder, which exists only once it is complete and durable.
+
+    progress: for a table, rows; for folders, their number. Returns the number of rows, the folders that were copied,
+    relative to the root, and those that the ledger names but that do not exist.
+    Raises ConfigError, StartupError, LedgerError and OSError.
+    """
+    if to.exists():
+        raise ConfigError(f"--to {to} exists; name a new folder")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    try:
+        with (
+            closing(Ledger.open(config.ledger_url, create=False)) as ledger,
+            _only_backup(config.root),
+            _linked(ledger, config.root) as (connection, folders, missing),
+        ):
+            rows = _copy_rows(connection, part / LEDGER, progress)
+            for number, (path, source) in enumerate(folders.items(), start=1):
+                _copy_folder(source, part / path)
+                progress("versions and states", number, len(folders))
+            for trainer in list_trainers(connection):
+                _copy_figures(config.root, part, trainer.name)
+        for one in sorted(part.rglob("*"), reverse=True):
+            fsync(one)
+        fsync(part)
+        part.rename(to)
+        fsync(to.parent)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return rows, list(folders), missing
+
+
+@contextlib.contextmanager
+def _only_backup(root: Path) -> Iterator[None]:
+    """Raise StartupError if another backup of this root folder runs. Removes the links that a killed one left."""
+    links = root / "versions" / LINKS
+    links.mkdir(parents=True, exist_ok=True)
+    lock = os.open(links, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartupError(f"another backup of {root} runs; wait for its end") from None
+        try:
+            _remove_links(root)
+            yield
+        finally:
+            _remove_links(root)
+            shutil.rmtree(links, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _remove_links(root: Path) -> None:
+    for links in (root / "versions" / LINKS, *root.glob(f"trainer/*/{LINKS}")):
+        for folder in links.iterdir():
+            shutil.rmtree(folder)
+    for links in root.glob(f"trainer/*/{LINKS}"):
+        links.rmdir()
+
+
+@contextlib.contextmanager
+def _linked(ledger: Ledger, root: Path) -> Iterator[tuple[Connection, dict[str, Path], list[str]]]:
+    """Yield a snapshot, the folders to copy by the paths that it names, and the paths that do not exist.
+
+    If folders were deleted between snapshot and links, it takes another snapshot, which does not name them.
+    """
+    missing: list[str] = []
+    while True:
+        with ledger.read() as connection:
+            paths = _named(connection)
+            folders = {path: found for path in paths if (found := _link(root, path)) is not None}
+            absent = [path for path in paths if path not in folders]
+            if set(absent) <= set(missing):  # they are no longer being deleted
+                yield connection, folders, absent
+                return
+        missing = absent
+        _remove_links(root)
+        time.sleep(_PAUSE_S)
+
+
+def _named(connection: Connection) -> list[str]:
+    """Return the paths, relative to the root, of the versions and states that exist in this snapshot."""
+    paths = [row.path for row in list_versions(connection) if row.has_files]
+    for trainer in list_trainers(connection):
+        states = {state.path for state in list_states(connection, trainer.name)}
+        paths += sorted(states | ({trainer.state_path} if trainer.state_path is not None else set()))
+    return paths
+
+
+def _link(root: Path, path: str) -> Path | None:
+    """Link a folder's files into a folder beside it, and return that one; None if the folder does not exist.
+
+    A file system without hard links: returns the folder itself.
+    """
+    source = root / path
+    target = source.parent / LINKS / source.name
+    try:
+        if not source.is_dir():
+            return None
+        for file in sorted(one for one in source.rglob("*") if one.is_file()):
+            linked = target / file.relative_to(source)
+            linked.parent.mkdir(parents=True, exist_ok=True)
+            os.link(file, linked)
+        return target if source.is_dir() else None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            return source
+        raise
+
+
+def _copy_rows(snapshot: Connection, file: Path, progress: Progress) -> int:
+    with closing(Ledger.open(f"sqlite:///{file}")) as ledger, ledger.write() as connection:
+        copied = copy_ledger(snapshot, connection, progress, writers_wait=False)
+    file.with_name(f"{file.name}-queue").unlink(missing_ok=True)
+    return sum(copied.values())
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    try:
+        shutil.copytree(source, target)
+    except (FileNotFoundError, shutil.Error) as error:
+        if source.parent.name != LINKS and not source.is_dir():
+            raise StartupError(
+                f"{source} was deleted while it was copied, and its file system has no hard links; "
+                "stop the trainers, and start again"
+            ) from error
+        raise
+
+
+def _copy_figures(root: Path, part: Path, trainer: str) -> None:
+    source, target = (folder / "trainer" / trainer / FIGURES for folder in (root, part))
+    if source.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target)

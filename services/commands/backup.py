@@ -1,0 +1,39 @@
+"""`flywheel backup`: copies ledger, versions and states of one moment, while chats and training go on."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from services.commands import add_config, open_console, read_config
+
+HELP = "copy the ledger, the versions and the trainers' states to a new folder"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="the folder to create")
+
+
+def run(args: Namespace) -> int:
+    """Write the folder. Raises ConfigError, StartupError and LedgerError."""
+    config = read_config(args)
+    from rich.progress import Progress, TaskID
+
+    from services.backup import back_up
+
+    console = open_console(stderr=True, markup=False)
+    with Progress(console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        rows, folders, missing = back_up(config, args.to, show)
+    for path in missing:
+        console.print(f"warning: {config.root / path} does not exist, and is not in the backup")
+    versions = sum(path.startswith("versions/") for path in folders)
+    console.print(f"{args.to} has {rows} rows, {versions} versions and {len(folders) - versions} states")
+    return 0
