@@ -15,6 +15,7 @@ from shared.log import StageLogger
 
 log = StageLogger("engine")
 
+_MOST_BYTES = 64 * 1024 * 1024  # of a log, before a new one begins
 _MOST_LINES = 2000  # of the last output, and of the output about vLLM's end
 _NEAR_THE_END = 40  # lines
 
@@ -30,7 +31,10 @@ _LOGGED = re.compile(r"^(?:\(\w+ pid=\d+\) )?[A-Z]+ \d\d-\d\d [\d:]+ (?:\[\S+\] 
 
 
 class EngineOutput:
-    """The output of one run of vLLM. The log of the previous run is kept next to it, as `previous`."""
+    """The output of one run of vLLM. The log before it is kept next to it, as `previous`.
+
+    That is the previous run's, or the first part of a long one's.
+    """
 
     def __init__(self, stream: IO[bytes] | None, file: Path) -> None:
         assert stream is not None
@@ -43,13 +47,16 @@ class EngineOutput:
 
     def _drain(self, stream: IO[bytes]) -> None:
         """Read to the end, also after errors of the file: a full pipe would block vLLM."""
-        copy = self._open_copy()
+        copy, size = self._open_copy(), 0
         for raw in stream:
             self._store_line(raw.decode(errors="replace").rstrip())
+            if copy is not None and size + len(raw) > _MOST_BYTES:
+                copy.close()
+                copy, size = self._open_copy(), 0
             if copy is None:
                 continue
             try:
-                copy.write(raw)
+                size += copy.write(raw)
             except OSError as exc:
                 log.warning("vLLM's log is not written any more", file=str(self.file), reason=exc.strerror)
                 copy.close()

@@ -97,6 +97,16 @@ def test_the_log_of_the_previous_run_is_kept_and_named(tmp_path):
     assert sorted(tmp_path.rglob("*.log")) == [file, previous]
 
 
+def test_a_log_does_not_grow_beyond_a_size_while_vllm_runs_for_months(tmp_path, monkeypatch):
+    monkeypatch.setattr("services.engine.output._MOST_BYTES", 1000)
+    file, lines = tmp_path / "vllm-e0.log", [f"line {number:04}" for number in range(1000)]
+    reason_of(lines, file, in_service=True)
+    earlier, later = (tmp_path / "vllm-e0.previous.log").read_text(), file.read_text()
+    kept = (earlier + later).splitlines()
+    assert kept == lines[-len(kept) :]
+    assert 900 < len(earlier) <= 1000 and 0 < len(later) <= 1000
+
+
 def test_a_log_that_cannot_be_kept_does_not_hold_vllm_up(tmp_path):
     file = tmp_path / "vllm-e0.log"
     (tmp_path / "vllm-e0.previous.log" / "a folder").mkdir(parents=True)
