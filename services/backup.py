@@ -29,7 +29,7 @@ from shared.versions import fsync
 
 LINKS = ".backup"  # beside the folders to copy
 LEDGER = "ledger.sqlite3"  # where a root folder without a database_url has it
-FIGURES = "figures.jsonl"  # of a trainer's updates
+FIGURES = "figures*.jsonl"  # of a trainer's updates
 _PAUSE_S = 0.1  # before the next snapshot, if a folder has been deleted
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -171,7 +171,7 @@ def _copy_folder(source: Path, target: Path) -> None:
 
 
 def _copy_figures(root: Path, part: Path, trainer: str) -> None:
-    source, target = (folder / "trainer" / trainer / FIGURES for folder in (root, part))
-    if source.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)
+    target = part / "trainer" / trainer
+    for file in (root / "trainer" / trainer).glob(FIGURES):
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, target)
