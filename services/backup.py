@@ -21,7 +21,7 @@ from pathlib import Path
 from sqlalchemy import Connection
 
 from shared.config import Config
-from shared.errors import ConfigError, StartupError
+from shared.errors import ConfigError, StartupError, is_full
 from shared.ledger.connect import Ledger
 from shared.ledger.migrate import copy_ledger
 from shared.ledger.queries import list_states, list_trainers, list_versions
@@ -136,19 +136,17 @@ def _link(root: Path, path: str) -> Path | None:
     source = root / path
     target = source.parent / LINKS / source.name
     try:
-        if not source.is_dir():
-            return None
-        for file in sorted(one for one in source.rglob("*") if one.is_file()):
+        for file in _files(source):
             linked = target / file.relative_to(source)
             linked.parent.mkdir(parents=True, exist_ok=True)
             os.link(file, linked)
-        return target if source.is_dir() else None
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno in _NO_LINKS:
             return source
         raise
+    return target
 
 
 def _copy_rows(snapshot: Connection, file: Path, progress: Progress) -> int:
@@ -160,14 +158,28 @@ def _copy_rows(snapshot: Connection, file: Path, progress: Progress) -> int:
 
 def _copy_folder(source: Path, target: Path) -> None:
     try:
-        shutil.copytree(source, target)
-    except (FileNotFoundError, shutil.Error) as error:
-        if source.parent.name != LINKS and not source.is_dir():
-            raise StartupError(
-                f"{source} was deleted while it was copied, and its file system has no hard links; "
-                "stop the trainers, and start again"
-            ) from error
-        raise
+        for file in _files(source):
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, copy)
+    except FileNotFoundError as error:
+        raise StartupError(
+            f"{source} was deleted while it was copied, and its file system has no hard links; "
+            "stop the trainers, and start again"
+        ) from error
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise StartupError(f"{target} cannot be written ({error.strerror}); free space there") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return all files in a folder. Raises FileNotFoundError if it does not exist."""
+    return [Path(where) / name for where, _, names in os.walk(folder, onerror=_raise) for name in sorted(names)]
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _copy_figures(root: Path, part: Path, trainer: str) -> None:
