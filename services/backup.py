@@ -28,6 +28,7 @@ from shared.ledger.queries import list_states, list_trainers, list_versions
 from shared.versions import fsync
 
 LINKS = ".backup"  # beside the folders to copy
+LOCK = ".backup.lock"  # in versions/
 LEDGER = "ledger.sqlite3"  # where a root folder without a database_url has it
 FIGURES = "figures*.jsonl"  # of a trainer's updates
 _PAUSE_S = 0.1  # before the next snapshot, if a folder has been deleted
@@ -73,10 +74,8 @@ def back_up(config: Config, to: Path, progress: Progress) -> tuple[int, list[str
 @contextlib.contextmanager
 def _only_backup(root: Path) -> Iterator[None]:
     """Raise StartupError if another backup of this root folder runs. Removes the links that a killed one left."""
-    links = root / "versions" / LINKS
-    links.mkdir(parents=True, exist_ok=True)
-    lock = os.open(links, os.O_RDONLY)
-    try:
+    (root / "versions").mkdir(parents=True, exist_ok=True)
+    with (root / "versions" / LOCK).open("w") as lock:  # on NFS, a folder cannot be locked
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -86,17 +85,12 @@ def _only_backup(root: Path) -> Iterator[None]:
             yield
         finally:
             _remove_links(root)
-            shutil.rmtree(links, ignore_errors=True)
-    finally:
-        os.close(lock)
 
 
 def _remove_links(root: Path) -> None:
     for links in (root / "versions" / LINKS, *root.glob(f"trainer/*/{LINKS}")):
-        for folder in links.iterdir():
-            shutil.rmtree(folder)
-    for links in root.glob(f"trainer/*/{LINKS}"):
-        links.rmdir()
+        if links.exists():
+            shutil.rmtree(links)
 
 
 @contextlib.contextmanager

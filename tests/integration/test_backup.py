@@ -182,13 +182,10 @@ def test_the_links_of_a_killed_backup_are_removed_by_the_next_one(serving, tmp_p
 
 
 def test_two_backups_of_one_root_do_not_run_at_once(serving, tmp_path):
-    links = serving.config.root / "versions/.backup"
-    links.mkdir()
-    lock = os.open(links, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(StartupError, match=r"another backup of .* runs; wait"):
-        back_up(serving, tmp_path / "backup")
-    os.close(lock)
+    with (serving.config.root / "versions/.backup.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StartupError, match=r"another backup of .* runs; wait"):
+            back_up(serving, tmp_path / "backup")
     assert back_up(serving, tmp_path / "backup") == 0
 
 
