@@ -9,12 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from explorer_service.api.errors import bad_request
+from explorer_service.api.paging import MAX_ROWS, read_place
 from explorer_service.chat.request import read_id
 from explorer_service.deps import Deps
 from shared.ledger.queries import list_run
-
-MAX_ROWS = 1000  # in one answer
-_LARGEST_ID = 2**63 - 1
 
 
 async def answer_runs(request: Request, deps: Deps) -> Response:
@@ -26,16 +24,7 @@ async def answer_runs(request: Request, deps: Deps) -> Response:
         raise bad_request("name the task: /runs?task_id=…, with run_id for one of its runs", "task_id")
     of_task = partial(list_run, task_id=task_id, run_id=run_id, key_group=caller.group)
     with caller.limit.taken():
-        rows = await deps.reader.read(partial(of_task, after_id=_read_after(asked.get("after")), at_most=MAX_ROWS))
+        rows = await deps.reader.read(partial(of_task, after_id=read_place(request, "after") or 0, at_most=MAX_ROWS))
     following = rows[-1].id if len(rows) == MAX_ROWS else None
     answer = {"rows": [row.shown() for row in rows], "next": following}
     return Response(msgspec.json.encode(answer), media_type="application/json")
-
-
-def _read_after(value: str | None) -> int:
-    """Parse the id at which the previous answer ended. Raises ApiError 400."""
-    if value is None:
-        return 0
-    if not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) <= _LARGEST_ID):
-        raise bad_request("after must be the `next` of the previous answer", "after")
-    return int(value)

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from explorer_service.api.errors import ApiError, unavailable
+from explorer_service.api.paging import MAX_ROWS, read_place
 from explorer_service.deps import Deps
 from explorer_service.engines.engine import EngineState
 from explorer_service.errors import VersionNotServed, without_addresses
@@ -80,14 +82,14 @@ async def answer_metrics(_request: Request, deps: Deps) -> Response:
 
 
 async def answer_versions(request: Request, deps: Deps) -> Response:
-    """GET /versions: all versions, oldest first; engines' addresses only for admins."""
+    """GET /versions?before=: versions in parts, the newest part first; engines' addresses only for admins."""
     caller = deps.auth.require(request, "chat", "feedback")
     with caller.reads.taken():
-        versions = [asdict(row) for row in await deps.reader.read(list_versions)]
+        part = partial(list_versions, before=read_place(request, "before"), at_most=MAX_ROWS)
+        versions = await deps.reader.read(part)
     if not _is_admin(request, deps):
-        for version in versions:
-            version["reason"] = without_addresses(version["reason"] or "") or None
-    return _json({"versions": versions})
+        versions = [replace(row, reason=without_addresses(row.reason)) if row.reason else row for row in versions]
+    return _json({"versions": versions, "next": versions[0].version if len(versions) == MAX_ROWS else None})
 
 
 async def answer_status(request: Request, deps: Deps) -> Response:

@@ -24,7 +24,7 @@ from shared.config import Config
 from shared.errors import ConfigError, StartupError, is_full
 from shared.ledger.connect import Ledger
 from shared.ledger.migrate import copy_ledger
-from shared.ledger.queries import list_states, list_trainers, list_versions
+from shared.ledger.queries import kept_versions, list_states, list_trainers
 from shared.versions import fsync
 
 LINKS = ".backup"  # beside the folders to copy
@@ -115,7 +115,7 @@ def _linked(ledger: Ledger, root: Path) -> Iterator[tuple[Connection, dict[str, 
 
 def _named(connection: Connection) -> list[str]:
     """Return the paths, relative to the root, of the versions and states that exist in this snapshot."""
-    paths = [row.path for row in list_versions(connection) if row.has_files]
+    paths = [row.path for row in kept_versions(connection) if row.has_files]
     for trainer in list_trainers(connection):
         states = {state.path for state in list_states(connection, trainer.name)}
         paths += sorted(states | ({trainer.state_path} if trainer.state_path is not None else set()))

@@ -225,9 +225,15 @@ def send_commit(task_id: str | None, run_id: str | None, before: float | None, r
 
 
 def get_versions(retry_s: float) -> Steps[list[Version]]:
-    """GET /versions, oldest first."""
-    content = yield from call_json(Ask("GET", "/versions"), retry_s)
-    return [Version(v["version"], v["state"], v.get("parent"), v.get("reason"), v) for v in content["versions"]]
+    """GET /versions, part by part from the newest one. Oldest first."""
+    found: list[dict[str, Any]] = []
+    query: dict[str, str] = {}
+    while True:
+        content = yield from call_json(Ask("GET", "/versions", query=query), retry_s)
+        found = content["versions"] + found
+        if content.get("next") is None:
+            return [Version(v["version"], v["state"], v.get("parent"), v.get("reason"), v) for v in found]
+        query = {"before": str(content["next"])}
 
 
 def get_status(retry_s: float) -> Steps[Status]:

@@ -63,9 +63,15 @@ class VersionRow:
         return self.state in PINNABLE and self.deleted_at is None
 
 
-def list_versions(connection: Connection) -> list[VersionRow]:
-    """Return all versions, oldest first, including numbers that are only reserved."""
-    return [VersionRow(**row._mapping) for row in connection.execute(select(versions).order_by(versions.c.version))]
+def list_versions(connection: Connection, *, before: int | None = None, at_most: int | None = None) -> list[VersionRow]:
+    """Return all versions, oldest first, including numbers that are only reserved.
+
+    before: only versions with smaller numbers. at_most: only the newest ones.
+    """
+    query = select(versions).order_by(versions.c.version.desc()).limit(at_most)
+    if before is not None:
+        query = query.where(versions.c.version < before)
+    return [VersionRow(**row._mapping) for row in connection.execute(query)][::-1]
 
 
 def kept_versions(connection: Connection) -> list[VersionRow]:
