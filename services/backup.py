@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 from sqlalchemy import Connection
 
@@ -30,36 +31,37 @@ from shared.versions import fsync
 LINKS = ".backup"  # beside the folders to copy
 LOCK = ".backup.lock"  # in versions/
 LEDGER = "ledger.sqlite3"  # where a root folder without a database_url has it
-FIGURES = "figures*.jsonl"  # of a trainer's updates
+FIGURES = "trainer/*/figures*.jsonl"  # of the trainers' updates
 _PAUSE_S = 0.1  # before the next snapshot, if a folder has been deleted
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 Progress = Callable[[str, int, int], None]  # (what is copied, units done, all units)
 
 
-def back_up(config: Config, to: Path, progress: Progress) -> tuple[int, list[str], list[str]]:
+class Moment(NamedTuple):
+    """What the ledger named in a snapshot."""
+
+    rows: int  # of all tables
+    folders: dict[str, Path]  # of versions and states: the path relative to the root, and where its files are linked
+    missing: list[str]  # paths of folders that do not exist
+
+
+def back_up(config: Config, to: Path, progress: Progress) -> Moment:
     """Copy everything to a new folder, which exists only once it is complete and durable.
 
-    progress: for a table, rows; for folders, their number. Returns the number of rows, the folders that were copied,
-    relative to the root, and those that the ledger names but that do not exist.
-    Raises ConfigError, StartupError, LedgerError and OSError.
+    progress: for a table, rows; for folders, their number. Raises ConfigError, StartupError, LedgerError and OSError.
     """
     if to.exists():
         raise ConfigError(f"--to {to} exists; name a new folder")
     to.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
-        with (
-            closing(Ledger.open(config.ledger_url, create=False)) as ledger,
-            _only_backup(config.root),
-            _linked(ledger, config.root) as (connection, folders, missing),
-        ):
-            rows = _copy_rows(connection, part / LEDGER, progress)
-            for number, (path, source) in enumerate(folders.items(), start=1):
+        with closing(Ledger.open(config.ledger_url, create=False)) as ledger, _only_backup(config.root):
+            moment = _copy_ledger(ledger, config.root, part / LEDGER, progress)
+            for number, (path, source) in enumerate(moment.folders.items(), start=1):
                 _copy_folder(source, part / path)
-                progress("versions and states", number, len(folders))
-            for trainer in list_trainers(connection):
-                _copy_figures(config.root, part, trainer.name)
+                progress("versions and states", number, len(moment.folders))
+        _copy_figures(config.root, part)
         for one in sorted(part.rglob("*"), reverse=True):
             fsync(one)
         fsync(part)
@@ -68,7 +70,7 @@ def back_up(config: Config, to: Path, progress: Progress) -> tuple[int, list[str
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    return rows, list(folders), missing
+    return moment
 
 
 @contextlib.contextmanager
@@ -93,9 +95,8 @@ def _remove_links(root: Path) -> None:
             shutil.rmtree(links)
 
 
-@contextlib.contextmanager
-def _linked(ledger: Ledger, root: Path) -> Iterator[tuple[Connection, dict[str, Path], list[str]]]:
-    """Yield a snapshot, the folders to copy by the paths that it names, and the paths that do not exist.
+def _copy_ledger(ledger: Ledger, root: Path, file: Path, progress: Progress) -> Moment:
+    """Link the folders that a snapshot names, and copy its rows.
 
     If folders were deleted between snapshot and links, it takes another snapshot, which does not name them.
     """
@@ -106,8 +107,7 @@ def _linked(ledger: Ledger, root: Path) -> Iterator[tuple[Connection, dict[str, 
             folders = {path: found for path in paths if (found := _link(root, path)) is not None}
             absent = [path for path in paths if path not in folders]
             if set(absent) <= set(missing):  # they are no longer being deleted
-                yield connection, folders, absent
-                return
+                return Moment(_copy_rows(connection, file, progress), folders, absent)
         missing = absent
         _remove_links(root)
         time.sleep(_PAUSE_S)
@@ -176,8 +176,8 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _copy_figures(root: Path, part: Path, trainer: str) -> None:
-    target = part / "trainer" / trainer
-    for file in (root / "trainer" / trainer).glob(FIGURES):
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(file, target)
+def _copy_figures(root: Path, part: Path) -> None:
+    for file in root.glob(FIGURES):
+        copy = part / file.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, copy)

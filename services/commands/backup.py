@@ -31,9 +31,10 @@ def run(args: Namespace) -> int:
                 tasks[what] = bars.add_task(what, total=total)
             bars.update(tasks[what], completed=done)
 
-        rows, folders, missing = back_up(config, args.to, show)
-    for path in missing:
+        moment = back_up(config, args.to, show)
+    for path in moment.missing:
         console.print(f"warning: {config.root / path} does not exist, and is not in the backup")
-    versions = sum(path.startswith("versions/") for path in folders)
-    console.print(f"{args.to} has {rows} rows, {versions} versions and {len(folders) - versions} states")
+    versions = sum(path.startswith("versions/") for path in moment.folders)
+    states = len(moment.folders) - versions
+    console.print(f"{args.to} has {moment.rows} rows, {versions} versions and {states} states")
     return 0
