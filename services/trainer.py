@@ -16,7 +16,7 @@ from shared.errors import ConfigError, StartupError, VersionError
 from shared.experience import Experience, Purpose
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import list_versions, live_trainers
+from shared.ledger.queries import kept_versions, live_trainers
 from shared.log import StageLogger, configure_logging
 from shared.process import process_name, visible_devices
 from shared.stop_request import StopRequest
@@ -249,7 +249,7 @@ def begin_with(ledger: Ledger, trainer: str) -> int:
     """
     lease: dict[str, Any] = {"reader": trainer, "purpose": Purpose.PARENT}
     with ledger.write() as connection:
-        rows = [row for row in list_versions(connection) if row.may_serve]
+        rows = [row for row in kept_versions(connection) if row.may_serve]
         for row in sorted(rows, key=lambda row: (row.served_at is not None, row.version), reverse=True):
             if transitions.lease_version(
                 connection, row.version, **lease, owner=process_name(), lasts_s=LONGEST_START_S

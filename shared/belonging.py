@@ -6,13 +6,14 @@ a crash leaves at most that one folder without a row in the ledger.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from shared.adapters import read_adapter_config
 from shared.config import Config
 from shared.errors import ConfigError, StartupError, VersionError
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import VersionRow, list_versions
+from shared.ledger.queries import VersionRow, kept_versions, list_versions
 from shared.versions import manifest_sha256, version_name
 
 REMEDY = (
@@ -29,7 +30,7 @@ def require_belonging(root: Path, ledger: Ledger) -> None:
     without it.
     """
     require_known_versions(root, ledger)
-    rows = [row for row in ledger.fetch(list_versions) if row.may_serve]
+    rows = [row for row in ledger.fetch(kept_versions) if row.may_serve]
     if rows and not any((root / row.path).is_dir() for row in rows):
         raise StartupError(
             f"the ledger {ledger.shown_url} names versions up to {version_name(rows[-1].version)}, and "
@@ -60,8 +61,8 @@ def _is_exchanged(root: Path, row: VersionRow) -> bool:
 def require_known_versions(root: Path, ledger: Ledger) -> None:
     """Raise StartupError if there are more versions without a row in the ledger than one crash leaves."""
     folders = version_folders(root)  # before the ledger: a trainer reserves a number before it writes the folder
-    rows = ledger.fetch(list_versions)
-    highest = rows[-1].version if rows else -1
+    newest = ledger.fetch(partial(list_versions, at_most=1))
+    highest = newest[0].version if newest else -1
     unknown = [folder.name for folder in folders if version_number(folder) > max(highest, 0)]
     if unknown:
         raise StartupError(
@@ -72,7 +73,7 @@ def require_known_versions(root: Path, ledger: Ledger) -> None:
 
 def require_kind(kind: str, ledger: Ledger) -> None:
     """Raise ConfigError if the ledger has versions of a kind other than model.kind. Version 0 fits both kinds."""
-    rows = [row for row in ledger.fetch(list_versions) if row.version != 0 and row.has_files and row.kind != kind]
+    rows = [row for row in ledger.fetch(kept_versions) if row.version != 0 and row.has_files and row.kind != kind]
     if rows:
         raise ConfigError(
             f"model.kind={kind}, and {version_name(rows[-1].version)} of the ledger {ledger.shown_url} is of the kind "
@@ -83,7 +84,7 @@ def require_kind(kind: str, ledger: Ledger) -> None:
 def require_same_shape(config: Config, ledger: Ledger) -> None:
     """Raise ConfigError if the newest adapter's rank or alpha is not the configured one."""
     model = config.model
-    rows = [row for row in ledger.fetch(list_versions) if row.may_serve and row.version > 0 and row.has_files]
+    rows = [row for row in ledger.fetch(kept_versions) if row.may_serve and row.version > 0 and row.has_files]
     if model.kind == "full" or not rows:
         return
     newest = rows[-1]

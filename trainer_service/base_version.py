@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy.exc import IntegrityError
@@ -17,7 +18,7 @@ from shared.config import Config
 from shared.errors import ConfigError, StartupError, VersionError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import list_versions
+from shared.ledger.queries import find_versions
 from shared.log import StageLogger
 from shared.versions import fingerprint, read_manifest, version_path
 
@@ -33,7 +34,7 @@ def ensure_base_version(config: Config, ledger: Ledger) -> None:
     model_folder = Path(config.model.path)
     (config.root / "versions").mkdir(parents=True, exist_ok=True)
     with _exclusive(config.root / "versions" / ".base.lock"):
-        if any(row.version == 0 for row in ledger.fetch(list_versions)):
+        if ledger.fetch(partial(find_versions, numbers=[0])):
             _require_same_base(config, model_folder, ledger)
             require_kind(config.model.kind, ledger)
             require_same_shape(config, ledger)

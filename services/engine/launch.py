@@ -34,7 +34,7 @@ from shared.engine_token import engine_token
 from shared.errors import ConfigError, EngineError, StartupError, VersionError
 from shared.experience import VersionState
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import VersionRow, list_versions
+from shared.ledger.queries import VersionRow, kept_versions
 from shared.log import StageLogger, configure_logging
 from shared.ports import require_free_port
 from shared.process import adopt_orphans, die_with_parent, import_path, visible_devices
@@ -168,7 +168,7 @@ def _choose_folder(root: Path, rows: list[VersionRow], stage: Stage | None, leas
 
 
 def _loadable(ledger: Ledger) -> list[VersionRow]:
-    return [row for row in ledger.fetch(list_versions) if row.may_start_an_engine]
+    return [row for row in ledger.fetch(kept_versions) if row.may_start_an_engine]
 
 
 def _is_read_only(folder: Path) -> bool:
