@@ -22,6 +22,8 @@ from explorer_service.errors import VersionNotServed, without_addresses
 from shared.config import AUTO
 from shared.ledger.queries import ledger_status, list_versions
 
+_LARGEST_VERSION = 2**31 - 1
+
 
 def _json(content: Any) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
@@ -85,8 +87,8 @@ async def answer_versions(request: Request, deps: Deps) -> Response:
     """GET /versions?before=: versions in parts, the newest part first; engines' addresses only for admins."""
     caller = deps.auth.require(request, "chat", "feedback")
     with caller.reads.taken():
-        part = partial(list_versions, before=read_place(request, "before"), at_most=MAX_ROWS)
-        versions = await deps.reader.read(part)
+        before = read_place(request, "before", _LARGEST_VERSION)
+        versions = await deps.reader.read(partial(list_versions, before=before, at_most=MAX_ROWS))
     if not _is_admin(request, deps):
         versions = [replace(row, reason=without_addresses(row.reason)) if row.reason else row for row in versions]
     return _json({"versions": versions, "next": versions[0].version if len(versions) == MAX_ROWS else None})

@@ -36,10 +36,11 @@ def test_the_newest_versions_are_listed_first_and_the_others_follow_in_parts(lis
 
 
 def test_a_few_versions_are_listed_in_one_part(explorer):
-    assert explorer.http.get("/versions").json() == {"versions": [], "next": None}
+    for question in ("/versions", "/versions?before=0", f"/versions?before={2**31 - 1}"):
+        assert explorer.http.get(question).json() == {"versions": [], "next": None}
 
 
-@pytest.mark.parametrize("before", ["x", "-1", "", "1.5", "9" * 30, "²"])
+@pytest.mark.parametrize("before", ["x", "-1", "", "1.5", str(2**31), str(2**63 - 1), "9" * 30, "²"])
 def test_a_part_that_does_not_exist_is_refused(before, explorer):
     refused = explorer.http.get("/versions", params={"before": before})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "before")
