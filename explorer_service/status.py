@@ -21,8 +21,7 @@ from explorer_service.engines.engine import EngineState
 from explorer_service.errors import VersionNotServed, without_addresses
 from shared.config import AUTO
 from shared.ledger.queries import ledger_status, list_versions
-
-_LARGEST_VERSION = 2**31 - 1
+from shared.versions import LARGEST_VERSION
 
 
 def _json(content: Any) -> Response:
@@ -87,7 +86,7 @@ async def answer_versions(request: Request, deps: Deps) -> Response:
     """GET /versions?before=: versions in parts, the newest part first; engines' addresses only for admins."""
     caller = deps.auth.require(request, "chat", "feedback")
     with caller.reads.taken():
-        before = read_place(request, "before", _LARGEST_VERSION)
+        before = read_place(request, "before", LARGEST_VERSION)
         versions = await deps.reader.read(partial(list_versions, before=before, at_most=MAX_ROWS))
     if not _is_admin(request, deps):
         versions = [replace(row, reason=without_addresses(row.reason)) if row.reason else row for row in versions]

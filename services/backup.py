@@ -12,7 +12,6 @@ import errno
 import fcntl
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,8 +20,9 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection
 
+from services.new_folder import new_folder
 from shared.config import Config
-from shared.errors import ConfigError, StartupError, is_full
+from shared.errors import StartupError, is_full
 from shared.ledger.connect import Ledger
 from shared.ledger.migrate import copy_ledger
 from shared.ledger.queries import kept_versions, list_states, list_trainers
@@ -30,7 +30,6 @@ from shared.versions import fsync
 
 LINKS = ".backup"  # beside the folders to copy
 LOCK = ".backup.lock"  # in versions/
-LEDGER = "ledger.sqlite3"  # where a root folder without a database_url has it
 FIGURES = "trainer/*/figures*.jsonl"  # of the trainers' updates
 _PAUSE_S = 0.1  # before the next snapshot, if a folder has been deleted
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -51,25 +50,18 @@ def back_up(config: Config, to: Path, progress: Progress) -> Moment:
 
     progress: for a table, rows; for folders, their number. Raises ConfigError, StartupError, LedgerError and OSError.
     """
-    if to.exists():
-        raise ConfigError(f"--to {to} exists; name a new folder")
-    to.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
-    try:
+    with new_folder(to) as part:
         with closing(Ledger.open(config.ledger_url, create=False)) as ledger, _only_backup(config.root):
-            moment = _copy_ledger(ledger, config.root, part / LEDGER, progress)
+            moment = _copy_ledger(ledger, config, part, progress)
             for number, (path, source) in enumerate(moment.folders.items(), start=1):
                 _copy_folder(source, part / path)
                 progress("versions and states", number, len(moment.folders))
-        _copy_figures(config.root, part)
-        for one in sorted(part.rglob("*"), reverse=True):
+        for file in config.root.glob(FIGURES):
+            copy = part / file.relative_to(config.root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, copy)
+        for one in (*part.rglob("*"), part):
             fsync(one)
-        fsync(part)
-        part.rename(to)
-        fsync(to.parent)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return moment
 
 
@@ -95,19 +87,20 @@ def _remove_links(root: Path) -> None:
             shutil.rmtree(links)
 
 
-def _copy_ledger(ledger: Ledger, root: Path, file: Path, progress: Progress) -> Moment:
+def _copy_ledger(ledger: Ledger, config: Config, part: Path, progress: Progress) -> Moment:
     """Link the folders that a snapshot names, and copy its rows.
 
     If folders were deleted between snapshot and links, it takes another snapshot, which does not name them.
     """
-    missing: list[str] = []
+    root, missing = config.root, list[str]()
+    copy = config.model_copy(update={"root_dir": str(part), "database_url": None})
     while True:
         with ledger.read() as connection:
             paths = _named(connection)
             folders = {path: found for path in paths if (found := _link(root, path)) is not None}
             absent = [path for path in paths if path not in folders]
             if set(absent) <= set(missing):  # they are no longer being deleted
-                return Moment(_copy_rows(connection, file, progress), folders, absent)
+                return Moment(_copy_rows(connection, copy.ledger_url, progress), folders, absent)
         missing = absent
         _remove_links(root)
         time.sleep(_PAUSE_S)
@@ -130,10 +123,7 @@ def _link(root: Path, path: str) -> Path | None:
     source = root / path
     target = source.parent / LINKS / source.name
     try:
-        for file in _files(source):
-            linked = target / file.relative_to(source)
-            linked.parent.mkdir(parents=True, exist_ok=True)
-            os.link(file, linked)
+        _each_file(os.link, source, target)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -143,19 +133,14 @@ def _link(root: Path, path: str) -> Path | None:
     return target
 
 
-def _copy_rows(snapshot: Connection, file: Path, progress: Progress) -> int:
-    with closing(Ledger.open(f"sqlite:///{file}")) as ledger, ledger.write() as connection:
-        copied = copy_ledger(snapshot, connection, progress, writers_wait=False)
-    file.with_name(f"{file.name}-queue").unlink(missing_ok=True)
-    return sum(copied.values())
+def _copy_rows(snapshot: Connection, url: str, progress: Progress) -> int:
+    with closing(Ledger.open(url)) as ledger, ledger.write() as connection:
+        return sum(copy_ledger(snapshot, connection, progress, writers_wait=False).values())
 
 
 def _copy_folder(source: Path, target: Path) -> None:
     try:
-        for file in _files(source):
-            copy = target / file.relative_to(source)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(file, copy)
+        _each_file(shutil.copy2, source, target)
     except FileNotFoundError as error:
         raise StartupError(
             f"{source} was deleted while it was copied, and its file system has no hard links; "
@@ -167,17 +152,14 @@ def _copy_folder(source: Path, target: Path) -> None:
         raise StartupError(f"{target} cannot be written ({error.strerror}); free space there") from error
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return all files in a folder. Raises FileNotFoundError if it does not exist."""
-    return [Path(where) / name for where, _, names in os.walk(folder, onerror=_raise) for name in sorted(names)]
+def _each_file(make: Callable[[Path, Path], object], source: Path, target: Path) -> None:
+    """Call make(file, its place in `target`) for all files of a folder. Raises FileNotFoundError if it is deleted."""
+    for where, _, names in os.walk(source, onerror=_raise):
+        folder = target / Path(where).relative_to(source)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            make(Path(where) / name, folder / name)
 
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _copy_figures(root: Path, part: Path) -> None:
-    for file in root.glob(FIGURES):
-        copy = part / file.relative_to(root)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(file, copy)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from explorer_service.reload.probe import TABLE, Gap
+from services.new_folder import new_folder
 from shared.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -48,25 +49,17 @@ def export_model(config: Config, version: int, target: Path, *, merged: bool) ->
     Raises ConfigError for an existing target or a version that cannot be merged, StartupError for a version that is
     missing, damaged, or computes something else when it is read back; the target is then removed.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"--to {target} is there already; name a new folder")
-    with closing(Ledger.open(config.ledger_url, create=False)) as ledger, _leased_version(ledger, version) as row:
+    with (
+        new_folder(target) as part,
+        closing(Ledger.open(config.ledger_url, create=False)) as ledger,
+        _leased_version(ledger, version) as row,
+    ):
         if merged and row.kind != "lora":
             raise ConfigError(f"--merged is for adapters, and version {version} holds all weights; leave it out")
-        target = target.resolve()  # `.` has no name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".tmp-{target.name}-{process_name()}")
         try:
-            part.mkdir()
-            gap = _write_verified(config.root, row, part, merged)
-            if target.exists():
-                target.rmdir()
-            part.rename(target)
+            return _write_verified(config.root, row, part, merged)
         except VersionError as exc:
             raise StartupError(f"version {version} cannot be exported: {exc}; restore its folder") from exc
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-    return gap
 
 
 @contextmanager

@@ -76,6 +76,9 @@ def delta_name(name: str) -> str:
     return name.removesuffix(WEIGHTS_SUFFIX) + ".delta" + WEIGHTS_SUFFIX
 
 
+LARGEST_VERSION = 2**31 - 1  # of the ledger's column
+
+
 def version_name(version: int) -> str:
     return f"v{version:06d}"
 

@@ -20,13 +20,12 @@ from shared.ledger.connect import Ledger, database_time
 from shared.ledger.queries import find_versions, kept_versions, list_states
 from shared.log import StageLogger
 from shared.process import process_name
-from shared.versions import version_name
+from shared.versions import LARGEST_VERSION, version_name
 from trainer_service.disk import GIB, set_aside, size_of, sweep
 from trainer_service.resume import SavedState, StateStore
 
 log = StageLogger("trainer")
 _RENEWED_S = transitions.VERSION_LEASE_S / 2  # live owners renew leases within this time; a smaller jump ends none
-_LARGEST_VERSION = 2**31 - 1  # of the ledger's column; a folder with a larger number is no version's
 
 
 class _LedgerWatch:
@@ -116,7 +115,7 @@ class Janitor:
     def _delete_versions(self) -> None:
         """Delete the folders of all versions whose files the ledger has given up."""
         folders = version_folders(self._folder.parent)
-        numbers = [number for number in map(version_number, folders) if number <= _LARGEST_VERSION]
+        numbers = [number for number in map(version_number, folders) if number <= LARGEST_VERSION]
         rows = self._ledger.fetch(lambda connection: find_versions(connection, numbers)).values()
         given_up = {version_name(row.version) for row in rows if row.deleted_at is not None}
         set_aside([folder for folder in folders if folder.name in given_up])

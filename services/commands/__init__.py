@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,3 +48,19 @@ def open_console(*, stderr: bool = False, markup: bool = True) -> Console:
 
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return Console(stderr=stderr, markup=markup, width=None if is_terminal else _WIDE)
+
+
+@contextmanager
+def progress_bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function of (what, units done, all units) that shows a bar for each thing."""
+    from rich.progress import Progress, TaskID
+
+    with Progress(console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield show

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from services.commands import add_config, open_console, read_config
+from services.commands import add_config, open_console, progress_bars, read_config
 
 HELP = "copy the ledger, the versions and the trainers' states to a new folder"
 
@@ -18,19 +18,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Write the folder. Raises ConfigError, StartupError and LedgerError."""
     config = read_config(args)
-    from rich.progress import Progress, TaskID
-
     from services.backup import back_up
 
     console = open_console(stderr=True, markup=False)
-    with Progress(console=console) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
+    with progress_bars(console) as show:
         moment = back_up(config, args.to, show)
     for path in moment.missing:
         console.print(f"warning: {config.root / path} does not exist, and is not in the backup")

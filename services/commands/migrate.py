@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 from pathlib import Path
 
-from services.commands import add_config, open_console, read_config
+from services.commands import add_config, open_console, progress_bars, read_config
 from shared.errors import ConfigError
 
 HELP = "update the ledger's schema, or copy the ledger to another database"
@@ -30,8 +30,6 @@ def run(args: Namespace) -> int:
         file = _file_of(config.ledger_url)
         if file is not None and file == _file_of(ledger_url(args.to)):
             raise ConfigError("--to names the ledger that is to be copied; name an empty database")
-    from rich.progress import Progress, TaskID
-
     from shared.ledger.connect import Ledger
     from shared.ledger.migrate import copy_ledger
     from shared.ledger.migrations import HEAD
@@ -43,17 +41,10 @@ def run(args: Namespace) -> int:
             return 0
         with (
             closing(Ledger.open(ledger_url(args.to))) as target,
-            Progress(console=console) as bars,
+            progress_bars(console) as show,
             source.write() as reading,
             target.write() as writing,
         ):
-            tasks: dict[str, TaskID] = {}
-
-            def show(table: str, done: int, total: int) -> None:
-                if table not in tasks:
-                    tasks[table] = bars.add_task(table, total=total)
-                bars.update(tasks[table], completed=done)
-
             copied = copy_ledger(reading, writing, show)
     console.print(f"{sum(copied.values())} rows copied and verified; set database_url to the new database")
     return 0

@@ -51,8 +51,9 @@ def run(args: Namespace) -> int:
 def _require_fitting(action: str, version: int | None, name: str | None) -> None:
     """Raise ConfigError for a number or a tag that does not fit the ledger's columns."""
     from shared.ledger.tables import versions
+    from shared.versions import LARGEST_VERSION
 
-    if version is not None and not 0 <= version < 1 << 31:
+    if version is not None and not 0 <= version <= LARGEST_VERSION:
         raise ConfigError(f"versions {action} {version}: there is no such version; see `flywheel versions`")
     most = versions.c.tag.type.length  # type: ignore[attr-defined]
     if name is not None and len(name) > most:

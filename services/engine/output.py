@@ -33,7 +33,7 @@ _LOGGED = re.compile(r"^(?:\(\w+ pid=\d+\) )?[A-Z]+ \d\d-\d\d [\d:]+ (?:\[\S+\] 
 class EngineOutput:
     """The output of one run of vLLM. The log before it is kept next to it, as `previous`.
 
-    That is the previous run's, or the first part of a long one's.
+    That is the previous run's, or an earlier part of a long one's.
     """
 
     def __init__(self, stream: IO[bytes] | None, file: Path) -> None:

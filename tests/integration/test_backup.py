@@ -76,7 +76,7 @@ def test_a_trainer_goes_on_to_the_same_bits_from_a_backup_made_while_it_trained(
         wait_for(lambda: newest(root) == LAST or not trainer.alive, "the last version", 240)
         assert trainer.stop() == 0
     prepare(to, model)  # a configuration file
-    assert newest(to) >= at
+    assert newest(to) >= at and (to / "trainer/trainer/figures.jsonl").stat().st_size
     finish(lives, to)
     assert weights(to, LAST) == weights(root, LAST)
     with closing(open_ledger(to)) as ledger, ledger.read() as connection:
@@ -190,7 +190,7 @@ def test_two_backups_of_one_root_do_not_run_at_once(serving, tmp_path):
 
 
 def test_nothing_is_written_over_a_folder(serving, tmp_path):
-    with pytest.raises(ConfigError, match="exists; name a new folder"):
+    with pytest.raises(ConfigError, match="is there already; name a new folder"):
         back_up(serving, tmp_path)
 
 

@@ -13,7 +13,7 @@ NUMBER = 2_300
 
 @pytest.fixture
 def listing(explorer):
-    """An explorer whose ledger has many versions, all but the last deleted."""
+    """An explorer whose ledger has many versions, whose files are deleted."""
     row = {"kind": "full", "state": "RETIRED", "created_at": 1.0, "deleted_at": 1.0}
     many = [{**row, "version": n, "step": n, "path": f"versions/v{n:06d}"} for n in range(NUMBER)]
     with explorer.ledger.write() as connection:

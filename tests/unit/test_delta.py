@@ -45,7 +45,7 @@ def pairs(draw):
     older, newer = {}, {}
     for number in range(draw(st.integers(0, 4))):
         dtype = draw(st.sampled_from(sorted(BITS)))
-        shape = tuple(draw(st.lists(st.integers(0, 16), max_size=3)))
+        shape = tuple(draw(st.lists(st.integers(0, 40), max_size=3)))
         kind, count = BITS[dtype], int(np.prod(shape, dtype=int))
         random = np.random.default_rng(draw(st.integers(0, 2**32)))
         before = random.integers(0, np.iinfo(kind).max, count, kind, endpoint=True)
