@@ -20,6 +20,7 @@ from explorer_service.commit import answer_commit
 from explorer_service.deps import Deps
 from explorer_service.errors import CallerLeft
 from explorer_service.feedback import answer_feedback
+from explorer_service.rollback import answer_rollback
 from explorer_service.runs import answer_runs
 from explorer_service.status import (
     answer_health,
@@ -62,7 +63,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/status", answer_status),
     ("PUT", "/traffic", answer_not_yet),
     ("POST", "/versions/{version}/promote", answer_not_yet),
-    ("POST", "/rollback", answer_not_yet),
+    ("POST", "/rollback", answer_rollback),
 )
 _COUNTED = (answer_chat, answer_completion)  # included in the metrics of chat
 _CALLER_LEFT = 499

@@ -70,11 +70,9 @@ def _models(deps: Deps) -> list[dict[str, Any]]:
 
 
 async def answer_not_yet(request: Request, deps: Deps) -> Response:
-    """Routes that are not implemented yet: traffic, promotion and rollback."""
+    """Routes that are not implemented yet: traffic and promotion."""
     deps.auth.require(request, "admin")
-    raise ApiError(
-        501, "traffic, promotion and rollback are not implemented yet", kind="not_implemented", code="not_implemented"
-    )
+    raise ApiError(501, "traffic and promotion are not implemented yet", kind="not_implemented", code="not_implemented")
 
 
 async def answer_metrics(_request: Request, deps: Deps) -> Response:

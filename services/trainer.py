@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared.chain import copy_version, read_chain
 from shared.config import Config, is_loopback
-from shared.errors import ConfigError, StartupError, VersionError
+from shared.errors import ConfigError, RolledBack, StartupError, VersionError
 from shared.experience import Experience, Purpose
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
@@ -75,6 +75,8 @@ def lead(config: Config, ranks: Ranks, stop: StopRequest) -> None:
         except Stopped:  # during a wait for a teacher or a first signal, with nothing claimed
             log.info("stopped")
             begins = False
+        except RolledBack as error:
+            log.warning("starting again", reason=str(error))
         ranks.end()
     ranks.end()
 

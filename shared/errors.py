@@ -5,6 +5,8 @@ FlywheelError
 ├── StartupError     the process cannot start or continue; exit status 1
 ├── LedgerError      the database is unavailable or refuses a statement
 ├── LeaseLost        another trainer has leased the rows
+├── CannotRollBack   a version cannot be returned to
+├── RolledBack       an operator has returned a trainer to an earlier version
 ├── VersionError     a version folder is damaged, or contains forbidden files
 │   ├── VersionMissing   the folder or a part of it is missing, or not there yet
 │   └── VersionExchanged   the folder contains another version of this number than the ledger
@@ -42,6 +44,14 @@ class LedgerError(FlywheelError):
 
 class LeaseLost(FlywheelError):
     """This trainer no longer has the lease of a batch; its update must not be committed."""
+
+
+class CannotRollBack(FlywheelError):
+    """A version cannot be returned to: it has never served, or its files are gone."""
+
+
+class RolledBack(FlywheelError):
+    """An operator has returned this trainer to an earlier version; it must start again from there."""
 
 
 class VersionError(FlywheelError):

@@ -17,12 +17,12 @@ from shared.config import Config
 from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger, database_time
-from shared.ledger.queries import find_versions, kept_versions, list_states
+from shared.ledger.queries import find_trainer, find_versions, kept_versions, list_states
 from shared.log import StageLogger
 from shared.process import process_name
 from shared.versions import LARGEST_VERSION, version_name
 from trainer_service.disk import GIB, set_aside, size_of, sweep
-from trainer_service.resume import SavedState, StateStore
+from trainer_service.resume import SavedState, StateStore, saved_state
 
 log = StageLogger("trainer")
 _RENEWED_S = transitions.VERSION_LEASE_S / 2  # live owners renew leases within this time; a smaller jump ends none
@@ -122,12 +122,12 @@ class Janitor:
         sweep(self._folder)
 
     def _delete_states(self, current: SavedState | None) -> None:
-        """Delete the states of versions without files, and all but the newest states."""
+        """Delete the states of versions without files, and all but the newest states and the one to start from."""
         with self._ledger.read() as connection:
-            states = list_states(connection, self._name)
+            states, row = list_states(connection, self._name), find_trainer(connection, self._name)
             there = {row.version for row in kept_versions(connection) if row.has_files}
         kept = [state for state in states if state.version in there][-self._settings.keep_states :]
-        paths = {state.path for state in kept} | ({current.path} if current else set())
+        paths = {state.path for state in kept} | {state.path for state in (current, saved_state(row)) if state}
         self._states.clean(keep=paths)
         forgotten = [state.version for state in states if state.path not in paths]
         if forgotten:

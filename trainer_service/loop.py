@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection
@@ -33,6 +34,7 @@ from trainer_service.learner import Learner
 from trainer_service.patience import PatientLedger
 from trainer_service.publish import as_published
 from trainer_service.resume import SavedState, StateStore, saved_state
+from trainer_service.rollback import RollbackGuard
 from trainer_service.room import Room
 from trainer_service.update import Stats
 from trainer_service.watch.record import Record, shown
@@ -53,7 +55,7 @@ class Progress:
 
 
 class Trainer:
-    """Runs one trainer on one ledger. `run()` returns after a stop request, or when the algorithms change."""
+    """Runs one trainer on one ledger. `run()` returns after a stop request, or if it must be built again."""
 
     def __init__(
         self, config: Config, ledger: Ledger, learner: Learner, states: StateStore, stop: StopRequest, watch: Watch
@@ -66,6 +68,7 @@ class Trainer:
         self._watch = watch
         self._patient = PatientLedger(ledger, stop, config.trainer.poll_interval_s)
         self._write = self._patient.write
+        self._rollback = RollbackGuard(config.trainer.name)
         self._breaker = Breaker(config.trainer, ledger, self._patient, stop, watch.show_trip)
         self._janitor = Janitor(config, ledger, states)
         self._progress = self._saved = Progress()  # _saved: the progress at the last saved state, or at the start
@@ -87,6 +90,7 @@ class Trainer:
         about |= {"state_path": saved.path if saved else None, "state_sha256": saved.sha256 if saved else None}
         about["chosen"] = as_row(self._config.trainer)
         with self._ledger.write() as connection:
+            self._rollback.begin(connection, row, self._progress.version)
             returned = transitions.give_back(connection, owner=name)
             transitions.announce_trainer(connection, **about)
         self._janitor.run(saved)
@@ -95,7 +99,7 @@ class Trainer:
     def run(self) -> bool:
         """Claim, batch, update and publish until a stop is requested.
 
-        Returns True if the trainer must be built again because it chose other algorithms (see choice.py).
+        Returns True if the trainer must be built again: it chose other algorithms (choice.py), or see rollback.py.
         """
         config = self._config.trainer
         wholes = {config.settings_of(name).together for name in config.parts}
@@ -107,7 +111,7 @@ class Trainer:
         claimer = Claimer(self._ledger, config, self._stop, vocabulary, whole, answers)
         anew = False
         beats = Heartbeat(self._ledger, config, self._stop, self._janitor.note_contact)
-        with beats, contextlib.suppress(Stopped):
+        with beats, contextlib.suppress(Stopped), self._rollback.noted():
             self._breaker.wait()
             while (lease := self._claim(claimer)) is not None and not self._stop:
                 if anew := extend_choice(self._patient, self._config, lease):
@@ -116,7 +120,7 @@ class Trainer:
                     claimer.search_anew()
             self._save_unsaved_versions()
         self._release_leases()
-        return anew
+        return anew or self._rollback.must_start_again
 
     def _claim(self, claimer: Claimer) -> Lease | None:
         with self._watch.stage("claim"):
@@ -165,7 +169,8 @@ class Trainer:
         return Record.of(rows, progress.stats, self._learner.costs, rewards, **about)
 
     def _mark_updating(self, lease: Lease, updating: bool) -> None:
-        self._write(lambda connection: transitions.mark_updating(connection, lease.batch_id, updating=updating))
+        mark = partial(transitions.mark_updating, batch_id=lease.batch_id, updating=updating)
+        self._write(self._rollback.checked(mark) if updating else mark)
 
     def _undo(self, lease: Lease, failure: str) -> None:
         """Restore the last saved state, release all later batches, and count the failure on this batch's rows."""
@@ -288,8 +293,8 @@ class Trainer:
         self._saved = Progress(step=progress.step, version=progress.version)
 
     def _write_leased(self, work: Callable[[Connection], None]) -> None:
-        """Like `_write`, for a transaction that needs this trainer's leases. Raises StartupError if they were lost."""
+        """Like `_write`, if this trainer has its leases; else raises StartupError. Raises RolledBack."""
         try:
-            self._write(work)
+            self._write(self._rollback.checked(work))
         except LeaseLost as exc:
             raise StartupError(f"{exc}; restart: it resumes from the last saved state, without these rows") from exc

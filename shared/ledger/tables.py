@@ -212,6 +212,7 @@ trainers = Table(
     Column("resumed_version", Integer),  # newest version when last resumed: the breaker compares later ones
     Column("chosen", LargeBinary),  # JSON: with `algorithm: auto`, the algorithms in use with their weights
     Column("stats", LargeBinary),  # JSON: figures of the last update
+    Column("rollbacks", Integer, nullable=False, server_default=text("0")),  # returns to an earlier version
     Column("alive", Boolean, nullable=False, server_default=text("true")),
     Column("heartbeat_at", Float, nullable=False),
 )
@@ -288,8 +289,7 @@ open_streams = Table(
     Column("key_group", String(200)),
 )
 
-# Rows by state: the sum of `n` over the slots of a state. Triggers of the database keep it, so that it is exact whoever
-# writes; see migrations, 0008.
+# Rows by state: the sum of `n` over a state's slots. Triggers keep it exact, whoever writes; see migrations, 0008.
 row_counts = Table(
     "row_counts",
     metadata,

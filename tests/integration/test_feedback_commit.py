@@ -214,7 +214,7 @@ def test_keys_and_roles_decide_who_may_do_what(
     asked = {
         "chat": ("/v1/chat/completions", {"messages": []}),
         "feedback": ("/commit", {}),
-        "admin": ("/rollback", {}),
+        "admin": ("/versions/1/promote", {}),
     }
 
     def status(path: str, body: dict, key: str | None) -> int:

@@ -31,6 +31,7 @@ class TrainerRow:
     stats: dict[str, Any]
     alive: bool
     heartbeat_at: float
+    rollbacks: int = 0  # how often an operator has returned it to an earlier version
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ from shared.ledger.transitions.retain import (
     tag_version,
     untag_version,
 )
+from shared.ledger.transitions.rollback import Rollback, require_not_rolled_back, roll_back
 from shared.ledger.transitions.versions import (
     fail_version,
     prove_version,
@@ -72,14 +73,14 @@ from shared.ledger.transitions.versions import (
 
 __all__ = [
     "ENGINE_LEASE_S", "LEASE_S", "NO_ANSWER", "VERSION_LEASE_S", "Erased", "GivenFeedback", "Receipt", "ReceiptState",
-    "RunName", "Whole", "acquire_engine", "acquire_lease", "announce_trainer", "apply_feedback", "apply_to",
+    "Rollback", "RunName", "Whole", "acquire_engine", "acquire_lease", "announce_trainer", "apply_feedback", "apply_to",
     "calibrate_engine", "choose_algorithms", "claim", "close_empty_batch", "close_stream", "commit", "commit_part",
     "confirm_engine", "count_load_failure", "discard_stale", "dismiss_trainer", "erase", "expect_adapter", "expire",
-    "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_states",
-    "give_back", "give_up_files", "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts",
-    "open_stream", "pin_version", "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards",
-    "record", "record_state", "reject_version", "release_engine", "release_lease", "release_version", "remember_answer",
-    "remove", "renew_lease", "renew_pin", "report_trouble", "reserve_version", "reset_breaker", "restore_trained",
-    "retry_version", "serve_version", "set_engine_state", "sign_off", "skip_version", "tag_version", "take_key",
-    "trip_breaker", "untag_version", "withdraw_versions",
+    "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_states", "give_back", "give_up_files",
+    "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts", "open_stream", "pin_version",
+    "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record", "record_state",
+    "reject_version", "release_engine", "release_lease", "release_version", "remember_answer", "remove", "renew_lease",
+    "renew_pin", "report_trouble", "require_not_rolled_back", "reserve_version", "reset_breaker", "restore_trained",
+    "retry_version", "roll_back", "serve_version", "set_engine_state", "sign_off", "skip_version", "tag_version",
+    "take_key", "trip_breaker", "untag_version", "withdraw_versions",
 ]  # fmt: skip

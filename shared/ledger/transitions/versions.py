@@ -2,7 +2,7 @@
 
     reserve → RESERVED → publish → PUBLISHED → serve → SERVING → retire → RETIRED → serve …
     PUBLISHED → skip → SKIPPED → serve …
-    any but RESERVED and FAILED → reject → REJECTED; if its trainer withdraws it, also FAILED → REJECTED
+    any but RESERVED and FAILED → reject → REJECTED; if its trainer or an operator withdraws it, also FAILED → REJECTED
     PUBLISHED or SKIPPED, and never proven → fail → FAILED → retry → PUBLISHED
 
 A transition is one statement that requires its source states. If it does not apply, it changes nothing and returns
@@ -24,6 +24,7 @@ from shared.versions import version_path
 _MAY_COME_INTO_SERVICE = (VersionState.PUBLISHED, VersionState.SKIPPED, VersionState.RETIRED)
 _UNPROVEN = and_(versions.c.state.in_((VersionState.PUBLISHED, VersionState.SKIPPED)), versions.c.served_at.is_(None))
 _MAY_BE_REJECTED = versions.c.state.in_((*MAY_SERVE, VersionState.SKIPPED))
+_MAY_BE_WITHDRAWN = or_(_MAY_BE_REJECTED, versions.c.state == VersionState.FAILED)  # a FAILED one could be retried
 
 
 def reserve_version(connection: Connection, *, writer: str) -> int:
@@ -125,10 +126,15 @@ def withdraw_versions(connection: Connection, *, writer: str, after: int) -> boo
 
     after: the newest version in that state. The rows of the rejected versions are trained on again.
     """
-    may = or_(_MAY_BE_REJECTED, versions.c.state == VersionState.FAILED)  # an operator could still retry a FAILED one
-    own = and_(versions.c.writer == writer, versions.c.version > after, may)
+    own = and_(versions.c.writer == writer, versions.c.version > after, _MAY_BE_WITHDRAWN)
     reason = f"its trainer went back to version {after}, the last one whose state it saved"
     return _move(connection, own, VersionState.REJECTED, by=writer, reason=reason)
+
+
+def reject_versions_after(connection: Connection, version: int, reason: str, *, by: str) -> list[int]:
+    """→ REJECTED for all later versions, whoever wrote them. Returns their numbers."""
+    later = and_(versions.c.version > version, _MAY_BE_WITHDRAWN)
+    return _move_all(connection, later, VersionState.REJECTED, by=by, reason=reason)
 
 
 def fail_version(connection: Connection, version: int, reason: str, *, by: str) -> bool:
@@ -156,13 +162,26 @@ def _move(
     **columns: Any,
 ) -> bool:
     """Change the state of the versions that meet the condition. Returns whether there were any."""
+    return bool(_move_all(connection, which, to, by=by, reason=reason, **columns))
+
+
+def _move_all(
+    connection: Connection,
+    which: ColumnElement[bool],
+    to: VersionState,
+    *,
+    by: str,
+    reason: str | None = None,
+    **columns: Any,
+) -> list[int]:
+    """Like `_move`; returns their numbers."""
     reason = None if reason is None else reason[:2000]
     columns |= {"state": to, "reason": reason, "decided_at": database_time(connection)}
     moved = update(versions).where(which).values(**columns).returning(versions.c.version)
     numbers = sorted(connection.execute(moved).scalars())
     for number in numbers:
         _note(connection, number, to, reason, by)
-    return bool(numbers)
+    return numbers
 
 
 def _note(connection: Connection, version: int, to: VersionState, reason: str | None, by: str) -> None:

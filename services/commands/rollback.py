@@ -1,0 +1,40 @@
+"""`flywheel rollback`: goes back to an earlier version, with engines and trainers."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from contextlib import closing
+
+from services.commands import add_config, open_console, read_config
+
+HELP = "go back to an earlier version: reject all later ones, and train on from it"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "version", nargs="?", type=int, metavar="N", help="default: the last that served before the one in service"
+    )
+
+
+def run(args: Namespace) -> int:
+    """Roll back, and print what changed. Raises CannotRollBack."""
+    config = read_config(args)
+    from shared.errors import CannotRollBack
+    from shared.ledger import transitions
+    from shared.ledger.connect import Ledger
+    from shared.versions import LARGEST_VERSION
+
+    if args.version is not None and not 0 <= args.version <= LARGEST_VERSION:
+        raise CannotRollBack(f"there is no version {args.version}; see `flywheel versions`")
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.write() as connection:
+        done = transitions.roll_back(connection, args.version, by="operator")
+    console = open_console(markup=False)
+    rejected = ", ".join(map(str, done.rejected)) or "none"
+    console.print(f"rolled back to version {done.to}; rejected: {rejected}; engines load it within seconds")
+    for name, has_state in done.trainers.items():
+        start = (
+            "from its saved state" if has_state else "from its weights, with a new optimizer: no state of it is kept"
+        )
+        console.print(f"trainer {name} starts again {start}")
+    return 0

@@ -1,0 +1,115 @@
+"""An operator goes back to an earlier version: all later ones are rejected, and trainers start again from it.
+
+Engines then load it, because it is the newest version that may serve. A trainer compares `trainers.rollbacks` with the
+number that it read at its start, in each transaction that would continue from a later version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, select, update
+
+from shared.errors import CannotRollBack, RolledBack
+from shared.experience import VersionState
+from shared.ledger.conditions import in_parts
+from shared.ledger.queries.versions import VersionRow, find_versions, kept_versions
+from shared.ledger.tables import trainer_states, trainers, versions
+from shared.ledger.transitions.versions import reject_versions_after
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """What a rollback changed."""
+
+    to: int
+    rejected: list[int]  # versions
+    trainers: dict[str, bool]  # those that start again, by name: whether with the optimizer's state of that version
+
+
+def roll_back(connection: Connection, to: int | None = None, *, by: str) -> Rollback:
+    """Reject all versions after `to`, and let their trainers start again from it.
+
+    to: None: the last version that has served before the one in service. A trainer without a saved state of exactly
+    this version starts from its weights, with a new optimizer.
+
+    Raises CannotRollBack if no engine has proven `to`, its files are gone, or no saved state contains it yet.
+    """
+    # first, as in a trainer's transactions: none of them publishes in between what it trained on a later version
+    connection.execute(select(trainers.c.name).order_by(trainers.c.name).with_for_update()).all()
+    version = _previous(kept_versions(connection)) if to is None else to
+    connection.execute(select(versions.c.version).where(versions.c.version == version).with_for_update())
+    _require_served(connection, version)
+    rejected = reject_versions_after(connection, version, f"rolled back to version {version}", by=by)
+    return Rollback(version, rejected, _return_trainers(connection, version, rejected))
+
+
+def _previous(kept: list[VersionRow]) -> int:
+    """Return the last version that has served before the one in service. Raises CannotRollBack."""
+    proven = [row.version for row in kept if row.may_serve and _is_proven(row)]
+    serving = max((row.version for row in kept if row.state == VersionState.SERVING), default=max(proven, default=0))
+    earlier = [version for version in proven if version < serving]
+    if not earlier:
+        raise CannotRollBack(f"no version before {serving} has served and has its files; see `flywheel versions`")
+    return earlier[-1]
+
+
+def _is_proven(row: VersionRow) -> bool:
+    return row.served_at is not None or row.version == 0
+
+
+def _require_served(connection: Connection, version: int) -> None:
+    row = find_versions(connection, [version]).get(version)
+    if row is None or row.state == VersionState.RESERVED:
+        raise CannotRollBack(f"there is no version {version}; see `flywheel versions`")
+    if row.deleted_at is not None:
+        raise CannotRollBack(f"the files of version {version} are deleted; a tag would have kept them")
+    if not (row.may_serve and _is_proven(row)):
+        raise CannotRollBack(f"version {version} is {row.state}; only a version that has served can be returned to")
+    saved = connection.execute(select(trainers.c.version).where(trainers.c.name == row.writer)).scalar()
+    if saved is not None and saved < version:
+        raise CannotRollBack(
+            f"no saved state of its trainer contains version {version} yet (trainer.save_every); go back to version "
+            f"{saved}, or wait"
+        )
+
+
+def _return_trainers(connection: Connection, to: int, rejected: Sequence[int]) -> dict[str, bool]:
+    """Set the rows of the trainers that continue from a later version: to the saved state of `to`, or to none.
+
+    Returns their names, and whether there is such a state.
+    """
+    names = set(connection.execute(select(trainers.c.name).where(trainers.c.version > to)).scalars())
+    for part in in_parts(versions.c.version, rejected):  # of versions that no saved state contains
+        names |= set(
+            connection.execute(select(versions.c.writer).where(part, versions.c.writer.is_not(None))).scalars()
+        )
+    found: dict[str, bool] = {}
+    for name in sorted(names):
+        own = (trainer_states.c.trainer == name, trainer_states.c.version == to)
+        state = connection.execute(select(trainer_states).where(*own)).one_or_none()
+        values = {"version": to, "step": 0, "state_path": None, "state_sha256": None}
+        if state is not None:
+            values |= {"step": state.step, "state_path": state.path, "state_sha256": state.sha256}
+        rollbacks = trainers.c.rollbacks + 1
+        changed = update(trainers).where(trainers.c.name == name).values(**values, rollbacks=rollbacks)
+        if connection.execute(changed).rowcount:
+            found[name] = state is not None
+    return found
+
+
+def require_not_rolled_back(connection: Connection, *, trainer: str, rollbacks: int, start: int | None = None) -> None:
+    """Raise RolledBack if an operator has returned this trainer to an earlier version since it read its row.
+
+    rollbacks: the number that it read; 0 without a row. start: the version that a trainer begins with.
+    The trainer's row stays locked until the end of the transaction.
+    """
+    locked = select(trainers.c.rollbacks, trainers.c.version).where(trainers.c.name == trainer).with_for_update()
+    row = connection.execute(locked).one_or_none()
+    if row is not None and row.rollbacks != rollbacks:
+        raise RolledBack(f"an operator has gone back to version {row.version}")
+    if start is not None:
+        here = select(versions.c.state).where(versions.c.version == start).with_for_update(read=True)
+        if connection.execute(here).scalar() == VersionState.REJECTED:
+            raise RolledBack(f"version {start} was rejected while this trainer started from it")

@@ -1,0 +1,237 @@
+"""An operator goes back to an earlier version: engines load it, and nothing that was trained on a later one follows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from sqlalchemy import select, update
+
+from shared.errors import CannotRollBack, RolledBack
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from shared.ledger.queries import find_trainer, list_versions
+from shared.ledger.tables import decisions, trainers, versions
+from tests.support.processes import run_here
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.servers import RunningExplorer, publish, served, wait_until
+
+NAME = "t"
+
+
+@pytest.fixture
+def trained(ledger) -> Ledger:
+    """Versions 0 to 4 of one trainer, all proven, the last in service; saved states of versions 2 to 4."""
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        transitions.serve_version(connection, 0, by="an engine")
+        transitions.announce_trainer(connection, name=NAME, step=0, version=0, state_path=None, state_sha256=None)
+    for version in range(1, 5):
+        make_version(ledger, version)
+    with ledger.write() as connection:
+        transitions.forget_states(connection, trainer=NAME, versions=[1])
+    return ledger
+
+
+def make_version(ledger: Ledger, version: int, rollbacks: int = 0) -> None:
+    with ledger.write() as connection:
+        transitions.require_not_rolled_back(connection, trainer=NAME, rollbacks=rollbacks)
+        assert transitions.reserve_version(connection, writer=NAME) == version
+        about = {"parent": version - 1, "kind": "full", "step": version, "trainer": NAME}
+        state = {"state_path": f"trainer/t/state-{version:06d}", "state_sha256": f"{version}"}
+        transitions.publish(connection, version=version, **about, **state)
+        transitions.serve_version(connection, version, by="an engine")
+
+
+def roll_back(ledger: Ledger, to: int | None = None) -> transitions.Rollback:
+    with ledger.write() as connection:
+        return transitions.roll_back(connection, to, by="operator")
+
+
+def states(ledger: Ledger) -> list[str]:
+    with ledger.read() as connection:
+        return [row.state for row in list_versions(connection)]
+
+
+def trainer_row(ledger: Ledger):
+    with ledger.read() as connection:
+        return find_trainer(connection, NAME)
+
+
+def test_later_versions_are_rejected_with_the_reason_and_the_trainer_starts_from_the_state_of_that_version(trained):
+    done = roll_back(trained, 2)
+    assert (done.to, done.rejected, done.trainers) == (2, [3, 4], {NAME: True})
+    assert states(trained) == ["RETIRED", "RETIRED", "RETIRED", "REJECTED", "REJECTED"]
+    row = trainer_row(trained)
+    assert (row.version, row.step, row.state_path, row.state_sha256) == (2, 2, "trainer/t/state-000002", "2")
+    with trained.read() as connection:
+        of = select(decisions.c.from_state, decisions.c.reason, decisions.c.decided_by).where(decisions.c.version == 4)
+        last = connection.execute(of.order_by(decisions.c.id.desc())).first()
+    assert tuple(last) == ("SERVING", "rolled back to version 2", "operator")
+
+
+def test_without_a_saved_state_of_that_version_the_trainer_starts_from_its_weights(trained):
+    assert roll_back(trained, 1).trainers == {NAME: False}
+    row = trainer_row(trained)
+    assert (row.version, row.step, row.state_path, row.state_sha256) == (1, 0, None, None)
+
+
+def test_without_a_number_it_goes_back_to_the_version_that_served_before(trained):
+    assert roll_back(trained).to == 3
+    assert roll_back(trained).to == 2
+    make_version(trained, 5, rollbacks=2)
+    assert roll_back(trained).to == 2
+    with trained.write() as connection:  # published later and not proven: it is not the one in service
+        transitions.publish(connection, version=6, parent=2, kind="full", step=3)
+        transitions.serve_version(connection, 2, by="an engine")
+    assert roll_back(trained).to == 1
+
+
+def test_a_repeat_changes_nothing(trained):
+    roll_back(trained, 2)
+    again = roll_back(trained, 2)
+    assert (again.rejected, again.trainers) == ([], {})
+
+
+def test_what_the_trainer_publishes_or_begins_after_it_is_refused_until_it_has_started_again(trained):
+    roll_back(trained, 2)
+    with pytest.raises(RolledBack, match="gone back to version 2"):
+        make_version(trained, 5)
+    assert len(states(trained)) == 5
+    make_version(trained, 5, rollbacks=trainer_row(trained).rollbacks)
+    assert states(trained)[-1] == "SERVING"
+
+
+def test_a_trainer_that_was_starting_from_a_later_version_is_told(trained):
+    roll_back(trained, 2)
+    with trained.write() as connection, pytest.raises(RolledBack, match="version 4 was rejected"):
+        transitions.require_not_rolled_back(connection, trainer="a new one", rollbacks=0, start=4)
+    with trained.write() as connection:
+        transitions.require_not_rolled_back(connection, trainer="a new one", rollbacks=0, start=2)
+
+
+def test_a_version_that_is_being_published_meanwhile_is_rejected_too(trained):
+    """On PostgreSQL, both transactions are open at once."""
+    done: list[transitions.Rollback] = []
+    other = threading.Thread(target=lambda: done.append(roll_back(trained, 2)))
+    with trained.write() as connection:
+        transitions.require_not_rolled_back(connection, trainer=NAME, rollbacks=0)
+        other.start()
+        other.join(0.3)
+        assert other.is_alive() and not done, "it does not wait for the trainer's transaction"
+        transitions.publish(connection, version=5, parent=4, kind="full", step=5, trainer=NAME, state_path="s")
+    other.join(60)
+    assert done[0].rejected == [3, 4, 5]
+
+
+def test_versions_of_other_trainers_are_rejected_too_and_these_start_again(trained):
+    with trained.write() as connection:
+        for name, version in (("other", 5), ("older", 0)):
+            about = {"step": version, "version": version, "state_path": None, "state_sha256": None}
+            transitions.announce_trainer(connection, name=name, **about)
+        transitions.publish(connection, version=5, parent=0, kind="full", step=1, trainer="other", state_path="s")
+    assert roll_back(trained, 2).trainers == {NAME: True, "other": False}
+    with trained.read() as connection:
+        assert find_trainer(connection, "older").rollbacks == 0
+
+
+def test_a_version_that_no_saved_state_contains_yet_is_refused_and_one_before_it_withdraws_it(trained):
+    with trained.write() as connection:
+        assert transitions.reserve_version(connection, writer=NAME) == 5
+        transitions.publish_ahead(connection, version=5, trainer=NAME, parent=4, kind="full", step=5)
+        transitions.serve_version(connection, 5, by="an engine")
+        assert transitions.reserve_version(connection, writer=NAME) == 6
+        transitions.publish_ahead(connection, version=6, trainer=NAME, parent=5, kind="full", step=6)
+    with pytest.raises(CannotRollBack, match=r"no saved state .* version 5 yet .* go back to version 4"):
+        roll_back(trained, 5)
+    done = roll_back(trained, 4)
+    assert (done.rejected, done.trainers) == ([5, 6], {NAME: True})
+    with trained.write() as connection, pytest.raises(RolledBack):
+        transitions.require_not_rolled_back(connection, trainer=NAME, rollbacks=0)
+
+
+@pytest.mark.parametrize(
+    ("to", "found"),
+    [
+        (9, "there is no version 9"),
+        (2, "the files of version 2 are deleted"),
+        (3, "version 3 is REJECTED; only a version that has served"),
+        (5, "version 5 is PUBLISHED; only a version that has served"),
+        (6, "there is no version 6"),
+    ],
+)
+def test_what_cannot_serve_cannot_be_returned_to_and_nothing_changes(trained, to, found):
+    with trained.write() as connection:
+        connection.execute(update(versions).where(versions.c.version == 2).values(deleted_at=1.0))
+        connection.execute(update(versions).where(versions.c.version == 3).values(state="REJECTED"))
+        transitions.publish(connection, version=5, parent=4, kind="full", step=5)
+        assert transitions.reserve_version(connection, writer=NAME) == 6
+    before = states(trained)
+    with pytest.raises(CannotRollBack, match=found):
+        roll_back(trained, to)
+    assert states(trained) == before
+    with trained.read() as connection:
+        assert connection.execute(select(trainers.c.rollbacks)).scalar_one() == 0
+
+
+def test_with_one_version_there_is_none_to_go_back_to(ledger):
+    with pytest.raises(CannotRollBack, match="no version before 0 has served"):
+        roll_back(ledger)
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    with pytest.raises(CannotRollBack, match="no version before 0 has served"):
+        roll_back(ledger)
+
+
+def test_the_command_says_what_changed_and_why_it_refuses(trained, config, capsys):
+    assert run_here(config, "rollback", "2") == 0
+    said = capsys.readouterr().out
+    assert "rolled back to version 2; rejected: 3, 4" in said
+    assert "trainer t starts again from its saved state" in said
+    assert run_here(config, "rollback") == 0
+    assert "version 1" in (said := capsys.readouterr().out) and "with a new optimizer" in said
+    for wrong in ("4", "99999999999"):
+        with pytest.raises(CannotRollBack, match=f"version {wrong}"):
+            run_here(config, "rollback", wrong)
+
+
+def test_engines_return_to_it_within_a_second_and_take_up_what_comes_after(explorer, scripted_engine):
+    for version in (1, 2):
+        publish(explorer, version, -version)
+        wait_until(lambda version=version: served(explorer) == str(version))
+    answer = explorer.http.post("/rollback", json={"to": 1, "why": "it is rude"})
+    assert (answer.status_code, answer.json()) == (
+        200,
+        {"status": "success", "to": 1, "rejected": [2], "trainers": {}, "ignored": ["why"]},
+    )
+    wait_until(lambda: served(explorer) == "1")
+    assert scripted_engine.script.loaded == "v000001"
+    publish(explorer, 3, -3.0)
+    wait_until(lambda: served(explorer) == "3")
+
+
+def test_only_an_operator_may_and_a_refusal_says_why(
+    scripted_engine: ScriptedEngine, start_explorer: Callable[..., RunningExplorer], monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("chat", "feedback", "admin"):
+        monkeypatch.setenv(f"KEY_{name}", f"secret-key-of-{name}")
+    keys = [{"key_env": f"KEY_{name}", "role": name} for name in ("chat", "feedback", "admin")]
+    explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
+
+    def ask(body: object, role: str = "admin") -> tuple[int, str]:
+        headers = {"Authorization": f"Bearer secret-key-of-{role}"}
+        answer = explorer.http.post("/rollback", json=body, headers=headers)
+        return answer.status_code, answer.text
+
+    for role in ("chat", "feedback"):
+        assert ask({"to": 0}, role)[0] == 403
+    status, text = ask({"to": 7})
+    assert status == 409 and "there is no version 7" in text and "cannot_roll_back" in text
+    for wrong in ({}, {"to": -1}, {"to": 2**31}, {"to": 1.5}, {"to": "1"}, {"to": True}, [], None):
+        assert ask(wrong)[0] == 400, wrong
+    with explorer.ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    assert ask({"to": 0})[0] == 200
+    with explorer.ledger.read() as connection:
+        assert [row.state for row in list_versions(connection)] != ["REJECTED"]

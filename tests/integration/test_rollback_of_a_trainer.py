@@ -1,0 +1,145 @@
+"""After a rollback, a trainer that runs starts again by itself from that version, with nothing of a later one."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from shared.ledger import transitions
+from shared.ledger.queries import count_by_state, find_trainer, ledger_status, list_versions
+from shared.ledger.tables import batches, experiences
+from tests.support.experiences import make_experiences, record_ready
+from tests.support.processes import wait_for
+from tests.support.trained_roots import BATCH, begin, newest, open_ledger, prepare, weights
+
+
+@pytest.fixture(scope="module")
+def rows(model):
+    return make_experiences(model, 5 * BATCH)
+
+
+def prove(root: Path, *numbers: int) -> None:
+    ledger = open_ledger(root)
+    with ledger.write() as connection:
+        for number in numbers:
+            transitions.serve_version(connection, number, by="an engine")
+    ledger.close()
+
+
+def roll_back(root: Path, to: int) -> transitions.Rollback:
+    ledger = open_ledger(root)
+    with ledger.write() as connection:
+        done = transitions.roll_back(connection, to, by="operator")
+    ledger.close()
+    return done
+
+
+def line_of(root: Path) -> list[int]:
+    """The versions that may serve, from the base on; each is the parent of the next."""
+    ledger = open_ledger(root)
+    with ledger.read() as connection:
+        line = [row for row in list_versions(connection) if row.may_serve]
+    ledger.close()
+    assert [row.parent for row in line] == [None, *(row.version for row in line)][: len(line)]
+    return [row.version for row in line]
+
+
+def add(root: Path, rows) -> None:
+    ledger = open_ledger(root)
+    record_ready(ledger, rows)
+    ledger.close()
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_it_goes_on_from_the_state_of_that_version_to_the_same_bits(is_running, tmp_path, lives, model, rows):
+    """Version 2 was made of the second batch. After a rollback to version 1, a copy of that batch makes it again."""
+    (tmp_path / "trainer.log").touch()
+    prepare(tmp_path, model, rows[: 3 * BATCH])
+    again = [replace(row, msg_id=f"again-{row.msg_id}") for row in rows[BATCH : 2 * BATCH]]
+    with contextlib.ExitStack() as running:
+        trainer = running.enter_context(begin(lives, tmp_path))
+        wait_for(lambda: "no ready rows" in trainer.output() or not trainer.alive, "version 3", 240)
+        prove(tmp_path, 1, 2, 3)
+        if not is_running:
+            assert trainer.stop() == 0
+        done = roll_back(tmp_path, 1)
+        assert (done.rejected, done.trainers) == ([2, 3], {"trainer": True})
+        add(tmp_path, again)
+        if not is_running:
+            trainer = running.enter_context(begin(lives, tmp_path))
+        wait_for(lambda: newest(tmp_path) == 4 or not trainer.alive, "version 4", 240)
+        assert trainer.stop() == 0
+    assert line_of(tmp_path) == [0, 1, 4]
+    assert weights(tmp_path, 4) == weights(tmp_path, 2) != weights(tmp_path, 1)
+    said = trainer.output()
+    assert "Traceback" not in said and said.count("gone back to version 1") == is_running
+
+
+def test_without_a_state_of_that_version_it_goes_on_from_its_weights(tmp_path, lives, model, rows):
+    """The base has none. The first batch makes version 1 of it once more."""
+    (tmp_path / "trainer.log").touch()
+    prepare(tmp_path, model, rows[: 2 * BATCH])
+    with begin(lives, tmp_path) as trainer:
+        wait_for(lambda: "no ready rows" in trainer.output() or not trainer.alive, "version 2", 240)
+        assert roll_back(tmp_path, 0).trainers == {"trainer": False}
+        add(tmp_path, [replace(row, msg_id=f"again-{row.msg_id}") for row in rows[:BATCH]])
+        wait_for(lambda: newest(tmp_path) == 3 or not trainer.alive, "version 3", 240)
+        assert trainer.stop() == 0
+    assert line_of(tmp_path) == [0, 3]
+    assert weights(tmp_path, 3) == weights(tmp_path, 1)
+    assert "Traceback" not in trainer.output()
+
+
+@pytest.mark.parametrize("save_every", [1, 2])
+def test_rolled_back_at_random_moments_no_row_is_lost_and_no_version_has_a_rejected_parent(
+    save_every, tmp_path, lives, model, rows, database_url
+):
+    (tmp_path / "trainer.log").touch()
+    prepare(tmp_path, model, rows, database_url, save_every=save_every)
+    draw = random.Random(7)
+    with begin(lives, tmp_path) as trainer:
+        for _ in range(3):
+            line = line_of(tmp_path)
+            wait_for(lambda line=line: len(line_of(tmp_path)) > len(line) or not trainer.alive, "progress", 240, 0.005)
+            time.sleep(draw.random() * 0.1)  # a random moment is what is wanted
+            saved = saved_version(tmp_path)
+            to = line_of(tmp_path)[-2] if len(line_of(tmp_path)) > 1 else 0
+            prove(tmp_path, min(to, saved))
+            roll_back(tmp_path, min(to, saved))
+        wait_for(lambda: is_idle(tmp_path) or not trainer.alive, "the end", 240)
+        assert trainer.stop() == 0
+    line_of(tmp_path)
+    assert "Traceback" not in trainer.output()
+    ledger = open_ledger(tmp_path)
+    with ledger.read() as connection:
+        counts = count_by_state(connection)
+        contained = connection.execute(select(experiences.c.consumed_version)).scalars().all()
+        held = connection.execute(select(batches.c.id).where(batches.c.state == "LEASED")).all()
+        deaths = connection.execute(select(experiences.c.deaths).where(experiences.c.deaths > 0)).all()
+    ledger.close()
+    assert counts["CONSUMED"] == len(rows) and None not in contained
+    assert not held and not deaths
+
+
+def saved_version(root: Path) -> int:
+    ledger = open_ledger(root)
+    with ledger.read() as connection:
+        row = find_trainer(connection, "trainer")
+    ledger.close()
+    return row.version if row else 0
+
+
+def is_idle(root: Path) -> bool:
+    """Whether versions contain all rows; a saved state may not contain the last ones yet."""
+    ledger = open_ledger(root)
+    with ledger.read() as connection:
+        status = ledger_status(connection)
+    ledger.close()
+    waiting = sum(trainer["rows_waiting_for_state"] for trainer in status["trainers"])
+    return not status["rows"]["READY"] and status["rows"]["LEASED"] == waiting

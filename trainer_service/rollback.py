@@ -1,0 +1,53 @@
+"""Detects that an operator has gone back to an earlier version (shared/ledger/transitions/rollback.py).
+
+The trainer then discards its weights and starts again from that version. It checks in each transaction that begins an
+update or publishes, so that no later version descends from a rejected one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from sqlalchemy import Connection
+
+from shared.errors import RolledBack
+from shared.ledger import transitions
+from shared.ledger.queries import TrainerRow
+from shared.log import StageLogger
+
+log = StageLogger("trainer")
+T = TypeVar("T")
+
+
+class RollbackGuard:
+    """Compares the trainer's row with the one that it started from."""
+
+    def __init__(self, trainer: str) -> None:
+        self._trainer = trainer
+        self._rollbacks = 0
+        self.must_start_again = False
+
+    def begin(self, connection: Connection, row: TrainerRow | None, start: int) -> None:
+        """Check at the start, before the trainer is announced. row: the one that it started from. Raises RolledBack."""
+        self._rollbacks = 0 if row is None else row.rollbacks
+        transitions.require_not_rolled_back(connection, trainer=self._trainer, rollbacks=self._rollbacks, start=start)
+
+    def checked(self, work: Callable[[Connection], T]) -> Callable[[Connection], T]:
+        """Return `work` with a check before it, in its transaction, which raises RolledBack."""
+
+        def check_and_work(connection: Connection) -> T:
+            transitions.require_not_rolled_back(connection, trainer=self._trainer, rollbacks=self._rollbacks)
+            return work(connection)
+
+        return check_and_work
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Suppress RolledBack, and note that the trainer must start again."""
+        try:
+            yield
+        except RolledBack as error:
+            log.warning("starting again from there", reason=str(error))
+            self.must_start_again = True
