@@ -70,7 +70,7 @@ class Admin:
         return self._call(_promote(version))
 
     def rollback(self, to: int) -> dict[str, Any]:
-        """Return to an earlier version."""
+        """Go back to an earlier version: all later ones are rejected, and trainers start again from it."""
         return self._call(_rollback(to))
 
 
@@ -92,5 +92,5 @@ class AsyncAdmin:
         return await self._call(_promote(version))
 
     async def rollback(self, to: int) -> dict[str, Any]:
-        """Return to an earlier version."""
+        """Go back to an earlier version: all later ones are rejected, and trainers start again from it."""
         return await self._call(_rollback(to))

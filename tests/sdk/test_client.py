@@ -280,8 +280,13 @@ def test_what_is_no_version_and_no_share_is_named_before_anything_is_sent():
 
 
 def test_an_explorer_without_these_routes_is_reported_with_a_remedy(client):
-    calls = (client.admin.traffic, {0: 1.0}), (client.admin.promote, 1), (client.admin.rollback, 0)
-    for call, argument in calls:
+    for call, argument in ((client.admin.traffic, {0: 1.0}), (client.admin.promote, 1)):
         with pytest.raises(flywheel.Refused, match=r"serves the newest version.*client\.model\(12\)") as caught:
             call(argument)
         assert (caught.value.status, caught.value.code) == (501, "not_implemented")
+
+
+def test_a_rollback_that_the_explorer_refuses_says_why(client):
+    with pytest.raises(flywheel.Refused, match="there is no version 12") as caught:
+        client.admin.rollback(to=12)
+    assert (caught.value.status, caught.value.code) == (409, "cannot_roll_back")
