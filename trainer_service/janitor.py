@@ -15,6 +15,7 @@ from collections.abc import Callable
 from shared.belonging import version_folders, version_number
 from shared.config import Config
 from shared.errors import LedgerError
+from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger, database_time
 from shared.ledger.queries import find_trainer, find_versions, kept_versions, list_states
@@ -122,10 +123,11 @@ class Janitor:
         sweep(self._folder)
 
     def _delete_states(self, current: SavedState | None) -> None:
-        """Delete the states of versions without files, and all but the newest states and the one to start from."""
+        """Delete all but the newest states of versions that may be trained from, and the one to start from."""
         with self._ledger.read() as connection:
             states, row = list_states(connection, self._name), find_trainer(connection, self._name)
-            there = {row.version for row in kept_versions(connection) if row.has_files}
+            rows = kept_versions(connection)
+        there = {one.version for one in rows if one.has_files and one.state != VersionState.REJECTED}
         kept = [state for state in states if state.version in there][-self._settings.keep_states :]
         paths = {state.path for state in kept} | {state.path for state in (current, saved_state(row)) if state}
         self._states.clean(keep=paths)

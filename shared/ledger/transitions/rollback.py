@@ -6,7 +6,7 @@ number that it read at its start, in each transaction that would continue from a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, select, update
@@ -38,18 +38,21 @@ def roll_back(connection: Connection, to: int | None = None, *, by: str) -> Roll
     """
     # first, as in a trainer's transactions: none of them publishes in between what it trained on a later version
     connection.execute(select(trainers.c.name).order_by(trainers.c.name).with_for_update()).all()
-    version = _previous(kept_versions(connection)) if to is None else to
+    version = _previous(connection) if to is None else to
     connection.execute(select(versions.c.version).where(versions.c.version == version).with_for_update())
     _require_served(connection, version)
     rejected = reject_versions_after(connection, version, f"rolled back to version {version}", by=by)
     return Rollback(version, rejected, _return_trainers(connection, version, rejected))
 
 
-def _previous(kept: list[VersionRow]) -> int:
-    """Return the last version that has served before the one in service. Raises CannotRollBack."""
-    proven = [row.version for row in kept if row.may_serve and _is_proven(row)]
-    serving = max((row.version for row in kept if row.state == VersionState.SERVING), default=max(proven, default=0))
-    earlier = [version for version in proven if version < serving]
+def _previous(connection: Connection) -> int:
+    """Return the last version that may be returned to before the one in service. Raises CannotRollBack."""
+    rows, saved = kept_versions(connection), _saved_versions(connection)
+    proven = [row for row in rows if row.may_serve and _is_proven(row)]
+    serving = max((row.version for row in proven if row.state == VersionState.SERVING), default=None)
+    if serving is None:
+        serving = max((row.version for row in proven), default=0)
+    earlier = [row.version for row in proven if row.version < serving and _is_saved(row, saved)]
     if not earlier:
         raise CannotRollBack(f"no version before {serving} has served and has its files; see `flywheel versions`")
     return earlier[-1]
@@ -57,6 +60,16 @@ def _previous(kept: list[VersionRow]) -> int:
 
 def _is_proven(row: VersionRow) -> bool:
     return row.served_at is not None or row.version == 0
+
+
+def _saved_versions(connection: Connection) -> dict[str | None, int]:
+    """Return the newest version in a saved state of each trainer."""
+    return {row.name: row.version for row in connection.execute(select(trainers.c.name, trainers.c.version))}
+
+
+def _is_saved(row: VersionRow, saved: Mapping[str | None, int]) -> bool:
+    """Whether a saved state of its trainer contains a version."""
+    return row.writer not in saved or row.version <= saved[row.writer]
 
 
 def _require_served(connection: Connection, version: int) -> None:
@@ -67,11 +80,11 @@ def _require_served(connection: Connection, version: int) -> None:
         raise CannotRollBack(f"the files of version {version} are deleted; a tag would have kept them")
     if not (row.may_serve and _is_proven(row)):
         raise CannotRollBack(f"version {version} is {row.state}; only a version that has served can be returned to")
-    saved = connection.execute(select(trainers.c.version).where(trainers.c.name == row.writer)).scalar()
-    if saved is not None and saved < version:
+    saved = _saved_versions(connection)
+    if not _is_saved(row, saved):
         raise CannotRollBack(
             f"no saved state of its trainer contains version {version} yet (trainer.save_every); go back to version "
-            f"{saved}, or wait"
+            f"{saved[row.writer]}, or wait"
         )
 
 
