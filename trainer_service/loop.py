@@ -90,7 +90,7 @@ class Trainer:
         about |= {"state_path": saved.path if saved else None, "state_sha256": saved.sha256 if saved else None}
         about["chosen"] = as_row(self._config.trainer)
         with self._ledger.write() as connection:
-            self._rollback.begin(connection, row, self._progress.version)
+            self._rollback.begin(connection, row, None if saved else start_version)
             returned = transitions.give_back(connection, owner=name)
             transitions.announce_trainer(connection, **about)
         self._janitor.run(saved)

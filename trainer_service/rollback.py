@@ -29,8 +29,11 @@ class RollbackGuard:
         self._rollbacks = 0
         self.must_start_again = False
 
-    def begin(self, connection: Connection, row: TrainerRow | None, start: int) -> None:
-        """Check at the start, before the trainer is announced. row: the one that it started from. Raises RolledBack."""
+    def begin(self, connection: Connection, row: TrainerRow | None, start: int | None) -> None:
+        """Check at the start, before the trainer is announced. Raises RolledBack.
+
+        row: the one that it started from. start: the version that it started from; None: a saved state.
+        """
         self._rollbacks = 0 if row is None else row.rollbacks
         transitions.require_not_rolled_back(connection, trainer=self._trainer, rollbacks=self._rollbacks, start=start)
 

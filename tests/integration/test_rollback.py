@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import insert, select, update
 
 from shared.errors import CannotRollBack, RolledBack
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import find_trainer, list_versions
-from shared.ledger.tables import decisions, trainers, versions
+from shared.ledger.tables import batches, decisions, trainers, versions
 from tests.support.processes import run_here
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, publish, served, wait_until
@@ -123,6 +123,26 @@ def test_a_version_that_is_being_published_meanwhile_is_rejected_too(trained):
         transitions.publish(connection, version=5, parent=4, kind="full", step=5, trainer=NAME, state_path="s")
     other.join(60)
     assert done[0].rejected == [3, 4, 5]
+
+
+def test_a_heartbeat_waits_for_a_trainer_that_publishes_and_holds_no_lock_that_it_needs(trained):
+    with trained.write() as connection:
+        about = {"owner": NAME, "state": "LEASED", "lease_until": 1.0, "created_at": 0.0}
+        batch = connection.execute(insert(batches).values(about).returning(batches.c.id)).scalar_one()
+    heartbeat = threading.Thread(target=lambda: beat(trained))
+    with trained.write() as connection:
+        transitions.require_not_rolled_back(connection, trainer=NAME, rollbacks=0)
+        heartbeat.start()
+        heartbeat.join(0.3)
+        transitions.mark_updating(connection, batch, updating=True)  # PostgreSQL would end one of two that wait
+    heartbeat.join(60)
+    with trained.read() as connection:
+        assert connection.execute(select(batches.c.updating, batches.c.lease_until > 1.0)).one() == (True, True)
+
+
+def beat(ledger: Ledger) -> None:
+    with ledger.write() as connection:
+        transitions.extend_lease(connection, owner=NAME, lease_s=60.0)
 
 
 def test_versions_of_other_trainers_are_rejected_too_and_these_start_again(trained):

@@ -96,6 +96,24 @@ def test_without_a_state_of_that_version_it_goes_on_from_its_weights(tmp_path, l
     assert "Traceback" not in trainer.output()
 
 
+def test_a_trainer_whose_last_version_an_engine_rejected_goes_on_from_its_state(tmp_path, lives, model, rows):
+    """Nobody has rolled back: the folder may have been damaged, and the weights in the state are sound."""
+    (tmp_path / "trainer.log").touch()
+    prepare(tmp_path, model, rows[: 2 * BATCH])
+    with begin(lives, tmp_path) as trainer:
+        wait_for(lambda: "no ready rows" in trainer.output() or not trainer.alive, "version 2", 240)
+        assert trainer.stop() == 0
+    ledger = open_ledger(tmp_path)
+    with ledger.write() as connection:
+        assert transitions.reject_version(connection, 2, "its folder is damaged", by="an engine")
+    ledger.close()
+    add(tmp_path, rows[2 * BATCH : 3 * BATCH])
+    with begin(lives, tmp_path) as trainer:
+        wait_for(lambda: newest(tmp_path) == 3 or not trainer.alive, "version 3", 60)
+        assert trainer.stop() == 0
+    assert "starting again" not in trainer.output()
+
+
 @pytest.mark.parametrize("save_every", [1, 2])
 def test_rolled_back_at_random_moments_no_row_is_lost_and_no_version_has_a_rejected_parent(
     save_every, tmp_path, lives, model, rows, database_url

@@ -115,8 +115,8 @@ def _return_trainers(connection: Connection, to: int, rejected: Sequence[int]) -
 def require_not_rolled_back(connection: Connection, *, trainer: str, rollbacks: int, start: int | None = None) -> None:
     """Raise RolledBack if an operator has returned this trainer to an earlier version since it read its row.
 
-    rollbacks: the number that it read; 0 without a row. start: the version that a trainer begins with.
-    The trainer's row stays locked until the end of the transaction.
+    rollbacks: the number that it read; 0 without a row. start: the version that a trainer without a saved state begins
+    with. The trainer's row stays locked until the end of the transaction.
     """
     locked = select(trainers.c.rollbacks, trainers.c.version).where(trainers.c.name == trainer).with_for_update()
     row = connection.execute(locked).one_or_none()
