@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +19,7 @@ class RollbackBody(msgspec.Struct):
     """The body of POST /rollback. Unknown fields are ignored, and listed in the answer."""
 
     to: int
+    again: bool = False  # train again on the rows that only rejected versions were trained on
 
 
 class Answer(msgspec.Struct):
@@ -26,6 +29,7 @@ class Answer(msgspec.Struct):
     to: int
     rejected: list[int]  # versions
     trainers: dict[str, bool]  # those that start again; whether with the optimizer's state of that version
+    rows: int  # READY again
     ignored: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -41,6 +45,8 @@ async def answer_rollback(request: Request, deps: Deps) -> Response:
         if not 0 <= body.to <= LARGEST_VERSION:
             raise bad_request("to must be the number of a version", "to")
         by = "operator" if caller.name is None else f"operator with key {caller.name}"
-        done = await deps.feedback_writer.write(lambda connection: transitions.roll_back(connection, body.to, by=by))
-    answer = Answer("success", done.to, done.rejected, done.trainers, ignored_fields(raw, body) or msgspec.UNSET)
+        roll_back = partial(transitions.roll_back, to=body.to, again=body.again, by=by)
+        done = await deps.feedback_writer.write(roll_back)
+    ignored = ignored_fields(raw, body) or msgspec.UNSET
+    answer = Answer("success", done.to, done.rejected, done.trainers, done.rows, ignored)
     return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -32,8 +32,8 @@ def _promote(version: int) -> Ask:
     return Ask("POST", f"/versions/{_checked('version', version)}/promote", b"{}")
 
 
-def _rollback(to: int) -> Ask:
-    return Ask("POST", "/rollback", encode({"to": _checked("to", to)}))
+def _rollback(to: int, again: bool) -> Ask:
+    return Ask("POST", "/rollback", encode({"to": _checked("to", to), **({"again": True} if again else {})}))
 
 
 def _steps(ask: Ask, retry_s: float) -> Steps[dict[str, Any]]:
@@ -69,9 +69,12 @@ class Admin:
         """Send all chats to one version."""
         return self._call(_promote(version))
 
-    def rollback(self, to: int) -> dict[str, Any]:
-        """Go back to an earlier version: all later ones are rejected, and trainers start again from it."""
-        return self._call(_rollback(to))
+    def rollback(self, to: int, *, again: bool = False) -> dict[str, Any]:
+        """Go back to an earlier version: all later ones are rejected, and trainers start again from it.
+
+        again: train again on the rows that only rejected versions were trained on.
+        """
+        return self._call(_rollback(to, again))
 
 
 class AsyncAdmin:
@@ -91,6 +94,6 @@ class AsyncAdmin:
         """Send all chats to one version."""
         return await self._call(_promote(version))
 
-    async def rollback(self, to: int) -> dict[str, Any]:
-        """Go back to an earlier version: all later ones are rejected, and trainers start again from it."""
-        return await self._call(_rollback(to))
+    async def rollback(self, to: int, *, again: bool = False) -> dict[str, Any]:
+        """The same as Admin.rollback."""
+        return await self._call(_rollback(to, again))

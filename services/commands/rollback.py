@@ -15,6 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "version", nargs="?", type=int, metavar="N", help="default: the last that served before the one in service"
     )
+    parser.add_argument("--again", action="store_true", help="train again on what rejected versions were trained on")
 
 
 def run(args: Namespace) -> int:
@@ -28,13 +29,13 @@ def run(args: Namespace) -> int:
     if args.version is not None and not 0 <= args.version <= LARGEST_VERSION:
         raise CannotRollBack(f"there is no version {args.version}; see `flywheel versions`")
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.write() as connection:
-        done = transitions.roll_back(connection, args.version, by="operator")
+        done = transitions.roll_back(connection, args.version, again=args.again, by="operator")
     console = open_console(markup=False)
     rejected = ", ".join(map(str, done.rejected)) or "none"
     console.print(f"rolled back to version {done.to}; rejected: {rejected}; engines load it within seconds")
     for name, has_state in done.trainers.items():
-        start = (
-            "from its saved state" if has_state else "from its weights, with a new optimizer: no state of it is kept"
-        )
-        console.print(f"trainer {name} starts again {start}")
+        start = "saved state" if has_state else "weights, with a new optimizer: no saved state of it is kept"
+        console.print(f"trainer {name} starts again from its {start}")
+    if args.again:
+        console.print(f"rows that are trained on again: {done.rows}")
     return 0

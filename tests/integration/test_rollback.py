@@ -12,7 +12,8 @@ from shared.errors import CannotRollBack, RolledBack
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import find_trainer, list_versions
-from shared.ledger.tables import batches, decisions, trainers, versions
+from shared.ledger.tables import batches, decisions, experiences, trainers, versions
+from tests.support.lessons import COMMENT, RUN, UP, record, say, train
 from tests.support.processes import run_here
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, publish, served, wait_until
@@ -86,6 +87,39 @@ def test_without_a_number_it_goes_back_to_the_version_that_served_before(trained
         transitions.publish(connection, version=6, parent=2, kind="full", step=3)
         transitions.serve_version(connection, 2, by="an engine")
     assert roll_back(trained).to == 1
+
+
+def test_with_again_all_that_rejected_versions_learned_acts_as_if_they_had_never_been(ledger):
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    record(ledger, "a", "b", "c", **RUN)
+    say(ledger, "b", UP)
+    say(ledger, "a", COMMENT)
+    first = train(ledger, 1)
+    say(ledger, "c", COMMENT)
+    second = train(ledger, 2)
+    assert set(first) == {"a", "b", "c"} and set(second) == {"c"}
+    with ledger.write() as connection:
+        assert transitions.roll_back(connection, 0, again=True, by="operator").rows == 3
+        taught = select(experiences.c.state, experiences.c.taught, experiences.c.consumed_version).distinct()
+        assert connection.execute(taught).all() == [("READY", 0, None)]
+    again = train(ledger, 3)
+    assert again == first | {"c": (first["c"][0] | second["c"][0], first["c"][1], ["comment"])}
+
+
+def test_with_again_rows_that_the_version_itself_was_trained_on_stay_as_they_are(ledger):
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    record(ledger, "a", "b")
+    say(ledger, "a", UP)
+    train(ledger, 1)
+    say(ledger, "a", COMMENT)
+    say(ledger, "b", UP)
+    assert set(train(ledger, 2)) == {"a", "b"}
+    with ledger.write() as connection:
+        transitions.serve_version(connection, 1, by="an engine")
+        assert transitions.roll_back(connection, 1, again=True, by="operator").rows == 1
+    assert set(train(ledger, 3)) == {"b"}
 
 
 def test_a_repeat_changes_nothing(trained):
@@ -211,8 +245,9 @@ def test_the_command_says_what_changed_and_why_it_refuses(trained, config, capsy
     said = capsys.readouterr().out
     assert "rolled back to version 2; rejected: 3, 4" in said
     assert "trainer t starts again from its saved state" in said
-    assert run_here(config, "rollback") == 0
-    assert "version 1" in (said := capsys.readouterr().out) and "with a new optimizer" in said
+    assert run_here(config, "rollback", "--again") == 0
+    said = capsys.readouterr().out
+    assert "version 1" in said and "with a new optimizer" in said and "trained on again: 0" in said
     for wrong in ("4", "99999999999"):
         with pytest.raises(CannotRollBack, match=f"version {wrong}"):
             run_here(config, "rollback", wrong)
@@ -225,7 +260,7 @@ def test_engines_return_to_it_within_a_second_and_take_up_what_comes_after(explo
     answer = explorer.http.post("/rollback", json={"to": 1, "why": "it is rude"})
     assert (answer.status_code, answer.json()) == (
         200,
-        {"status": "success", "to": 1, "rejected": [2], "trainers": {}, "ignored": ["why"]},
+        {"status": "success", "to": 1, "rejected": [2], "trainers": {}, "rows": 0, "ignored": ["why"]},
     )
     wait_until(lambda: served(explorer) == "1")
     assert scripted_engine.script.loaded == "v000001"
@@ -250,7 +285,17 @@ def test_only_an_operator_may_and_a_refusal_says_why(
         assert ask({"to": 0}, role)[0] == 403
     status, text = ask({"to": 7})
     assert status == 409 and "there is no version 7" in text and "cannot_roll_back" in text
-    for wrong in ({}, {"to": -1}, {"to": 2**31}, {"to": 1.5}, {"to": "1"}, {"to": True}, [], None):
+    for wrong in (
+        {},
+        {"to": 0, "again": 1},
+        {"to": -1},
+        {"to": 2**31},
+        {"to": 1.5},
+        {"to": "1"},
+        {"to": True},
+        [],
+        None,
+    ):
         assert ask(wrong)[0] == 400, wrong
     with explorer.ledger.write() as connection:
         transitions.publish(connection, version=0, parent=None, kind="full", step=0)

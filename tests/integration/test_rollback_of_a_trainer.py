@@ -32,10 +32,10 @@ def prove(root: Path, *numbers: int) -> None:
     ledger.close()
 
 
-def roll_back(root: Path, to: int) -> transitions.Rollback:
+def roll_back(root: Path, to: int, *, again: bool = False) -> transitions.Rollback:
     ledger = open_ledger(root)
     with ledger.write() as connection:
-        done = transitions.roll_back(connection, to, by="operator")
+        done = transitions.roll_back(connection, to, again=again, by="operator")
     ledger.close()
     return done
 
@@ -79,6 +79,19 @@ def test_it_goes_on_from_the_state_of_that_version_to_the_same_bits(is_running, 
     assert weights(tmp_path, 4) == weights(tmp_path, 2) != weights(tmp_path, 1)
     said = trainer.output()
     assert "Traceback" not in said and said.count("gone back to version 1") == is_running
+
+
+def test_with_again_it_makes_the_same_versions_once_more(tmp_path, lives, model, rows):
+    (tmp_path / "trainer.log").touch()
+    prepare(tmp_path, model, rows[: 3 * BATCH])
+    with begin(lives, tmp_path) as trainer:
+        wait_for(lambda: "no ready rows" in trainer.output() or not trainer.alive, "version 3", 240)
+        prove(tmp_path, 1, 2, 3)
+        assert roll_back(tmp_path, 1, again=True).rows == 2 * BATCH
+        wait_for(lambda: newest(tmp_path) == 5 or not trainer.alive, "version 5", 240)
+        assert trainer.stop() == 0
+    assert line_of(tmp_path) == [0, 1, 4, 5]
+    assert [weights(tmp_path, version) for version in (4, 5)] == [weights(tmp_path, version) for version in (2, 3)]
 
 
 def test_without_a_state_of_that_version_it_goes_on_from_its_weights(tmp_path, lives, model, rows):

@@ -244,6 +244,7 @@ OPERATED = [
     ("PUT", "/traffic", b'{"weights":{"12":0.9,"13":0.1}}'),
     ("POST", "/versions/13/promote", b"{}"),
     ("POST", "/rollback", b'{"to":12}'),
+    ("POST", "/rollback", b'{"to":12,"again":true}'),
 ]
 
 
@@ -252,6 +253,7 @@ def test_operators_share_traffic_promote_and_roll_back():
         assert client.admin.traffic({12: 0.9, 13: 0.1}) == {"status": "success"}
         client.admin.promote(13)
         client.admin.rollback(to=12)
+        client.admin.rollback(to=12, again=True)
     assert asked == OPERATED
 
 
@@ -261,6 +263,7 @@ async def test_operators_work_in_asyncio_too():
             await client.admin.traffic({12: 0.9, 13: 0.1})
             await client.admin.promote(13)
             await client.admin.rollback(to=12)
+            await client.admin.rollback(to=12, again=True)
     assert asked == OPERATED
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, select, update
 
 from shared.errors import CannotRollBack, RolledBack
-from shared.experience import VersionState
+from shared.experience import State, VersionState
 from shared.ledger.conditions import in_parts
 from shared.ledger.queries.versions import VersionRow, find_versions, kept_versions
-from shared.ledger.tables import trainer_states, trainers, versions
+from shared.ledger.tables import experiences, trainer_states, trainers, versions
 from shared.ledger.transitions.versions import reject_versions_after
 
 
@@ -26,13 +26,15 @@ class Rollback:
     to: int
     rejected: list[int]  # versions
     trainers: dict[str, bool]  # those that start again, by name: whether with the optimizer's state of that version
+    rows: int = 0  # made READY again
 
 
-def roll_back(connection: Connection, to: int | None = None, *, by: str) -> Rollback:
+def roll_back(connection: Connection, to: int | None = None, *, again: bool = False, by: str) -> Rollback:
     """Reject all versions after `to`, and let their trainers start again from it.
 
     to: None: the last version that has served before the one in service. A trainer without a saved state of exactly
-    this version starts from its weights, with a new optimizer.
+    this version starts from its weights, with a new optimizer. again: train again on the rows that only rejected
+    versions were trained on.
 
     Raises CannotRollBack if no engine has proven `to`, its files are gone, or no saved state contains it yet.
     """
@@ -42,7 +44,8 @@ def roll_back(connection: Connection, to: int | None = None, *, by: str) -> Roll
     connection.execute(select(versions.c.version).where(versions.c.version == version).with_for_update())
     _require_served(connection, version)
     rejected = reject_versions_after(connection, version, f"rolled back to version {version}", by=by)
-    return Rollback(version, rejected, _return_trainers(connection, version, rejected))
+    rows = _make_ready(connection, version) if again else 0
+    return Rollback(version, rejected, _return_trainers(connection, version, rejected), rows)
 
 
 def _previous(connection: Connection) -> int:
@@ -86,6 +89,18 @@ def _require_served(connection: Connection, version: int) -> None:
             f"no saved state of its trainer contains version {version} yet (trainer.save_every); go back to version "
             f"{saved[row.writer]}, or wait"
         )
+
+
+def _make_ready(connection: Connection, to: int) -> int:
+    """CONSUMED → READY, with all that was said, for rows that no version up to `to` was trained on.
+
+    Of a row that a later signal has made READY again already, all acts again, too. A leased row stays as it is: the
+    trainer that holds it is trained on it.
+    """
+    consumed = (experiences.c.consumed_version > to, experiences.c.state.in_((State.CONSUMED, State.READY)))
+    teaches = experiences.c.teaches.bitwise_or(experiences.c.taught)
+    untrained = {"teaches": teaches, "taught": 0, "last_signal": 0, "consumed_version": None, "batch_id": None}
+    return connection.execute(update(experiences).where(*consumed).values(state=State.READY, **untrained)).rowcount
 
 
 def _return_trainers(connection: Connection, to: int, rejected: Sequence[int]) -> dict[str, bool]:
