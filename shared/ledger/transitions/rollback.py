@@ -94,8 +94,8 @@ def _require_served(connection: Connection, version: int) -> None:
 def _make_ready(connection: Connection, to: int) -> int:
     """CONSUMED → READY, with all that was said, for rows that no version up to `to` was trained on.
 
-    Of a row that a later signal has made READY again already, all acts again, too. A leased row stays as it is: the
-    trainer that holds it is trained on it.
+    If a later signal has made such a row READY already, its earlier signals act again, too. A leased row stays as it
+    is.
     """
     consumed = (experiences.c.consumed_version > to, experiences.c.state.in_((State.CONSUMED, State.READY)))
     teaches = experiences.c.teaches.bitwise_or(experiences.c.taught)
