@@ -14,6 +14,7 @@ from sqlalchemy import Connection, select, update
 from shared.errors import CannotRollBack, RolledBack
 from shared.experience import State, VersionState
 from shared.ledger.conditions import in_parts
+from shared.ledger.connect import lock_rows
 from shared.ledger.queries.versions import VersionRow, find_versions, kept_versions
 from shared.ledger.tables import experiences, trainer_states, trainers, versions
 from shared.ledger.transitions.versions import reject_versions_after
@@ -98,6 +99,7 @@ def _make_ready(connection: Connection, to: int) -> int:
     is.
     """
     consumed = (experiences.c.consumed_version > to, experiences.c.state.in_((State.CONSUMED, State.READY)))
+    lock_rows(connection, experiences.c.id, *consumed)
     teaches = experiences.c.teaches.bitwise_or(experiences.c.taught)
     untrained = {"teaches": teaches, "taught": 0, "last_signal": 0, "consumed_version": None, "batch_id": None}
     return connection.execute(update(experiences).where(*consumed).values(state=State.READY, **untrained)).rowcount
