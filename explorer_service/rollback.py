@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 
 import msgspec
@@ -9,10 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from explorer_service.api.body import decode_typed, ignored_fields
-from explorer_service.api.errors import bad_request
 from explorer_service.deps import Deps
 from shared.ledger import transitions
-from shared.versions import LARGEST_VERSION
 
 
 class RollbackBody(msgspec.Struct):
@@ -20,17 +19,6 @@ class RollbackBody(msgspec.Struct):
 
     to: int
     again: bool = False  # train again on the rows that only rejected versions were trained on
-
-
-class Answer(msgspec.Struct):
-    """The answer to a rollback."""
-
-    status: str
-    to: int
-    rejected: list[int]  # versions
-    trainers: dict[str, bool]  # those that start again; whether with the optimizer's state of that version
-    rows: int  # READY again
-    ignored: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 _decode_rollback = msgspec.json.Decoder(RollbackBody).decode
@@ -42,11 +30,9 @@ async def answer_rollback(request: Request, deps: Deps) -> Response:
     with caller.limit.taken():
         raw = await deps.bodies.read(request)
         body = decode_typed(raw, _decode_rollback)
-        if not 0 <= body.to <= LARGEST_VERSION:
-            raise bad_request("to must be the number of a version", "to")
+        ignored = ignored_fields(raw, body)
         by = "operator" if caller.name is None else f"operator with key {caller.name}"
         roll_back = partial(transitions.roll_back, to=body.to, again=body.again, by=by)
         done = await deps.feedback_writer.write(roll_back)
-    ignored = ignored_fields(raw, body) or msgspec.UNSET
-    answer = Answer("success", done.to, done.rejected, done.trainers, done.rows, ignored)
+    answer = {"status": "success", **asdict(done), **({"ignored": ignored} if ignored else {})}
     return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -18,12 +18,12 @@ from shared.errors import LedgerError
 from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger, database_time
-from shared.ledger.queries import find_trainer, find_versions, kept_versions, list_states
+from shared.ledger.queries import find_versions, kept_versions, list_states
 from shared.log import StageLogger
 from shared.process import process_name
 from shared.versions import LARGEST_VERSION, version_name
 from trainer_service.disk import GIB, set_aside, size_of, sweep
-from trainer_service.resume import SavedState, StateStore, saved_state
+from trainer_service.resume import SavedState, StateStore
 
 log = StageLogger("trainer")
 _RENEWED_S = transitions.VERSION_LEASE_S / 2  # live owners renew leases within this time; a smaller jump ends none
@@ -123,13 +123,15 @@ class Janitor:
         sweep(self._folder)
 
     def _delete_states(self, current: SavedState | None) -> None:
-        """Delete all but the newest states of versions that may be trained from, and the one to start from."""
+        """Delete all states but the newest ones of versions with files that are not rejected, and the current one.
+
+        After a rollback, the state to start from is the newest of these.
+        """
         with self._ledger.read() as connection:
-            states, row = list_states(connection, self._name), find_trainer(connection, self._name)
-            rows = kept_versions(connection)
+            states, rows = list_states(connection, self._name), kept_versions(connection)
         there = {one.version for one in rows if one.has_files and one.state != VersionState.REJECTED}
         kept = [state for state in states if state.version in there][-self._settings.keep_states :]
-        paths = {state.path for state in kept} | {state.path for state in (current, saved_state(row)) if state}
+        paths = {state.path for state in kept} | ({current.path} if current else set())
         self._states.clean(keep=paths)
         forgotten = [state.version for state in states if state.path not in paths]
         if forgotten:

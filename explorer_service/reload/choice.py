@@ -63,7 +63,7 @@ class VersionChoice:
         if served is not None and any(row.version == served.version for row in rows):
             return served
         for row in reversed(rows):
-            if (row.served_at is not None or row.version == 0) and not self._backoff.wait_s(row.version):
+            if row.is_proven and not self._backoff.wait_s(row.version):
                 try:
                     target = await self.examine(row)
                 except StageFailed:

@@ -154,7 +154,7 @@ def _choose_folder(root: Path, rows: list[VersionRow], stage: Stage | None, leas
         base = next((read_base(root, row) for row in rows if row.version == 0), None)
     except VersionError as error:
         raise StartupError(f"version 0 is what versions are compared with: {error}; restore its folder") from error
-    proven = [row for row in rows if row.served_at is not None or row.version == 0]
+    proven = [row for row in rows if row.is_proven]
     for row in sorted(proven, key=lambda row: (row.state == VersionState.SERVING, row.version), reverse=True):
         if not lease(row.version):
             continue

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, insert, select
 
 from shared.config import RewardConfig
+from shared.errors import RolledBack
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.tables import experiences, payloads, signals
+from shared.ledger.tables import batches, experiences, payloads, signals
 from shared.reward import Lesson, Signal
 from tests.support.experiences import record_ready, rows
 
@@ -127,3 +129,60 @@ def test_a_comment_during_the_publication_of_its_row_still_acts_later(ledger):
     with ledger.read() as connection:
         teaches, taught = connection.execute(select(experiences.c.teaches, experiences.c.taught)).one()
     assert (teaches, taught) == (Lesson.COMMENT, Lesson.COMMENT | Lesson.REWARD)
+
+
+@pytest.fixture
+def served(ledger) -> Ledger:
+    """Versions 0 to 2 of the trainer t, all proven."""
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
+        for version in (1, 2):
+            publish_version(connection, version)
+            transitions.serve_version(connection, version, by="an engine")
+    return ledger
+
+
+def publish_version(connection: Connection, version: int) -> None:
+    """As a trainer does, which knows of no rollback."""
+    transitions.require_not_rolled_back(connection, trainer="t", rollbacks=0)
+    about = {"kind": "full", "step": version, "trainer": "t", "state_path": f"s{version}"}
+    transitions.publish(connection, version=version, parent=version - 1, **about)
+
+
+def test_a_version_that_is_being_published_during_a_rollback_is_rejected_too(served):
+    done: list[transitions.Rollback] = []
+    roll_back = partial(transitions.roll_back, to=1, by="operator")
+    meet(
+        served, lambda connection: publish_version(connection, 3), lambda connection: done.append(roll_back(connection))
+    )
+    assert done[0].rejected == [2, 3]
+
+
+def test_a_trainer_that_publishes_during_a_rollback_is_told_of_it(served):
+    def is_told(connection: Connection) -> None:
+        with pytest.raises(RolledBack, match="gone back to version 1"):
+            publish_version(connection, 3)
+
+    meet(served, partial(transitions.roll_back, to=1, by="operator"), is_told)
+    assert len(served.fetch(queries.list_versions)) == 3
+
+
+def test_a_heartbeat_holds_no_lock_that_a_trainer_which_publishes_needs(served):
+    with served.write() as connection:
+        about = {"owner": "t", "state": "LEASED", "lease_until": 1.0, "created_at": 0.0}
+        batch = connection.execute(insert(batches).values(about).returning(batches.c.id)).scalar_one()
+
+    def beat() -> None:
+        with served.write() as connection:
+            transitions.extend_lease(connection, owner="t", lease_s=60.0)
+
+    heartbeat = threading.Thread(target=beat)
+    with served.write() as connection:
+        transitions.require_not_rolled_back(connection, trainer="t", rollbacks=0)
+        heartbeat.start()
+        wait_for_lock(served)
+        transitions.mark_updating(connection, batch, updating=True)  # of two that wait for each other, one would fail
+    heartbeat.join(240)
+    with served.read() as connection:
+        assert connection.execute(select(batches.c.updating, batches.c.lease_until > 1.0)).one() == (True, True)

@@ -260,6 +260,27 @@ def test_states_are_kept_as_long_as_their_versions_and_no_more_than_keep_states(
     store.close()
 
 
+def test_a_trainer_that_knows_of_no_rollback_yet_keeps_the_state_that_it_will_start_from(tmp_path, ledger):
+    make_line(ledger, tmp_path, served=0, newest=0)
+    store = StateStore(tmp_path, "trainer")
+    for version in range(1, 4):
+        write_scripted_version(tmp_path, version, -1.0)
+        (store.folder / f"state-{version:06d}").mkdir()
+        with ledger.write() as connection:
+            state = {"trainer": "trainer", "state_path": f"trainer/trainer/state-{version:06d}"}
+            transitions.publish(connection, version=version, parent=version - 1, kind="full", step=version, **state)
+            transitions.serve_version(connection, version, by="engine e0")
+    write(ledger, lambda c: transitions.roll_back(c, 1, by="operator"))
+    current = SavedState("trainer/trainer/state-000003", None)
+    with ledger.write() as connection:  # a trainer of another name has published more
+        for version in (4, 5):
+            write_scripted_version(tmp_path, version, -1.0)
+            transitions.publish(connection, version=version, parent=1, kind="full", step=version)
+    Janitor(config_of(tmp_path, keep_states=1), ledger, store).run(current)
+    assert sorted(state.name for state in store.folder.glob("s*")) == ["state-000001", "state-000003"]
+    store.close()
+
+
 def test_an_operator_names_a_version_and_takes_the_name_away(tmp_path, ledger, database_url, capsys):
     config = config_of(tmp_path, database_url)
     make_line(ledger, tmp_path, served=4, newest=4)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
-from sqlalchemy import insert, select, update
+from sqlalchemy import select, update
 
 from shared.errors import CannotRollBack, RolledBack
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import find_trainer, list_versions
-from shared.ledger.tables import batches, decisions, experiences, trainers, versions
+from shared.ledger.tables import decisions, experiences, trainers, versions
 from tests.support.lessons import COMMENT, RUN, UP, record, say, train
 from tests.support.processes import run_here
 
@@ -140,40 +138,6 @@ def test_a_trainer_that_was_starting_from_a_later_version_is_told(trained):
         transitions.require_not_rolled_back(connection, trainer="a new one", rollbacks=0, start=4)
     with trained.write() as connection:
         transitions.require_not_rolled_back(connection, trainer="a new one", rollbacks=0, start=2)
-
-
-def test_a_version_that_is_being_published_meanwhile_is_rejected_too(trained):
-    """On PostgreSQL, both transactions are open at once."""
-    done: list[transitions.Rollback] = []
-    other = threading.Thread(target=lambda: done.append(roll_back(trained, 2)))
-    with trained.write() as connection:
-        transitions.require_not_rolled_back(connection, trainer=NAME, rollbacks=0)
-        other.start()
-        other.join(0.3)
-        assert other.is_alive() and not done, "it does not wait for the trainer's transaction"
-        transitions.publish(connection, version=5, parent=4, kind="full", step=5, trainer=NAME, state_path="s")
-    other.join(60)
-    assert done[0].rejected == [3, 4, 5]
-
-
-def test_a_heartbeat_waits_for_a_trainer_that_publishes_and_holds_no_lock_that_it_needs(trained):
-    with trained.write() as connection:
-        about = {"owner": NAME, "state": "LEASED", "lease_until": 1.0, "created_at": 0.0}
-        batch = connection.execute(insert(batches).values(about).returning(batches.c.id)).scalar_one()
-    heartbeat = threading.Thread(target=lambda: beat(trained))
-    with trained.write() as connection:
-        transitions.require_not_rolled_back(connection, trainer=NAME, rollbacks=0)
-        heartbeat.start()
-        heartbeat.join(0.3)
-        transitions.mark_updating(connection, batch, updating=True)  # PostgreSQL would end one of two that wait
-    heartbeat.join(60)
-    with trained.read() as connection:
-        assert connection.execute(select(batches.c.updating, batches.c.lease_until > 1.0)).one() == (True, True)
-
-
-def beat(ledger: Ledger) -> None:
-    with ledger.write() as connection:
-        transitions.extend_lease(connection, owner=NAME, lease_s=60.0)
 
 
 def test_versions_of_other_trainers_are_rejected_too_and_these_start_again(trained):

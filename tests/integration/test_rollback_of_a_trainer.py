@@ -12,11 +12,11 @@ import pytest
 from sqlalchemy import select
 
 from shared.ledger import transitions
-from shared.ledger.queries import count_by_state, find_trainer, ledger_status, list_versions
+from shared.ledger.queries import count_by_state, find_trainer, ledger_status
 from shared.ledger.tables import batches, experiences
 from tests.support.experiences import make_experiences, record_ready
 from tests.support.processes import wait_for
-from tests.support.trained_roots import BATCH, begin, newest, open_ledger, prepare, weights
+from tests.support.trained_roots import BATCH, begin, line_of, newest, open_ledger, prepare, weights
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +38,6 @@ def roll_back(root: Path, to: int, *, again: bool = False) -> transitions.Rollba
         done = transitions.roll_back(connection, to, again=again, by="operator")
     ledger.close()
     return done
-
-
-def line_of(root: Path) -> list[int]:
-    """The versions that may serve, from the base on; each is the parent of the next."""
-    ledger = open_ledger(root)
-    with ledger.read() as connection:
-        line = [row for row in list_versions(connection) if row.may_serve]
-    ledger.close()
-    assert [row.parent for row in line] == [None, *(row.version for row in line)][: len(line)]
-    return [row.version for row in line]
 
 
 def add(root: Path, rows) -> None:
@@ -77,6 +67,8 @@ def test_it_goes_on_from_the_state_of_that_version_to_the_same_bits(is_running, 
         assert trainer.stop() == 0
     assert line_of(tmp_path) == [0, 1, 4]
     assert weights(tmp_path, 4) == weights(tmp_path, 2) != weights(tmp_path, 1)
+    states = sorted(folder.name for folder in (tmp_path / "trainer/trainer").glob("state-*"))
+    assert states == ["state-000001", "state-000004"], "states of rejected versions are deleted"
     said = trainer.output()
     assert "Traceback" not in said and said.count("gone back to version 1") == is_running
 

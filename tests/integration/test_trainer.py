@@ -16,7 +16,19 @@ from shared.versions import verify_version
 from tests.support.experiences import make_experiences
 from tests.support.models import make_tiny_model
 from tests.support.processes import Process, wait_for
-from tests.support.trained_roots import BATCH, LAST, ROWS, begin, finish, newest, open_ledger, prepare, start, weights
+from tests.support.trained_roots import (
+    BATCH,
+    LAST,
+    ROWS,
+    begin,
+    finish,
+    line_of,
+    newest,
+    open_ledger,
+    prepare,
+    start,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -181,16 +193,6 @@ def test_versions_between_two_saved_states_are_withdrawn_after_a_crash_and_made_
     ledger.close()
     assert consumed == [version for version in line[1:] for _ in range(BATCH)]
     assert trainer_row.version == line[-1], "an orderly end saves what no state contains yet"
-
-
-def line_of(root: Path) -> list[int]:
-    """The versions that may serve, from the base on; each is the parent of the next."""
-    ledger = open_ledger(root)
-    with ledger.read() as connection:
-        rows = [row for row in list_versions(connection) if row.may_serve]
-    ledger.close()
-    assert [row.parent for row in rows] == [None, *(row.version for row in rows)][: len(rows)]
-    return [row.version for row in rows]
 
 
 def test_a_failed_update_withdraws_what_no_saved_state_contains(tmp_path, lives, model, rows, undisturbed):

@@ -41,6 +41,16 @@ def newest(root: Path) -> int:
     return version
 
 
+def line_of(root: Path) -> list[int]:
+    """The versions that may serve, from the base on; each is the parent of the next."""
+    ledger = open_ledger(root)
+    with ledger.read() as connection:
+        rows = [row for row in list_versions(connection) if row.may_serve]
+    ledger.close()
+    assert [row.parent for row in rows] == [None, *(row.version for row in rows)][: len(rows)]
+    return [row.version for row in rows]
+
+
 def open_ledger(root: Path) -> Ledger:
     return Ledger.open(load_config(root / "flywheel.yaml").ledger_url)
 

@@ -43,6 +43,11 @@ class VersionRow:
         return self.state != VersionState.RESERVED and self.deleted_at is None
 
     @property
+    def is_proven(self) -> bool:
+        """Whether an engine has ever served it. The base counts as proven: others are compared with it."""
+        return self.served_at is not None or self.version == 0
+
+    @property
     def may_serve(self) -> bool:
         """Whether engines may load it: published, not rejected, failed or skipped, and its files exist.
 

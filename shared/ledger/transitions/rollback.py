@@ -18,6 +18,7 @@ from shared.ledger.connect import lock_rows
 from shared.ledger.queries.versions import VersionRow, find_versions, kept_versions
 from shared.ledger.tables import experiences, trainer_states, trainers, versions
 from shared.ledger.transitions.versions import reject_versions_after
+from shared.versions import LARGEST_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ def roll_back(connection: Connection, to: int | None = None, *, again: bool = Fa
     # first, as in a trainer's transactions: none of them publishes in between what it trained on a later version
     connection.execute(select(trainers.c.name).order_by(trainers.c.name).with_for_update()).all()
     version = _previous(connection) if to is None else to
+    if not 0 <= version <= LARGEST_VERSION:
+        raise _no_such(version)
     connection.execute(select(versions.c.version).where(versions.c.version == version).with_for_update())
     _require_served(connection, version)
     rejected = reject_versions_after(connection, version, f"rolled back to version {version}", by=by)
@@ -52,18 +55,13 @@ def roll_back(connection: Connection, to: int | None = None, *, again: bool = Fa
 def _previous(connection: Connection) -> int:
     """Return the last version that may be returned to before the one in service. Raises CannotRollBack."""
     rows, saved = kept_versions(connection), _saved_versions(connection)
-    proven = [row for row in rows if row.may_serve and _is_proven(row)]
-    serving = max((row.version for row in proven if row.state == VersionState.SERVING), default=None)
-    if serving is None:
-        serving = max((row.version for row in proven), default=0)
+    proven = [row for row in rows if row.may_serve and row.is_proven]
+    newest = max((row.version for row in proven), default=0)
+    serving = max((row.version for row in proven if row.state == VersionState.SERVING), default=newest)
     earlier = [row.version for row in proven if row.version < serving and _is_saved(row, saved)]
     if not earlier:
         raise CannotRollBack(f"no version before {serving} has served and has its files; see `flywheel versions`")
     return earlier[-1]
-
-
-def _is_proven(row: VersionRow) -> bool:
-    return row.served_at is not None or row.version == 0
 
 
 def _saved_versions(connection: Connection) -> dict[str | None, int]:
@@ -76,13 +74,17 @@ def _is_saved(row: VersionRow, saved: Mapping[str | None, int]) -> bool:
     return row.writer not in saved or row.version <= saved[row.writer]
 
 
+def _no_such(version: int) -> CannotRollBack:
+    return CannotRollBack(f"there is no version {version}; see `flywheel versions`")
+
+
 def _require_served(connection: Connection, version: int) -> None:
     row = find_versions(connection, [version]).get(version)
     if row is None or row.state == VersionState.RESERVED:
-        raise CannotRollBack(f"there is no version {version}; see `flywheel versions`")
+        raise _no_such(version)
     if row.deleted_at is not None:
         raise CannotRollBack(f"the files of version {version} are deleted; a tag would have kept them")
-    if not (row.may_serve and _is_proven(row)):
+    if not (row.may_serve and row.is_proven):
         raise CannotRollBack(f"version {version} is {row.state}; only a version that has served can be returned to")
     saved = _saved_versions(connection)
     if not _is_saved(row, saved):

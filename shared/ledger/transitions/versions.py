@@ -109,7 +109,7 @@ def is_held(connection: Connection, but: str | None = None) -> ColumnElement[boo
 def skip_version(connection: Connection, version: int, reason: str, *, by: str) -> bool:
     """PUBLISHED → SKIPPED: a newer version replaces it before any engine has proven it."""
     waiting = and_(versions.c.version == version, versions.c.state == VersionState.PUBLISHED)
-    return _move(connection, waiting, VersionState.SKIPPED, by=by, reason=reason)
+    return bool(_move(connection, waiting, VersionState.SKIPPED, by=by, reason=reason))
 
 
 def reject_version(connection: Connection, version: int, reason: str, *, by: str, only_unproven: bool = False) -> bool:
@@ -118,7 +118,8 @@ def reject_version(connection: Connection, version: int, reason: str, *, by: str
     only_unproven: not if an engine has proven it; then the other engine is at fault.
     """
     sources = _UNPROVEN if only_unproven else _MAY_BE_REJECTED
-    return _move(connection, and_(versions.c.version == version, sources), VersionState.REJECTED, by=by, reason=reason)
+    here = and_(versions.c.version == version, sources)
+    return bool(_move(connection, here, VersionState.REJECTED, by=by, reason=reason))
 
 
 def withdraw_versions(connection: Connection, *, writer: str, after: int) -> bool:
@@ -128,19 +129,19 @@ def withdraw_versions(connection: Connection, *, writer: str, after: int) -> boo
     """
     own = and_(versions.c.writer == writer, versions.c.version > after, _MAY_BE_WITHDRAWN)
     reason = f"its trainer went back to version {after}, the last one whose state it saved"
-    return _move(connection, own, VersionState.REJECTED, by=writer, reason=reason)
+    return bool(_move(connection, own, VersionState.REJECTED, by=writer, reason=reason))
 
 
 def reject_versions_after(connection: Connection, version: int, reason: str, *, by: str) -> list[int]:
     """→ REJECTED for all later versions, whoever wrote them. Returns their numbers."""
     later = and_(versions.c.version > version, _MAY_BE_WITHDRAWN)
-    return _move_all(connection, later, VersionState.REJECTED, by=by, reason=reason)
+    return _move(connection, later, VersionState.REJECTED, by=by, reason=reason)
 
 
 def fail_version(connection: Connection, version: int, reason: str, *, by: str) -> bool:
     """PUBLISHED or SKIPPED → FAILED if no engine has proven it: engines crashed or hung on it."""
     unproven = and_(versions.c.version == version, _UNPROVEN)
-    return _move(connection, unproven, VersionState.FAILED, by=by, reason=reason)
+    return bool(_move(connection, unproven, VersionState.FAILED, by=by, reason=reason))
 
 
 def retry_version(connection: Connection, version: int, *, by: str) -> bool:
@@ -160,21 +161,8 @@ def _move(
     by: str,
     reason: str | None = None,
     **columns: Any,
-) -> bool:
-    """Change the state of the versions that meet the condition. Returns whether there were any."""
-    return bool(_move_all(connection, which, to, by=by, reason=reason, **columns))
-
-
-def _move_all(
-    connection: Connection,
-    which: ColumnElement[bool],
-    to: VersionState,
-    *,
-    by: str,
-    reason: str | None = None,
-    **columns: Any,
 ) -> list[int]:
-    """Like `_move`; returns their numbers."""
+    """Change the state of the versions that meet the condition. Returns their numbers."""
     reason = None if reason is None else reason[:2000]
     columns |= {"state": to, "reason": reason, "decided_at": database_time(connection)}
     moved = update(versions).where(which).values(**columns).returning(versions.c.version)
