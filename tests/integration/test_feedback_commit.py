@@ -15,7 +15,7 @@ from shared.ledger.tables import experiences, signals
 from shared.reward import Lesson
 from tests.support.processes import run_here
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.servers import RunningExplorer, wait_until
+from tests.support.servers import RunningExplorer, keys_of_roles, wait_until
 
 
 def feedback(explorer: RunningExplorer, **body: object):
@@ -207,10 +207,7 @@ def test_agentscope_javas_training_client_gets_the_error_when_all_targets_are_un
 def test_keys_and_roles_decide_who_may_do_what(
     scripted_engine: ScriptedEngine, start_explorer: Callable[..., RunningExplorer], monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("chat", "feedback", "admin"):
-        monkeypatch.setenv(f"KEY_{name}", f"secret-key-of-{name}")
-    keys = [{"key_env": f"KEY_{name}", "role": name} for name in ("chat", "feedback", "admin")]
-    explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
+    explorer = start_explorer([scripted_engine.url], keys=keys_of_roles(monkeypatch)).wait_ready()
     asked = {
         "chat": ("/v1/chat/completions", {"messages": []}),
         "feedback": ("/commit", {}),

@@ -9,7 +9,7 @@ import pytest
 from shared.ledger import transitions
 from shared.ledger.queries import list_versions
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.servers import RunningExplorer, publish, served, wait_until
+from tests.support.servers import RunningExplorer, keys_of_roles, publish, served, wait_until
 
 
 def test_engines_return_to_it_within_a_second_and_take_up_what_comes_after(explorer, scripted_engine):
@@ -30,10 +30,7 @@ def test_engines_return_to_it_within_a_second_and_take_up_what_comes_after(explo
 def test_only_an_operator_may_and_a_refusal_says_why(
     scripted_engine: ScriptedEngine, start_explorer: Callable[..., RunningExplorer], monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("chat", "feedback", "admin"):
-        monkeypatch.setenv(f"KEY_{name}", f"secret-key-of-{name}")
-    keys = [{"key_env": f"KEY_{name}", "role": name} for name in ("chat", "feedback", "admin")]
-    explorer = start_explorer([scripted_engine.url], keys=keys).wait_ready()
+    explorer = start_explorer([scripted_engine.url], keys=keys_of_roles(monkeypatch)).wait_ready()
 
     def ask(body: object, role: str = "admin") -> tuple[int, str]:
         headers = {"Authorization": f"Bearer secret-key-of-{role}"}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from explorer_service.app import build_app
 from explorer_service.background import Background
@@ -176,3 +177,10 @@ def publish(explorer: RunningExplorer, version: int, logprob: float = -1.0, arit
 def served(explorer: RunningExplorer) -> str:
     """The version that answers a chat; empty if no engine was free in time."""
     return explorer.chat().headers.get("X-Flywheel-Version", "")
+
+
+def keys_of_roles(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """`explorer.keys` with one key for each role: secret-key-of-ROLE."""
+    for role in ("chat", "feedback", "admin"):
+        monkeypatch.setenv(f"KEY_{role}", f"secret-key-of-{role}")
+    return [{"key_env": f"KEY_{role}", "role": role} for role in ("chat", "feedback", "admin")]
