@@ -20,14 +20,13 @@ from explorer_service.commit import answer_commit
 from explorer_service.deps import Deps
 from explorer_service.errors import CallerLeft
 from explorer_service.feedback import answer_feedback
-from explorer_service.rollback import answer_rollback
+from explorer_service.operate import answer_promote, answer_rollback, answer_traffic
 from explorer_service.runs import answer_runs
 from explorer_service.status import (
     answer_health,
     answer_metrics,
     answer_model,
     answer_models,
-    answer_not_yet,
     answer_ready,
     answer_status,
     answer_versions,
@@ -61,8 +60,8 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/runs", answer_runs),
     ("GET", "/versions", answer_versions),
     ("GET", "/status", answer_status),
-    ("PUT", "/traffic", answer_not_yet),
-    ("POST", "/versions/{version}/promote", answer_not_yet),
+    ("PUT", "/traffic", answer_traffic),
+    ("POST", "/versions/{version}/promote", answer_promote),
     ("POST", "/rollback", answer_rollback),
 )
 _COUNTED = (answer_chat, answer_completion)  # included in the metrics of chat

@@ -16,6 +16,7 @@ from explorer_service.metrics import ExplorerMetrics, MetricsText
 from explorer_service.record import OpenStreams
 from explorer_service.reload.ownership import EngineLeases
 from explorer_service.traffic.router import Router
+from explorer_service.traffic.shares import Shares
 from shared.config import Config
 
 
@@ -31,6 +32,7 @@ class Deps:
     leases: EngineLeases
     open_streams: OpenStreams
     router: Router
+    shares: Shares
     pool: EnginePool
     dispatcher: Dispatcher
     auth: Auth

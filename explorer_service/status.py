@@ -69,12 +69,6 @@ def _models(deps: Deps) -> list[dict[str, Any]]:
     return [{"id": model, "object": "model", "created": started, "owned_by": "flywheel"} for model in names]
 
 
-async def answer_not_yet(request: Request, deps: Deps) -> Response:
-    """Routes that are not implemented yet: traffic and promotion."""
-    deps.auth.require(request, "admin")
-    raise ApiError(501, "traffic and promotion are not implemented yet", kind="not_implemented", code="not_implemented")
-
-
 async def answer_metrics(_request: Request, deps: Deps) -> Response:
     """GET /metrics: Prometheus text."""
     return Response(await deps.metrics_text.read(), media_type="text/plain; version=0.0.4")

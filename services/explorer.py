@@ -42,6 +42,7 @@ from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.standstill import Standstill
 from explorer_service.traffic.pins import Pins
 from explorer_service.traffic.router import Router
+from explorer_service.traffic.shares import Shares
 from shared.belonging import require_belonging, require_kind
 from shared.config import Config, ExplorerConfig, agreed_settings
 from shared.engine_token import engine_token
@@ -188,11 +189,10 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         stack.push_async_callback(poller.stop)
         admin_http = await stack.enter_async_context(open_client())
         http = EngineHttp(explorer.request_timeout_s, explorer.max_reply_bytes)
-        stack.push_async_callback(http.close)
         pool = _engine_pool(config, metrics)
         membership = Membership(writer, agreed_settings(config))
-        stack.push_async_callback(membership.leave)
-        stack.push_async_callback(background.stop_tasks)
+        for stop in (http.close, membership.leave, background.stop_tasks):
+            stack.push_async_callback(stop)
         leases = EngineLeases(ledger, writer, membership, explorer.engines)
         await poller.refresh()
         await _join(membership)
@@ -214,6 +214,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
             leases=leases,
             open_streams=OpenStreams(reader, writer, membership),
             router=Router(config.model.name, engines=len(pool.engines)),
+            shares=Shares(poller, reader),
             pool=pool,
             dispatcher=Dispatcher(pool, http, metrics, health_checks, pins.use if pins else None),
             auth=Auth(explorer),

@@ -6,6 +6,7 @@ FlywheelError
 ├── LedgerError      the database is unavailable or refuses a statement
 ├── LeaseLost        another trainer has leased the rows
 ├── CannotRollBack   a version cannot be returned to
+├── CannotServe      a version cannot get chats
 ├── RolledBack       an operator has returned a trainer to an earlier version
 ├── VersionError     a version folder is damaged, or contains forbidden files
 │   ├── VersionMissing   the folder or a part of it is missing, or not there yet
@@ -48,6 +49,10 @@ class LeaseLost(FlywheelError):
 
 class CannotRollBack(FlywheelError):
     """A version cannot be returned to: it has never served, or its files are gone."""
+
+
+class CannotServe(FlywheelError):
+    """A version cannot get the chats that an operator wants to send to it."""
 
 
 class RolledBack(FlywheelError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flywheel.errors import ConfigError, Refused
-from flywheel.wire import Ask, Steps, call_json, check_number, encode
+from flywheel.errors import ConfigError
+from flywheel.wire import Ask, call_json, check_number, encode
 
 if TYPE_CHECKING:
     from flywheel.async_client import AsyncClient
@@ -19,7 +19,9 @@ def _checked(name: str, version: object) -> int:
     return version
 
 
-def _traffic(weights: Mapping[int, float]) -> Ask:
+def _traffic(weights: Mapping[int, float] | None) -> Ask:
+    if weights is None:
+        return Ask("PUT", "/traffic", encode({"weights": None}))
     for version, weight in weights.items():
         _checked("version", version)
         check_number(f"weights[{version}]", weight)
@@ -36,18 +38,8 @@ def _rollback(to: int, again: bool) -> Ask:
     return Ask("POST", "/rollback", encode({"to": _checked("to", to), **({"again": True} if again else {})}))
 
 
-def _steps(ask: Ask, retry_s: float) -> Steps[dict[str, Any]]:
-    try:
-        return (yield from call_json(ask, retry_s))
-    except Refused as exc:
-        if exc.status != 501:
-            raise
-        message = f"{exc}; this explorer serves the newest version by itself: pin one by client.model(12)"
-        raise Refused(501, message, code=exc.code, param=exc.param) from exc
-
-
 class Admin:
-    """Client.admin. If the explorer lacks these routes, it answers 501, which raises Refused with a workaround.
+    """Client.admin. Refused: the explorer cannot do it, with its reason.
 
     >>> import flywheel
     >>> flywheel.Client("http://127.0.0.1:8010").admin.traffic({12: -1.0})
@@ -59,14 +51,17 @@ class Admin:
         self._client = client
 
     def _call(self, ask: Ask) -> dict[str, Any]:
-        return self._client.drive(_steps(ask, self._client.explorer.retry_s))
+        return self._client.drive(call_json(ask, self._client.explorer.retry_s))
 
-    def traffic(self, weights: Mapping[int, float]) -> dict[str, Any]:
-        """Distribute the chats over versions: {13: 0.1, 12: 0.9}."""
+    def traffic(self, weights: Mapping[int, float] | None) -> dict[str, Any]:
+        """Divide the chats that name no version among versions: {12: 0.9, 13: 0.1}. None: the newest one gets all.
+
+        Several versions at once need adapters (model.kind: lora).
+        """
         return self._call(_traffic(weights))
 
     def promote(self, version: int) -> dict[str, Any]:
-        """Send all chats to one version."""
+        """Send all chats that name no version to this one. Later versions wait until they are promoted."""
         return self._call(_promote(version))
 
     def rollback(self, to: int, *, again: bool = False) -> dict[str, Any]:
@@ -84,14 +79,14 @@ class AsyncAdmin:
         self._client = client
 
     async def _call(self, ask: Ask) -> dict[str, Any]:
-        return await self._client.drive(_steps(ask, self._client.explorer.retry_s))
+        return await self._client.drive(call_json(ask, self._client.explorer.retry_s))
 
-    async def traffic(self, weights: Mapping[int, float]) -> dict[str, Any]:
-        """Distribute the chats over versions: {13: 0.1, 12: 0.9}."""
+    async def traffic(self, weights: Mapping[int, float] | None) -> dict[str, Any]:
+        """The same as Admin.traffic."""
         return await self._call(_traffic(weights))
 
     async def promote(self, version: int) -> dict[str, Any]:
-        """Send all chats to one version."""
+        """The same as Admin.promote."""
         return await self._call(_promote(version))
 
     async def rollback(self, to: int, *, again: bool = False) -> dict[str, Any]:

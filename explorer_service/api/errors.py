@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from explorer_service.errors import EngineLost, InvalidReply, NoEngine, VersionNotServed, WeightsUnproven
-from shared.errors import CannotRollBack, EngineError, LedgerError, TooManySignals, TooManyTargets
+from shared.errors import CannotRollBack, CannotServe, EngineError, LedgerError, TooManySignals, TooManyTargets
 from shared.log import StageLogger
 
 log = StageLogger("explorer")
@@ -67,6 +67,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(400, str(error), code="too_many_targets")
         case CannotRollBack():
             return ApiError(409, str(error), param="to", code="cannot_roll_back")
+        case CannotServe():
+            return ApiError(409, str(error), param="weights", code="cannot_serve")
         case NoEngine():
             return unavailable(str(error), error.code)
         case EngineLost():

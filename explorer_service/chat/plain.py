@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request
@@ -39,10 +40,18 @@ async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
         resources.enter_context(caller.limit.taken())  # before the body is read or decoded
         raw = await deps.bodies.read(request)
         chat = parse_chat(surface, raw, request.headers, caller, deps.router, settings, request.path_params)
+        if deps.shares.divide() and chat.route.names_none:
+            chat = await _choose_version(chat, deps)
         async with while_caller_waits(request.receive):
             if chat.stream:
                 return await open_stream(chat, deps, resources)
             return await _answer_whole(chat, deps)
+
+
+async def _choose_version(chat: ChatRequest, deps: Deps) -> ChatRequest:
+    """Choose one of the versions among which an operator has divided the chats."""
+    of = chat.attribution
+    return replace(chat, preferred=await deps.shares.choose(chat.msg_id, of.task_id, of.run_id, of.extends))
 
 
 async def _answer_whole(chat: ChatRequest, deps: Deps) -> Response:

@@ -79,6 +79,7 @@ class ChatRequest:
     attribution: Attribution
     received_at: float  # time.perf_counter()
     created_at: float  # Unix seconds
+    preferred: int | None = None  # the version that should answer if the caller names none; None: the leading one
 
     def engine_request(self) -> EngineRequest:
         """Return the request for the engine: the caller's body, with the fields that recording needs."""
@@ -94,6 +95,7 @@ class ChatRequest:
             body=body,
             request_id=self.msg_id.removeprefix(self.surface.id_prefix),
             version=self.route.version,
+            preferred=self.preferred,
             seeded=body.get("seed") is not None,
             affinity=self.route.affinity,
             unknown_model=self.route.unknown_model,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ class EngineRequest:
     body: dict[str, Any]  # without the model's name
     request_id: str  # vLLM derives the reply's id from it
     version: int | None = None  # the version that must answer; None: any
+    preferred: int | None = None  # the version that answers if an engine serves it, and `version` is None
     seeded: bool = False
     affinity: int = 0  # requests with the same number prefer the same engine
     unknown_model: object = None  # sent instead of the version's name; the engine refuses it
@@ -183,9 +185,7 @@ class Dispatcher:
     async def _send(self, request: EngineRequest, avoid: list[str]) -> Exchange:
         pin = nullcontext() if self._pin is None or request.version is None else self._pin(request.version)
         async with pin:
-            slot = await self.pool.acquire(
-                request.version, seeded=request.seeded, affinity=request.affinity, avoid=avoid
-            )
+            slot = await self._acquire(request, avoid)
         started = time.perf_counter()
         self._metrics.chat_in_flight.inc()
         headers = {"X-Request-Id": request.request_id, "Content-Type": "application/json"}
@@ -205,6 +205,13 @@ class Dispatcher:
             self.end(slot, started)
             raise VersionNotServed(f"The model `{request.unknown_model}` does not exist.")
         return Exchange(slot, response, started, self)
+
+    async def _acquire(self, request: EngineRequest, avoid: list[str]) -> EngineSlot:
+        acquire = partial(self.pool.acquire, seeded=request.seeded, affinity=request.affinity, avoid=avoid)
+        if request.preferred is not None and self.pool.serves(request.preferred):
+            with suppress(VersionNotServed):  # it went out of service while the request waited for it
+                return await acquire(request.preferred)
+        return await acquire(request.version)
 
     async def _check_error(self, slot: EngineSlot, request: EngineRequest, response: EngineResponse) -> None:
         """Raise if the engine caused the error response, not the request."""

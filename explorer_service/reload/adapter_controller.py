@@ -1,4 +1,4 @@
-"""Load and unload adapters besides the newest version: an engine serves those that callers have pinned.
+"""Load and unload adapters besides the leading version: those that have a share of the chats, or that callers pinned.
 
 An adapter that is no longer pinned leaves in steps: this explorer sends it no new requests, announces that, waits until
 all explorers have acknowledged it and have no requests for it, and unloads it. Only then its lease ends, and its files
@@ -40,7 +40,7 @@ class AdapterController:
         self._blame = blame
         self._reloading = reloading
         self._pool: EnginePool = reloading.pool
-        self._most_pins = reloading.config.engine.versions_held - 2  # without the newest version, and one take-up
+        self._most_pins = reloading.config.engine.versions_held - 2  # without the leading version, and one take-up
         self._retry_s = reloading.config.explorer.reload.retry_s
         self._backoff = Backoff(self._retry_s)
         self._deadly = Backoff(_DEADLY * self._retry_s)
@@ -94,7 +94,7 @@ class AdapterController:
             if version in self._take_up.served or self._has_to_wait(version):
                 continue
             if self._take_up.room < 2 and not self._take_up.inherited(version):
-                return  # one place is for the newest version; the request waits until another version has left
+                return  # one place is for the leading version; the request waits until another version has left
             if reason := await self._bring_in(version):
                 log.warning("pinned version not loaded", version=version, engine=self._engine.name, reason=reason)
                 self._refuse(version, reason)
@@ -234,9 +234,8 @@ class AdapterController:
                 self._reloading.poller.wake()  # pins may be waiting for its place
 
     async def _read_pins(self, current: int | None) -> list[int]:
-        """Return the last used pinned versions, as many as the engine has room for."""
-        pins = [
-            version for version in await self._reloading.fetch(queries.pinned_versions) if version not in (0, current)
-        ]
+        """Return the versions with shares and the last used pinned ones, as many as the engine has room for."""
+        pinned = [*self._reloading.poller.shares(), *await self._reloading.fetch(queries.pinned_versions)]
+        pins = [version for version in dict.fromkeys(pinned) if version not in (0, current)]
         ending = sum(version in self._engine.in_flight_of for version in self._take_up.leaving)
         return pins[: max(0, self._most_pins - ending)]

@@ -41,17 +41,17 @@ class VersionChoice:
             raise StageFailed(reason)
         return target
 
-    async def is_withdrawn(self, served: int | None, newest: int) -> bool:
-        """Whether the version that an engine serves was given up. newest: the newest that may serve."""
-        if served is None or served >= newest:
-            return served is not None and served > newest
+    async def is_withdrawn(self, served: int | None, wanted: int) -> bool:
+        """Whether the version that an engine serves was given up, or an operator wants an earlier one."""
+        if served is None or served >= wanted:
+            return served is not None and served > wanted
         row = (await self._reloading.fetch(lambda c: find_versions(c, [served]))).get(served)
         return row is not None and row.state == VersionState.REJECTED
 
     async def find_good(
         self, failed: int, served: TargetVersion | None, damaged: Collection[int] = ()
     ) -> TargetVersion | None:
-        """Return what this engine served before, or else the newest version that has ever served, or the base.
+        """Return what this engine served before, or else the last earlier version that has served, or the base.
 
         failed, damaged: versions to exclude.
         """
@@ -63,7 +63,7 @@ class VersionChoice:
         if served is not None and any(row.version == served.version for row in rows):
             return served
         for row in reversed(rows):
-            if row.is_proven and not self._backoff.wait_s(row.version):
+            if row.version < failed and row.has_served and not self._backoff.wait_s(row.version):
                 try:
                     target = await self.examine(row)
                 except StageFailed:

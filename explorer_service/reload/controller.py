@@ -73,7 +73,7 @@ class EngineController:
         self._choice = VersionChoice(judge, self._blame, self._take_up, self._backoff, reloading)
         self._health = EngineHealth(engine, admin, reloading.leases)
         self._is_owner = False
-        self._newest: VersionRow | None = None  # according to the last read of the ledger
+        self._wanted: VersionRow | None = None  # according to the last read of the ledger
         self._served: TargetVersion | None = None  # the last version that this explorer has proven there
         self._paused_at = -self._settings.min_interval_s  # time.monotonic(): the end of the last take-up
 
@@ -98,7 +98,7 @@ class EngineController:
     async def _wait(self, revision: int) -> None:
         """Wait until there may be work."""
         if self._is_owner and self._engine.is_open:
-            backoff_s = 0.0 if self._newest is None else self._backoff.wait_s(self._newest.version)
+            backoff_s = 0.0 if self._wanted is None else self._backoff.wait_s(self._wanted.version)
             interval_s = until_next_tick(HEALTH_INTERVAL_S)
             await self._reloading.poller.wait_change(revision, min(interval_s, backoff_s or interval_s))
         elif not self._is_owner and self._engine.state is EngineState.RELOADING:
@@ -115,12 +115,12 @@ class EngineController:
             self._is_owner = False
             await self._follower.follow()
             return
-        before, newest = self._newest, self._reloading.poller.newest()
-        self._newest = newest
-        if newest is not None and newest != before and newest.state == VersionState.PUBLISHED:
-            self._backoff.retry(newest.version)  # just published, or an operator requested a retry
+        before, wanted = self._wanted, self._reloading.poller.wanted()
+        self._wanted = wanted
+        if wanted is not None and wanted != before and wanted.state == VersionState.PUBLISHED:
+            self._backoff.retry(wanted.version)  # just published, or an operator requested a retry
         if not self._is_owner:
-            await self._follower.inherit(newest)
+            await self._follower.inherit(wanted)
             self._is_owner, self._served = True, None  # the previous owner may have loaded anything
             if self._adapters is not None:
                 self._adapters.take_over()
@@ -130,12 +130,12 @@ class EngineController:
             log.info("engine answers", engine=engine.name, url=engine.url)
         if self._adapters is None and (label := await self._health.find_other_weights(served)) is not None:
             await self._distrust(f"it holds {label!a}, but serves version {engine.version}")
-        if newest is None:
+        if wanted is None:
             await self._serve_unproven()
         elif served and engine.is_open and engine.version == served.version and not self._is_announced():
             await self._serve(served, again=True)  # a reload was announced, but not begun
-        elif engine.state is not EngineState.SERVING or engine.version != newest.version or self._served is None:
-            await self._bring_in(newest)
+        elif engine.state is not EngineState.SERVING or engine.version != wanted.version or self._served is None:
+            await self._bring_in(wanted)
         if self._adapters is not None and engine.is_open:
             await self._adapters.tend()
 
@@ -150,7 +150,7 @@ class EngineController:
             if engine.reason == NONE_MAY_SERVE:
                 return
             await self._reloading.poller.refresh()
-            if self._reloading.poller.newest() is None:  # otherwise one was published since the poller's last query
+            if self._reloading.poller.wanted() is None:  # otherwise one was published since the poller's last query
                 log.error("no version may serve", engine=engine.name, reason=NONE_MAY_SERVE)
                 await self._leases.announce(engine.url, EngineState.CHECKING, None)
                 self._pool.check(engine, NONE_MAY_SERVE)
@@ -174,32 +174,32 @@ class EngineController:
             if not self._is_owner:
                 await self._follower.follow_unreached()
 
-    async def _bring_in(self, newest: VersionRow) -> None:
-        """Serve the newest version; until it is loaded, or while it is missing or failed here, the last good one."""
+    async def _bring_in(self, wanted: VersionRow) -> None:
+        """Serve the wanted version; until it is loaded, or while it is missing or failed here, the last good one."""
         engine, target = self._engine, None
-        is_withdrawn = engine.is_open and await self._choice.is_withdrawn(engine.version, newest.version)
-        rises = engine.is_open and self._served is not None and newest.version > (engine.version or 0)
+        is_withdrawn = engine.is_open and await self._choice.is_withdrawn(engine.version, wanted.version)
+        rises = engine.is_open and self._served is not None and wanted.version > (engine.version or 0)
         if rises and not is_withdrawn and time.monotonic() < self._paused_at + self._settings.min_interval_s:
             return
-        if not self._backoff.wait_s(newest.version):
+        if not self._backoff.wait_s(wanted.version):
             try:
-                target = await self._choice.examine(newest)
+                target = await self._choice.examine(wanted)
             except EngineError as error:
                 if not (engine.is_open or isinstance(error, StageFailed)):
                     raise  # root_dir is not mounted, or belongs to another ledger
-                await self._stay(newest.version, error)
+                await self._stay(wanted.version, error)
         if target is not None and await self._has(target):
             await self._serve(target)
             return
         is_unproven = not engine.is_open or (is_withdrawn if target is None else self._served is None)
         if is_unproven and (target is None or self._adapters is None):
-            good = await self._choice.find_good(newest.version, self._served)
+            good = await self._choice.find_good(wanted.version, self._served)
             if good is not None and await self._has(good):
                 await self._serve(good)
             elif target is None:
                 target = good
         if target is not None and not self._backoff.wait_s(target.version):
-            await self._replace(target, newest)
+            await self._replace(target, wanted)
 
     async def _has(self, target: TargetVersion) -> bool:
         """Whether the engine serves the target already, or holds it by its label and proves it."""
@@ -212,7 +212,7 @@ class EngineController:
             await self._distrust(f"it does not prove version {target.version}")
         return False
 
-    async def _replace(self, target: TargetVersion, newest: VersionRow) -> None:
+    async def _replace(self, target: TargetVersion, wanted: VersionRow) -> None:
         async with contextlib.AsyncExitStack() as turn:
             try:
                 async with while_open(self._engine):
@@ -224,7 +224,7 @@ class EngineController:
                 if isinstance(error, VersionError):
                     await self._blame.condemn(target, str(error))
                 return
-            if (now := self._reloading.poller.newest()) is not None and now.version == newest.version:  # not overtaken
+            if (now := self._reloading.poller.wanted()) is not None and now.version == wanted.version:  # not overtaken
                 await self._move(target, good)
 
     async def _move(self, target: TargetVersion, good: TargetVersion | None) -> None:
@@ -273,10 +273,10 @@ class EngineController:
 
     async def _serve(self, target: TargetVersion, *, again: bool = False, **fields: float) -> None:
         """Open the engine, which has proven the target, unless that was rejected meanwhile. again: no new take-up."""
-        engine, version, newest = self._engine, target.version, self._reloading.poller.newest()
-        if newest is not None and version == newest.version:
+        engine, version, wanted = self._engine, target.version, self._reloading.poller.wanted()
+        if wanted is not None and version == wanted.version:
             self._backoff.forget(version)
-        degraded = "" if newest is None else self._backoff.reason(newest.version)
+        degraded = "" if wanted is None else self._backoff.reason(wanted.version)
         by, key = f"engine {engine.name}", self._leases.key(engine.url)
         if self._adapters is not None and not engine.is_open:
             await self._adapters.bring_in_pins()  # a restarted engine gets its adapters again before it gets chats

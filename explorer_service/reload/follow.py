@@ -121,7 +121,7 @@ class EngineFollower:
         if not engine.hold.is_on:
             self._pool.hold_back(engine)
 
-    async def inherit(self, newest: VersionRow | None) -> None:
+    async def inherit(self, wanted: VersionRow | None) -> None:
         """Take the engine over from the previous owner, and spoil requests in flight if an unproven version may answer.
 
         They continue if the engine was resumed only with weights that it should hold or has proven. Raises EngineError,
@@ -133,7 +133,7 @@ class EngineFollower:
         if row is None or row.state != EngineState.RELOADING:
             return
         label = await self._admin.read_label(may_load=True) or ""
-        known = [row.version] if newest is None else [row.version, newest.version]
+        known = [row.version] if wanted is None else [row.version, wanted.version]
         if not label.startswith((LOADING, *(f"{version}:" for version in known))):
             self._pool.spoil(self._engine, "an explorer died while it reloaded the engine")
             self._reloading.leases.note_spoiled(self._engine.url)

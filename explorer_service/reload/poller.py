@@ -1,4 +1,4 @@
-"""Poll the ledger for the newest version, in one thread for all engines.
+"""Poll the ledger for the versions that should serve, in one thread for all engines.
 
 The thread calls the event loop only after a change, so that an idle explorer stays idle.
 """
@@ -14,21 +14,21 @@ from explorer_service.background import Background
 from shared.clock import until_next_tick
 from shared.errors import LedgerError
 from shared.ledger.connect import DedicatedConnection, Ledger
-from shared.ledger.queries import VersionRow, newest_version
+from shared.ledger.queries import VersionRow, Wanted, wanted_versions
 from shared.log import StageLogger
 
 log = StageLogger("reload")
 
-_Found = VersionRow | LedgerError | None
+_Found = Wanted | LedgerError
 
 
 class VersionPoller:
-    """The version that should serve, according to the ledger. Create it in the event loop that uses it."""
+    """The versions that should serve, according to the ledger. Create it in the event loop that uses it."""
 
     def __init__(self, ledger: Ledger, interval_s: float, background: Background) -> None:
         self._connection = DedicatedConnection(ledger)
         self._interval_s = interval_s
-        self._found: _Found = None
+        self._found: _Found = Wanted(None, {})
         self.revision = 0  # counts changes of the result, and calls of `wake`
         self._changed = asyncio.Event()
         self._waiters: deque[asyncio.Future[None]] = deque()  # always the same object: both threads use it
@@ -42,11 +42,15 @@ class VersionPoller:
         self._wake.set()
         await asyncio.to_thread(self._thread.join)
 
-    def newest(self) -> VersionRow | None:
+    def wanted(self) -> VersionRow | None:
         """Return the version that should serve, by the last query. Raises LedgerError if that failed."""
         if isinstance(self._found, LedgerError):
             raise LedgerError(str(self._found)) from self._found
-        return self._found
+        return self._found.version
+
+    def shares(self) -> dict[int, float]:
+        """Return the shares of several versions, by the last query; empty: one serves, or the query failed."""
+        return {} if isinstance(self._found, LedgerError) else self._found.shares
 
     async def refresh(self) -> None:
         """Query the ledger now, and wait for the result."""
@@ -80,7 +84,7 @@ class VersionPoller:
 
     def _query(self) -> _Found:
         try:
-            return newest_version(self._connection)
+            return self._connection.fetch(wanted_versions)
         except LedgerError as error:
             return error
 

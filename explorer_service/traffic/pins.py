@@ -22,13 +22,11 @@ from explorer_service.ledger_reader import LedgerReader
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.reload.poller import VersionPoller
 from shared.errors import LedgerError
-from shared.experience import VersionState
 from shared.ledger import transitions
-from shared.ledger.queries import find_versions, versions_on_disk
+from shared.ledger.queries import reason_against_serving
 from shared.log import StageLogger
 
 log = StageLogger("traffic")
-_MOST_NAMED = 20  # versions in an error message
 
 
 class Pins:
@@ -75,11 +73,11 @@ class Pins:
             self._waiting[version] -= 1
 
     async def _pin(self, version: int) -> None:
-        reason = await self._reader.read(lambda connection: _reason_against(connection, version))
+        reason = await self._reader.read(lambda connection: reason_against_serving(connection, version))
         if reason is None and not await self._writer.write(lambda connection: self._lease(connection, version)):
             reason = f"version {version} is not on disk any more"
         if reason is not None:
-            raise VersionNotServed(reason)
+            raise VersionNotServed(without_addresses(reason))
         self._pool.pinned.add(version)
         self._poller.wake()
 
@@ -105,7 +103,7 @@ class Pins:
         self._used_at |= {version: now for version in waiting if self._ends_soon(version)}
         given_up: list[int] = []
         if waiting:  # the owner of an engine may have rejected or failed what this explorer's requests wait for
-            given_up = await self._reader.read(lambda c: [v for v in waiting if _reason_against(c, v)])
+            given_up = await self._reader.read(lambda c: [v for v in waiting if reason_against_serving(c, v)])
         expired = [v for v, used_at in self._used_at.items() if used_at < now - self._unpin_after_s]
         for version in {*expired, *given_up}:
             self._drop(version)
@@ -129,19 +127,3 @@ class Pins:
 
     def _lease(self, connection: Connection, version: int) -> bool:
         return transitions.pin_version(connection, version, explorer=self._explorer, lasts_s=self._unpin_after_s)
-
-
-def _reason_against(connection: Connection, version: int) -> str | None:
-    """Return why the version cannot be pinned; None: it can."""
-    row = find_versions(connection, [version]).get(version)
-    if row is not None and row.may_be_pinned:
-        return None
-    available = f"on disk: {versions_on_disk(connection)[-_MOST_NAMED:]}"
-    if row is None:
-        return f"version {version} does not exist; {available}"
-    if row.state == VersionState.RESERVED:
-        return f"version {version} is not published yet; {available}"
-    if not row.has_files:
-        return f"version {version} is not on disk any more; {available}"
-    reason = without_addresses(row.reason or "")
-    return f"version {version} is {row.state} and does not serve ({reason}); {available}"

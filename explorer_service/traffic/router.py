@@ -1,7 +1,7 @@
 """Choose the version that answers a request: the one that the caller pinned, or else the one in service.
 
-`Router.choose` is called once per request: the place for a traffic table. The pool knows the versions in service, and
-chooses the engine.
+`Router.choose` is called once per request. The pool knows the versions in service, and chooses the engine. `shares.py`
+chooses among several versions that an operator has divided the chats among.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ class Route:
     version: int | None = None  # None: the version in service
     affinity: int = 0  # requests with the same number prefer the same engine
     unknown_model: object = None  # the request's `model` if it is unknown: the engine refuses it
+
+    @property
+    def names_none(self) -> bool:
+        """Whether the request leaves its version to the explorer."""
+        return self.version is None and self.unknown_model is None
 
 
 class Router:

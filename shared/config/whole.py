@@ -40,6 +40,11 @@ class Config(Section):
         return Path(self.root_dir)
 
     @property
+    def versions_served(self) -> int:
+        """Number of versions among which an engine can divide its chats: besides, it holds one that it loads."""
+        return self.engine.versions_held - 1 if self.model.kind == "lora" else 1
+
+    @property
     def ledger_url(self) -> str:
         """SQLAlchemy's URL of the ledger."""
         return ledger_url(self.database_url or sqlite_url(self.root / "ledger.sqlite3"))

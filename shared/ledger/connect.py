@@ -165,11 +165,11 @@ class DedicatedConnection:
         with ledger._as_ledger_error(), self as connection, ledger._transaction(connection, "IMMEDIATE"):
             return work(connection)
 
-    def fetch_one(self, statement: str) -> Sequence[Any] | None:
-        """Return the first row of a query without parameters, or None."""
+    def fetch(self, query: Callable[[Connection], T]) -> T:
+        """Return the result of a query."""
         ledger = self._ledger
         with ledger._as_ledger_error(), self as connection, ledger._transaction(connection, "DEFERRED"):
-            return connection.exec_driver_sql(statement).first()
+            return query(connection)
 
     def __enter__(self) -> Connection:
         if not self._ledger.is_sqlite and time.monotonic() - self._used_at > _IDLE_S:

@@ -43,14 +43,12 @@ experiences = Table(
     Column("msg_id", String(200), nullable=False, info=_EXPORTED),
     Column("choice", Integer, nullable=False, info=_EXPORTED),
     Column("parent_id", String(220), info=_EXPORTED),  # choice_name() of the exchange that this one continues
-    # the first exchange of its conversation; null while it has no other
-    Column("conversation_id", String(220), info=_EXPORTED),
+    Column("conversation_id", String(220), info=_EXPORTED),  # its conversation's first exchange; null: it is alone
     Column("exchange", LargeBinary),  # digest of all messages up to and including the reply; a later turn continues it
     Column("task_id", String(400), info=_EXPORTED),
     Column("run_id", String(400), info=_EXPORTED),
     Column("key_name", String(200), info=_EXPORTED),  # the key that sent the chat
-    # of the keys whose feedback may reach it; null: of keys without a group
-    Column("key_group", String(200), info=_EXPORTED),
+    Column("key_group", String(200), info=_EXPORTED),  # of the keys whose feedback may reach it; null: without a group
     Column("feedback_key", String(200)),  # the key that last set the reward
     Column("version", Integer, nullable=False, info=_EXPORTED),  # the version that sampled the first token
     Column("version_end", Integer, nullable=False),  # the version that sampled the last token
@@ -158,8 +156,10 @@ versions = Table(
     Column("tag", String(200)),  # an operator's name for it; tagged versions are kept
     Column("decided_at", Float),  # time of its last change of state
     Column("deleted_at", Float),  # time since which its files are deleted, or about to be
+    Column("share", Float),  # of the chats that name no version, given by an operator; null: none
 )
 _partial_index("kept", "deleted_at IS NULL", versions.c.version)
+_partial_index("shared", "share IS NOT NULL", versions.c.version)
 
 decisions = Table(  # append-only
     "decisions",

@@ -74,14 +74,17 @@ def test_the_databases_refusals_keep_their_kind(ledger):
     dedicated.close()
 
 
-def test_fetch_one_gives_the_first_row_and_ends_its_transaction(ledger):
+def test_fetch_gives_the_result_of_a_query_and_ends_its_transaction(ledger):
     dedicated = DedicatedConnection(ledger)
-    newest = f"SELECT msg_id FROM {experiences.name} ORDER BY id DESC LIMIT 1"
-    assert dedicated.fetch_one(newest) is None
+
+    def newest(connection: Connection) -> str | None:
+        return connection.execute(select(experiences.c.msg_id).order_by(experiences.c.id.desc())).scalar()
+
+    assert dedicated.fetch(newest) is None
     with ledger.write() as connection:
         by_driver_statements(connection, "a")
-    assert tuple(dedicated.fetch_one(newest) or ()) == ("a",)
+    assert dedicated.fetch(newest) == "a"
     with pytest.raises(LedgerError, match="nowhere"):
-        dedicated.fetch_one("SELECT 1 FROM nowhere")
-    assert tuple(dedicated.fetch_one(newest) or ()) == ("a",)
+        dedicated.fetch(lambda connection: connection.exec_driver_sql("SELECT 1 FROM nowhere"))
+    assert dedicated.fetch(newest) == "a"
     dedicated.close()

@@ -223,7 +223,7 @@ def test_keys_and_roles_decide_who_may_do_what(
         assert status(path, body, "wrong") == 401
         for role in ("chat", "feedback"):
             assert status(path, body, f"secret-key-of-{role}") == (200 if role == name else 403)
-        assert status(path, body, "secret-key-of-admin") == (501 if name == "admin" else 200)
+        assert status(path, body, "secret-key-of-admin") == (409 if name == "admin" else 200)
 
 
 def rewards(explorer: RunningExplorer) -> list[float | None]:

@@ -17,7 +17,7 @@ from services.cli import COMMANDS, build_parser, main
 parser = build_parser()
 names_after_parsing = [name.partition(".")[0] for name in sys.modules]
 more = {"export": ["--out", "x.jsonl"], "import": ["x.jsonl"], "archive": ["--to", "x"], "train": ["--from", "x"]}
-more |= {"export-model": ["--version", "1", "--to", "x"], "backup": ["--to", "x"]}
+more |= {"export-model": ["--version", "1", "--to", "x"], "backup": ["--to", "x"], "promote": ["1"]}
 configured = [name for name in COMMANDS if name not in ("demo", "convert-config")]
 statuses = [main([name, "-c", "none.yaml", *more.get(name, [])]) for name in configured]
 statuses.append(main(["convert-config", "none.yaml"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +14,8 @@ from services.trainer import begin_with
 from shared.errors import ConfigError, StartupError
 from shared.experience import VersionState as S
 from shared.ledger import transitions
-from shared.ledger.connect import DedicatedConnection, Ledger
-from shared.ledger.queries import list_versions, newest_version
+from shared.ledger.connect import Ledger
+from shared.ledger.queries import list_versions, wanted_versions
 from shared.ledger.tables import decisions, engines, leases, versions
 from shared.process import process_name
 from tests.support.processes import run_here
@@ -88,9 +87,8 @@ def test_a_base_that_an_earlier_release_has_skipped_is_what_serves_when_all_othe
     assert do(ledger, "reject_version", 1, "a reason", by="engine e0")
     with ledger.read() as connection:
         assert [row.version for row in list_versions(connection) if row.may_serve] == [0]
-    with contextlib.closing(DedicatedConnection(ledger)) as connection:
-        newest = newest_version(connection)
-    assert newest is not None and newest.version == 0
+    wanted = ledger.fetch(wanted_versions).version
+    assert wanted is not None and wanted.version == 0
 
 
 ARROWS = {  # from: what may be done with it, and where it leads

@@ -282,11 +282,11 @@ def test_what_is_no_version_and_no_share_is_named_before_anything_is_sent():
             call()
 
 
-def test_an_explorer_without_these_routes_is_reported_with_a_remedy(client):
-    for call, argument in ((client.admin.traffic, {0: 1.0}), (client.admin.promote, 1)):
-        with pytest.raises(flywheel.Refused, match=r"serves the newest version.*client\.model\(12\)") as caught:
-            call(argument)
-        assert (caught.value.status, caught.value.code) == (501, "not_implemented")
+def test_what_cannot_serve_is_refused_and_the_newest_version_may_serve_again(client):
+    with pytest.raises(flywheel.Refused, match="version 7 does not exist") as caught:
+        client.admin.promote(7)
+    assert (caught.value.status, caught.value.code) == (409, "cannot_serve")
+    assert client.admin.traffic(None) == {"status": "success", "traffic": {}}
 
 
 def test_a_rollback_that_the_explorer_refuses_says_why(client):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,6 +10,7 @@ from sqlalchemy import Connection, func, select, text
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import in_group, in_scope, is_done, is_ready
+from shared.ledger.connect import placeholder
 from shared.ledger.tables import experiences, row_counts
 
 
@@ -48,6 +50,36 @@ def known_choices(connection: Connection, msg_ids: list[str]) -> set[tuple[str, 
     """Return the choices of these messages that are stored."""
     query = select(experiences.c.msg_id, experiences.c.choice).where(experiences.c.msg_id.in_(msg_ids))
     return {(row.msg_id, row.choice) for row in connection.execute(query)}
+
+
+def longest_stored(connection: Connection, extends: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield the longest exchange, which usually is stored; then, by one query, the first stored one of the others."""
+    yield extends[0]
+    others = extends[1:]
+    if others:
+        mark = placeholder(connection)
+        values = ", ".join(f"({place}, {mark})" for place in range(len(others)))
+        # a subquery with a limit: PostgreSQL searches the index for each value, and does not join the whole table
+        query = (
+            f"WITH asked(place, exchange) AS (VALUES {values}) SELECT place FROM asked WHERE"
+            f" (SELECT 1 FROM {experiences.name} WHERE exchange = asked.exchange LIMIT 1) IS NOT NULL"
+            " ORDER BY place LIMIT 1"
+        )
+        for (place,) in connection.exec_driver_sql(query, tuple(others)):
+            yield others[place]
+
+
+def version_of_exchange(connection: Connection, extends: Sequence[bytes]) -> int | None:
+    """Return the version that answered last in the longest stored exchange; None if none is stored.
+
+    extends: digests of exchanges, the longest first, at least one.
+    """
+    for exchange in longest_stored(connection, extends):
+        same = select(experiences.c.version).where(experiences.c.exchange == exchange)
+        version: int | None = connection.execute(same.order_by(experiences.c.id.desc()).limit(1)).scalar()
+        if version is not None:
+            return version
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from shared.ledger.queries.ahead import trained_ahead
 from shared.ledger.queries.lease import quarantined
 from shared.ledger.queries.rows import count_by_state, count_ready
 from shared.ledger.queries.trainers import list_trainers
-from shared.ledger.queries.versions import VersionRow, kept_versions
+from shared.ledger.queries.versions import VersionRow, kept_versions, shares_of_traffic
 from shared.ledger.tables import batches, experiences, versions
 
 _MINUTE_S = 60.0
@@ -98,6 +98,7 @@ def ledger_status(connection: Connection) -> dict[str, Any]:
             "serving": serving,
             "published": published,
             "reloads": reloads,
+            "shares": {str(version): share for version, share in shares_of_traffic(connection).items()},
         },
         "trainers": [
             {

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
 
 from shared.experience import MAY_SERVE, VersionState
-from shared.ledger.connect import DedicatedConnection
 from shared.ledger.queries.lease import LARGEST_REWARD
 from shared.ledger.tables import experiences, versions
 
 _REWARDED_ROWS = 10_000  # number of newest rows from which rewards by version are read
+_MOST_NAMED = 20  # versions in an error message
 
 PINNABLE = (*MAY_SERVE, VersionState.SKIPPED)
+_KEPT = versions.c.deleted_at.is_(None)
+_SKIPPED_BASE = and_(versions.c.version == 0, versions.c.state == VersionState.SKIPPED)  # by an earlier release
+_MAY_SERVE = and_(_KEPT, or_(versions.c.state.in_(MAY_SERVE), _SKIPPED_BASE))
+_SERVED = (VersionState.SERVING, VersionState.RETIRED)
+_HAS_SERVED = and_(_MAY_SERVE, or_(versions.c.state.in_(_SERVED), versions.c.version == 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class VersionRow:
     tag: str | None = None
     decided_at: float | None = None
     deleted_at: float | None = None
+    share: float | None = None
 
     @property
     def has_files(self) -> bool:
@@ -46,6 +52,11 @@ class VersionRow:
     def is_proven(self) -> bool:
         """Whether an engine has ever served it. The base counts as proven: others are compared with it."""
         return self.served_at is not None or self.version == 0
+
+    @property
+    def has_served(self) -> bool:
+        """Whether it has answered chats that name no version. The base counts, too."""
+        return self.state in _SERVED or self.version == 0
 
     @property
     def may_serve(self) -> bool:
@@ -66,6 +77,14 @@ class VersionRow:
     def may_be_pinned(self) -> bool:
         """Whether callers may have an engine serve it as an adapter, besides others."""
         return self.state in PINNABLE and self.deleted_at is None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which versions should serve."""
+
+    version: VersionRow | None  # for chats that name none; None: none may serve
+    shares: dict[int, float]  # of these chats, by version, if an operator divided them among several; else empty
 
 
 def list_versions(connection: Connection, *, before: int | None = None, at_most: int | None = None) -> list[VersionRow]:
@@ -103,18 +122,46 @@ def versions_on_disk(connection: Connection) -> list[int]:
     return list(connection.execute(select(versions.c.version).where(*there).order_by(versions.c.version)).scalars())
 
 
-_STATES = ", ".join(f"'{state}'" for state in MAY_SERVE)
-_NEWEST = (
-    f"SELECT {', '.join(field.name for field in fields(VersionRow))} FROM {versions.name}"
-    f" WHERE (state IN ({_STATES}) OR (version = 0 AND state = '{VersionState.SKIPPED}')) AND deleted_at IS NULL"
-    " ORDER BY version DESC LIMIT 1"
-)
+def shares_of_traffic(connection: Connection) -> dict[int, float]:
+    """Return the shares that an operator gave to versions, by version."""
+    shared = select(versions.c.version, versions.c.share).where(versions.c.share.is_not(None))
+    return {row.version: row.share for row in connection.execute(shared.order_by(versions.c.version))}
 
 
-def newest_version(connection: DedicatedConnection) -> VersionRow | None:
-    """Return the version that should serve: the newest that may."""
-    row = connection.fetch_one(_NEWEST)
-    return None if row is None else VersionRow(*row)
+def wanted_versions(connection: Connection) -> Wanted:
+    """Return which versions should serve: those to which an operator gave shares, or else the newest that may serve.
+
+    Chats for a version that may not serve are answered by the last one before it that has served.
+    """
+    having_shares = select(versions).where(versions.c.share.is_not(None))
+    shared = [VersionRow(**row._mapping) for row in connection.execute(having_shares)]
+    if not shared:
+        return Wanted(_last(connection, _MAY_SERVE), {})
+    leading = max(shared, key=lambda row: (row.share, -row.version))
+    first = leading if leading.may_serve else _last(connection, _HAS_SERVED, versions.c.version < leading.version)
+    shares = {row.version: row.share for row in shared if row.share is not None and row.may_be_pinned}
+    return Wanted(first, shares if len(shared) > 1 else {})
+
+
+def _last(connection: Connection, *which: ColumnElement[bool]) -> VersionRow | None:
+    """Return the newest of the versions that meet the conditions."""
+    row = connection.execute(select(versions).where(*which).order_by(versions.c.version.desc()).limit(1)).one_or_none()
+    return None if row is None else VersionRow(**row._mapping)
+
+
+def reason_against_serving(connection: Connection, version: int) -> str | None:
+    """Return why no engine may load a version, also besides others; None: engines may."""
+    row = find_versions(connection, [version]).get(version)
+    if row is not None and row.may_be_pinned:
+        return None
+    available = f"on disk: {versions_on_disk(connection)[-_MOST_NAMED:]}"
+    if row is None:
+        return f"version {version} does not exist; {available}"
+    if row.state == VersionState.RESERVED:
+        return f"version {version} is not published yet; {available}"
+    if not row.has_files:
+        return f"version {version} is not on disk any more; {available}"
+    return f"version {version} is {row.state} and does not serve ({row.reason or ''}); {available}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ from shared.ledger.transitions.retain import (
     untag_version,
 )
 from shared.ledger.transitions.rollback import Rollback, require_not_rolled_back, roll_back
+from shared.ledger.transitions.traffic import share_traffic
 from shared.ledger.transitions.versions import (
     fail_version,
     prove_version,
@@ -81,6 +82,6 @@ __all__ = [
     "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record", "record_state",
     "reject_version", "release_engine", "release_lease", "release_version", "remember_answer", "remove", "renew_lease",
     "renew_pin", "report_trouble", "require_not_rolled_back", "reserve_version", "reset_breaker", "restore_trained",
-    "retry_version", "roll_back", "serve_version", "set_engine_state", "sign_off", "skip_version", "tag_version",
-    "take_key", "trip_breaker", "untag_version", "withdraw_versions",
+    "retry_version", "roll_back", "serve_version", "set_engine_state", "share_traffic", "sign_off", "skip_version",
+    "tag_version", "take_key", "trip_breaker", "untag_version", "withdraw_versions",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from shared.experience import Sample, Sampling, State, choice_name
 from shared.ledger.conditions import AnyRow, is_in
 from shared.ledger.connect import copy_rows, placeholder
 from shared.ledger.prefix import share_prefix
+from shared.ledger.queries.rows import longest_stored
 from shared.ledger.tables import experiences, payloads, signals, versions
 
 _COPY_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
@@ -138,7 +139,7 @@ def _find_parents(connection: Connection, samples: Sequence[Sample]) -> list[Any
 
 def _find_alike(connection: Connection, extends: Sequence[bytes]) -> _Alike:
     """Return the rows of the longest stored exchange, oldest first, and how many next turns each has."""
-    for exchange in _first_stored(connection, extends):
+    for exchange in longest_stored(connection, extends):
         rows = connection.exec_driver_sql(_ALIKE[placeholder(connection)], (exchange,)).all()
         if len(rows) == 1:
             return rows, Counter()
@@ -147,23 +148,6 @@ def _find_alike(connection: Connection, extends: Sequence[bytes]) -> _Alike:
             continued = select(experiences.c.parent_id).where(experiences.c.parent_id.in_(names))
             return rows[::-1], Counter(connection.execute(continued).scalars())
     return _NONE
-
-
-def _first_stored(connection: Connection, extends: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the longest exchange, which usually is stored; then, by one query, the first stored one of the others."""
-    yield extends[0]
-    others = extends[1:]
-    if others:
-        mark = placeholder(connection)
-        values = ", ".join(f"({place}, {mark})" for place in range(len(others)))
-        # a subquery with a limit: PostgreSQL searches the index for each value, and does not join the whole table
-        query = (
-            f"WITH asked(place, exchange) AS (VALUES {values}) SELECT place FROM asked WHERE"
-            f" (SELECT 1 FROM {experiences.name} WHERE exchange = asked.exchange LIMIT 1) IS NOT NULL"
-            " ORDER BY place LIMIT 1"
-        )
-        for (place,) in connection.exec_driver_sql(query, tuple(others)):
-            yield others[place]
 
 
 def _insert_statements(mark: str) -> tuple[str, str]:

@@ -133,6 +133,7 @@ def _give_up(connection: Connection, row: VersionRow, by: str) -> bool:
         here,
         versions.c.state == row.state,
         versions.c.tag.is_(None),
+        versions.c.share.is_(None),
         versions.c.deleted_at.is_(None),
         ~select(version_leases.c.version).where(version_leases.c.version == versions.c.version).exists(),
         ~select(trainers.c.name).where(trainers.c.version == versions.c.version).exists(),

@@ -17,6 +17,7 @@ from shared.ledger.conditions import in_parts
 from shared.ledger.connect import lock_rows
 from shared.ledger.queries.versions import VersionRow, find_versions, kept_versions
 from shared.ledger.tables import experiences, trainer_states, trainers, versions
+from shared.ledger.transitions.traffic import move_shares
 from shared.ledger.transitions.versions import reject_versions_after
 from shared.versions import LARGEST_VERSION
 
@@ -48,6 +49,7 @@ def roll_back(connection: Connection, to: int | None = None, *, again: bool = Fa
     connection.execute(select(versions.c.version).where(versions.c.version == version).with_for_update())
     _require_served(connection, version)
     rejected = reject_versions_after(connection, version, f"rolled back to version {version}", by=by)
+    move_shares(connection, version, by=by)
     rows = _make_ready(connection, version) if again else 0
     return Rollback(version, rejected, _return_trainers(connection, version, rejected), rows)
 

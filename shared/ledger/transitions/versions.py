@@ -1,7 +1,7 @@
 """8 and 9: all changes of a version's state, each with a row in `decisions`.
 
     reserve → RESERVED → publish → PUBLISHED → serve → SERVING → retire → RETIRED → serve …
-    PUBLISHED → skip → SKIPPED → serve …
+    PUBLISHED → skip → SKIPPED → serve …, or an operator wants it to serve → PUBLISHED
     any but RESERVED and FAILED → reject → REJECTED; if its trainer or an operator withdraws it, also FAILED → REJECTED
     PUBLISHED or SKIPPED, and never proven → fail → FAILED → retry → PUBLISHED
 
@@ -11,6 +11,7 @@ False. `by` is who decided: a trainer, an engine, an operator.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, update
@@ -81,6 +82,7 @@ def serve_version(connection: Connection, version: int, *, by: str, engine: str 
     others = and_(kept, versions.c.state == VersionState.SERVING, versions.c.version != version)
     _move(connection, and_(others, ~is_held(connection, but=engine)), VersionState.RETIRED, by=by)
     overtaken = and_(kept, versions.c.version.between(1, version - 1), versions.c.state == VersionState.PUBLISHED)
+    overtaken = and_(overtaken, versions.c.share.is_(None))
     _move(connection, overtaken, VersionState.SKIPPED, by=by, reason=f"version {version} served before it did")
     loaded = (version_leases.c.reader == engine, version_leases.c.purpose == Purpose.LOADING)
     connection.execute(delete(version_leases).where(*loaded))
@@ -110,6 +112,12 @@ def skip_version(connection: Connection, version: int, reason: str, *, by: str) 
     """PUBLISHED → SKIPPED: a newer version replaces it before any engine has proven it."""
     waiting = and_(versions.c.version == version, versions.c.state == VersionState.PUBLISHED)
     return bool(_move(connection, waiting, VersionState.SKIPPED, by=by, reason=reason))
+
+
+def restore_skipped(connection: Connection, numbers: Collection[int], *, by: str) -> None:
+    """SKIPPED → PUBLISHED: an operator wants these versions to serve."""
+    skipped = and_(versions.c.version.in_(numbers), versions.c.state == VersionState.SKIPPED)
+    _move(connection, skipped, VersionState.PUBLISHED, by=by)
 
 
 def reject_version(connection: Connection, version: int, reason: str, *, by: str, only_unproven: bool = False) -> bool:
@@ -170,6 +178,12 @@ def _move(
     for number in numbers:
         _note(connection, number, to, reason, by)
     return numbers
+
+
+def note_decision(connection: Connection, version: int, reason: str, *, by: str) -> None:
+    """Append a decision about a version that leaves its state as it is. The version's row is locked."""
+    state: VersionState = connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar_one()
+    _note(connection, version, state, reason, by)
 
 
 def _note(connection: Connection, version: int, to: VersionState, reason: str | None, by: str) -> None:

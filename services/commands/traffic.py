@@ -1,0 +1,76 @@
+"""`flywheel traffic`: shows or sets the shares that versions get of the chats that name no version."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from services.commands import add_config, open_console, read_config
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shared.config import Config
+
+HELP = "show how chats are divided among versions, or divide them: 12=0.9 13=0.1, or newest"
+_NEWEST = "newest"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "weights",
+        nargs="*",
+        type=_weight,
+        metavar="N=WEIGHT",
+        help="versions with their weights; or `newest`: the newest version that may serve gets all chats",
+    )
+
+
+def _weight(text: str) -> tuple[int, float] | None:
+    """Return a version and its weight; None for `newest`. Raises ArgumentTypeError."""
+    if text == _NEWEST:
+        return None
+    version, _, weight = text.partition("=")
+    try:
+        return int(version), float(weight)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!a} is not a version and its weight, such as 12=0.9, or {_NEWEST}") from None
+
+
+def run(args: Namespace) -> int:
+    """Show or set the shares. Raises ConfigError for arguments that contradict one another, CannotServe."""
+    config = read_config(args)
+    if not args.weights:
+        _show(config)
+        return 0
+    given = [pair for pair in args.weights if pair is not None]
+    weights = dict(given)
+    if len(weights) != len(args.weights) and (given or len(args.weights) > 1):
+        raise ConfigError(f"traffic: name each version once, or only {_NEWEST}")
+    share(config, weights)
+    return 0
+
+
+def share(config: Config, weights: Mapping[int, float]) -> None:
+    """Set the shares, and print them. Raises CannotServe."""
+    from shared.ledger import transitions
+    from shared.ledger.connect import Ledger
+
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.write() as connection:
+        shares = transitions.share_traffic(connection, weights, at_most=config.versions_served, by="operator")
+    _print(shares, "; engines load what they lack within seconds")
+
+
+def _show(config: Config) -> None:
+    from shared.ledger.connect import Ledger
+    from shared.ledger.queries import shares_of_traffic
+
+    with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
+        _print(ledger.fetch(shares_of_traffic), "")
+
+
+def _print(shares: Mapping[int, float], then: str) -> None:
+    parts = ", ".join(f"version {version} {100 * share:.4g}%" for version, share in shares.items())
+    open_console(markup=False).print(f"chats: {parts or 'all to the newest version that may serve'}{then}")

@@ -1,0 +1,69 @@
+"""An operator decides which versions serve: each gets a share of the chats that name no version.
+
+Without shares, the newest version that may serve gets all of them. Shares hold until an operator changes them, so a
+version that is published later waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from sqlalchemy import Connection, or_, select, update
+
+from shared.errors import CannotServe
+from shared.ledger.queries.versions import reason_against_serving
+from shared.ledger.tables import versions
+from shared.ledger.transitions.versions import note_decision, restore_skipped
+from shared.versions import LARGEST_VERSION
+
+
+def share_traffic(connection: Connection, weights: Mapping[int, float], *, at_most: int, by: str) -> dict[int, float]:
+    """Give versions their shares of the chats that name no version. Returns the shares; their sum is 1.
+
+    weights: at least 0, in any unit; empty: the newest version that may serve gets all chats. at_most: number of
+    versions that an engine can serve at once.
+
+    Raises CannotServe if there are more of them, or one cannot serve.
+    """
+    shares = _shares(weights, at_most)
+    concerned = or_(versions.c.share.is_not(None), versions.c.version.in_(shares))
+    rows = select(versions.c.version, versions.c.share).where(concerned).order_by(versions.c.version).with_for_update()
+    before = {row.version: row.share for row in connection.execute(rows)}
+    for version in shares:
+        if (reason := reason_against_serving(connection, version)) is not None:
+            raise CannotServe(reason)
+    restore_skipped(connection, shares, by=by)
+    for version in sorted({*before, *shares}):
+        share = shares.get(version)
+        if share != before[version]:
+            connection.execute(update(versions).where(versions.c.version == version).values(share=share))
+            note_decision(connection, version, f"share of the chats: {share or 0:g}", by=by)
+    return shares
+
+
+def _shares(weights: Mapping[int, float], at_most: int) -> dict[int, float]:
+    """Return the shares by version, without those of 0. Raises CannotServe."""
+    if any(not (0 <= weight < math.inf) for weight in weights.values()):
+        raise CannotServe("a weight is a number of at least 0")
+    unknown = [version for version in weights if not 0 <= version <= LARGEST_VERSION]
+    if unknown:
+        raise CannotServe(f"there is no version {unknown[0]}; see `flywheel versions`")
+    largest = max(weights.values(), default=0.0)
+    if weights and not largest:
+        raise CannotServe("one of the weights has to be above 0")
+    # divided by the largest first: the sum of huge weights would be infinite
+    scaled = {version: weight / largest for version, weight in sorted(weights.items()) if weight > 0}
+    if len(scaled) > at_most:
+        what = "one version" if at_most == 1 else f"{at_most} versions"
+        how = "model.kind: lora" if at_most == 1 else "a higher engine.max_cpu_loras"
+        raise CannotServe(f"{len(scaled)} versions at once: an engine serves {what}; this needs {how}")
+    total = sum(scaled.values())
+    return {version: weight / total for version, weight in scaled.items()}
+
+
+def move_shares(connection: Connection, to: int, *, by: str) -> None:
+    """Give all chats to version `to` if a later version has a share of them: those are rejected."""
+    later = select(versions.c.version).where(versions.c.share.is_not(None), versions.c.version > to).limit(1)
+    if connection.execute(later).first() is not None:
+        share_traffic(connection, {to: 1.0}, at_most=1, by=by)

@@ -1,0 +1,166 @@
+"""An operator decides which versions serve: what changes in the ledger, and which version should serve then."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import select
+
+from shared.errors import CannotServe
+from shared.experience import VersionState as S
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from shared.ledger.queries import Wanted, find_versions, wanted_versions
+from shared.ledger.tables import decisions
+
+
+@pytest.fixture
+def published(ledger) -> Ledger:
+    """Versions 0 to 4: 0 to 2 have served, 2 is in service, 3 and 4 are published."""
+    for version in range(5):
+        publish(ledger, version)
+        if version < 3:
+            do(ledger, "serve_version", version, by="an engine")
+    return ledger
+
+
+def do(ledger: Ledger, name: str, *args, **kwargs):
+    with ledger.write() as connection:
+        return getattr(transitions, name)(connection, *args, **kwargs)
+
+
+def publish(ledger: Ledger, version: int) -> None:
+    parent = version - 1 if version else None
+    do(ledger, "publish", version=version, parent=parent, kind="full", step=version)
+
+
+def share(ledger: Ledger, weights: dict[int, float], at_most: int = 3) -> dict[int, float]:
+    return do(ledger, "share_traffic", weights, at_most=at_most, by="an operator")
+
+
+def wanted(ledger: Ledger) -> int | None:
+    row = ledger.fetch(wanted_versions).version
+    return None if row is None else row.version
+
+
+def state(ledger: Ledger, version: int) -> str:
+    return ledger.fetch(lambda connection: find_versions(connection, [version]))[version].state
+
+
+def test_without_shares_the_newest_version_should_serve(ledger):
+    assert ledger.fetch(wanted_versions) == Wanted(None, {})
+    publish(ledger, 0)
+    publish(ledger, 1)
+    assert wanted(ledger) == 1
+
+
+def test_a_promoted_version_serves_whatever_is_published_later_until_the_newest_is_wanted_again(published):
+    assert share(published, {3: 1.0}) == {3: 1.0}
+    publish(published, 5)
+    assert wanted(published) == 3
+    assert share(published, {1: 7}) == {1: 1.0}
+    assert wanted(published) == 1
+    assert share(published, {}) == {}
+    assert wanted(published) == 5
+
+
+def test_chats_are_divided_by_weight_and_the_largest_share_leads(published):
+    assert share(published, {3: 1, 2: 3, 1: 0}) == {2: 0.75, 3: 0.25}
+    assert published.fetch(wanted_versions).shares == {2: 0.75, 3: 0.25}
+    assert wanted(published) == 2
+    share(published, {2: 1, 3: 1})
+    assert wanted(published) == 2  # of equal shares, the earlier version
+    share(published, {2: 1, 3: 2})
+    assert wanted(published) == 3
+
+
+def test_each_change_is_a_decision_with_the_operators_name(published):
+    share(published, {2: 1})
+    share(published, {3: 1})
+    share(published, {3: 5})
+    about = select(decisions.c.version, decisions.c.to_state, decisions.c.reason, decisions.c.decided_by)
+    made = published.fetch(lambda c: c.execute(about.where(decisions.c.reason.like("share %"))).all())
+    assert [tuple(one) for one in made] == [
+        (2, "SERVING", "share of the chats: 1", "an operator"),
+        (2, "SERVING", "share of the chats: 0", "an operator"),
+        (3, "PUBLISHED", "share of the chats: 1", "an operator"),
+    ]
+
+
+def test_a_skipped_version_that_an_operator_wants_is_not_skipped_again(published):
+    do(published, "serve_version", 4, by="an engine")
+    assert state(published, 3) == S.SKIPPED
+    share(published, {3: 1})
+    assert (state(published, 3), wanted(published)) == (S.PUBLISHED, 3)
+    do(published, "serve_version", 4, by="another engine")  # which has not moved yet
+    assert (state(published, 3), wanted(published)) == (S.PUBLISHED, 3)
+
+
+def test_in_place_of_a_promoted_version_that_was_rejected_the_last_one_that_served_before_it_serves(published):
+    share(published, {4: 1})
+    do(published, "reject_version", 4, "a reason", by="an engine")
+    publish(published, 5)
+    assert wanted(published) == 2  # not 3 or 5, which nobody has promoted
+    do(published, "reject_version", 2, "a reason", by="an engine")
+    assert wanted(published) == 1
+
+
+def test_a_rejected_version_gets_no_share_of_what_is_divided(published):
+    share(published, {2: 1, 3: 1, 4: 2})
+    do(published, "reject_version", 4, "a reason", by="an engine")
+    assert published.fetch(wanted_versions).shares == {2: 0.25, 3: 0.25}
+
+
+@pytest.mark.parametrize(
+    ("weights", "at_most", "reason"),
+    [
+        ({9: 1}, 3, "version 9 does not exist; on disk: "),
+        ({-1: 1}, 3, "there is no version -1"),
+        ({2**70: 1}, 3, "there is no version"),
+        ({2: 1, 3: -1}, 3, "a weight is a number of at least 0"),
+        ({2: float("nan")}, 3, "a weight is a number of at least 0"),
+        ({2: float("inf")}, 3, "a weight is a number of at least 0"),
+        ({2: 0.0}, 3, "one of the weights has to be above 0"),
+        ({2: 1, 3: 1}, 1, "2 versions at once: an engine serves one version; this needs model.kind: lora"),
+        ({1: 1, 2: 1, 3: 1}, 2, "3 versions at once: an engine serves 2 versions; this needs a higher engine.max_cpu"),
+        ({2: 1, 4: 1}, 3, "version 4 is REJECTED and does not serve .it is bad."),
+    ],
+)
+def test_what_cannot_serve_is_refused_and_changes_nothing(published, weights, at_most, reason):
+    do(published, "reject_version", 4, "it is bad", by="an engine")
+    share(published, {1: 1})
+    with pytest.raises(CannotServe, match=reason):
+        share(published, weights, at_most)
+    assert wanted(published) == 1
+
+
+def test_huge_and_tiny_weights_are_divided_too(published):
+    assert share(published, {2: 1e308, 3: 1e308}) == {2: 0.5, 3: 0.5}
+    assert share(published, {2: 5e-324, 3: 5e-324}) == {2: 0.5, 3: 0.5}
+
+
+def test_the_files_of_versions_with_shares_are_kept(published):
+    share(published, {1: 1, 3: 1})
+    publish(published, 5)
+    args = {"owner": "a janitor", "max_versions": 1, "max_bytes": float("inf"), "sizes": {}, "by": "a trainer"}
+    given_up = do(published, "give_up_files", **args)
+    assert 4 in given_up and not {1, 3} & set(given_up)
+    share(published, {})
+    assert {1, 3} & set(do(published, "give_up_files", **args))
+
+
+def test_a_rollback_sends_all_chats_back_if_a_rejected_version_has_a_share(published):
+    share(published, {2: 0.9, 3: 0.1})
+    do(published, "roll_back", 2, by="an operator")
+    assert published.fetch(wanted_versions).shares == {}
+    publish(published, 5)
+    assert wanted(published) == 2
+
+
+def test_a_rollback_leaves_shares_of_earlier_versions_and_none(published):
+    share(published, {1: 1})
+    do(published, "roll_back", 2, by="an operator")
+    assert wanted(published) == 1
+    share(published, {})
+    do(published, "roll_back", 1, by="an operator")
+    publish(published, 5)
+    assert wanted(published) == 5
