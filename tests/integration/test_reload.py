@@ -285,15 +285,15 @@ def test_a_load_that_fails_is_undone_before_the_engine_resumes_and_streams_go_on
 def test_a_ledger_that_is_away_now_and_then_ends_no_controller_whenever_it_is_asked(
     explorer, scripted_engine, monkeypatch
 ):
-    newest, draw, outages = VersionPoller.newest, random.Random(1), []
+    wanted, draw, outages = VersionPoller.wanted, random.Random(1), []
 
-    def newest_or_not(poller: VersionPoller) -> VersionRow | None:
+    def wanted_or_not(poller: VersionPoller) -> VersionRow | None:
         if draw.random() < 0.5:
             outages.append("the database is unavailable")
             raise LedgerError(outages[-1])
-        return newest(poller)
+        return wanted(poller)
 
-    monkeypatch.setattr(VersionPoller, "newest", newest_or_not)
+    monkeypatch.setattr(VersionPoller, "wanted", wanted_or_not)
     publish(explorer, 1)
     wait_until(lambda: served(explorer) == "1" and len(outages) > 10)
     assert explorer.background.failed is None
