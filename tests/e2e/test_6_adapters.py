@@ -170,6 +170,29 @@ def recompute_adapted(service: Service, version: int, tokens: Tokens) -> np.ndar
     return logprobs[at, torch.from_numpy(tokens.reply_ids.astype(np.int64))].numpy()
 
 
+def test_chats_are_divided_among_adapters_and_each_row_is_what_its_version_says(service):
+    old, new = (service.publish() for _ in range(2))
+    wait_for(lambda: service.serves(new), "an adapter", 240)
+    service.http.put("/traffic", json={"weights": {old: 1, new: 1}}).raise_for_status()
+    wait_for(lambda: service.serves(old), "the earlier one", 240)  # leads, because of equal shares the first does
+    waiting = service.publish()
+    replies = [service.chat(max_tokens=8, metadata={"run_id": f"divided {run % 12}"}) for run in range(36)]
+    assert {reply.status_code for reply in replies} == {200}
+    of_run = [int(reply.headers["X-Flywheel-Version"]) for reply in replies]
+    assert set(of_run) == {old, new} and of_run == 3 * of_run[:12]
+    with service.ledger.read() as connection:
+        divided = select(experiences, payloads.c.tokens).join(payloads).where(experiences.c.run_id.like("divided %"))
+        rows = connection.execute(divided.order_by(experiences.c.id)).all()
+    assert [row.version for row in rows] == of_run
+    for row in rows:
+        tokens = Tokens.decode(row.tokens)
+        own = recompute_adapted(service, row.version, tokens)
+        assert np.abs(own - tokens.logprobs).max() < LOGPROB_TOLERANCE, row.version
+    assert service.state(waiting) == "PUBLISHED"
+    service.http.put("/traffic", json={"weights": None}).raise_for_status()
+    wait_for(lambda: service.serves(waiting), "the newest", 240)
+
+
 def test_an_adapter_that_the_engine_cannot_hold_is_refused_and_the_rest_serves_on(service):
     before = service.publish()
     wait_for(lambda: service.serves(before), "an adapter", 240)
