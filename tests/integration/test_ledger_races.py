@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Connection, func, insert, select
 
 from shared.config import RewardConfig
-from shared.errors import RolledBack
+from shared.errors import CannotServe, RolledBack
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import batches, experiences, payloads, signals
@@ -186,3 +186,26 @@ def test_a_heartbeat_holds_no_lock_that_a_trainer_which_publishes_needs(served):
     heartbeat.join(240)
     with served.read() as connection:
         assert connection.execute(select(batches.c.updating, batches.c.lease_until > 1.0)).one() == (True, True)
+
+
+def test_of_two_operators_who_promote_at_once_the_later_one_decides(served):
+    def promote(version: int) -> Callable[[Connection], object]:
+        return partial(transitions.share_traffic, weights={version: 1.0}, at_most=1, by="operator")
+
+    meet(served, promote(1), promote(2))
+    assert served.fetch(queries.shares_of_traffic) == {2: 1.0}
+
+
+def test_a_version_that_is_promoted_during_a_rollback_which_rejects_it_is_refused(served):
+    def is_refused(connection: Connection) -> None:
+        with pytest.raises(CannotServe, match="version 2 is REJECTED"):
+            transitions.share_traffic(connection, {2: 1.0}, at_most=1, by="operator")
+
+    meet(served, partial(transitions.roll_back, to=1, by="operator"), is_refused)
+    assert served.fetch(queries.shares_of_traffic) == {}
+
+
+def test_a_rollback_during_a_promotion_takes_the_chats_back(served):
+    promote = partial(transitions.share_traffic, weights={2: 1.0}, at_most=1, by="operator")
+    meet(served, promote, partial(transitions.roll_back, to=1, by="operator"))
+    assert served.fetch(queries.shares_of_traffic) == {1: 1.0}

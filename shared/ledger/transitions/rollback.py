@@ -17,7 +17,7 @@ from shared.ledger.conditions import in_parts
 from shared.ledger.connect import lock_rows
 from shared.ledger.queries.versions import VersionRow, find_versions, kept_versions
 from shared.ledger.tables import experiences, trainer_states, trainers, versions
-from shared.ledger.transitions.traffic import move_shares
+from shared.ledger.transitions.traffic import lock_shares, move_shares
 from shared.ledger.transitions.versions import reject_versions_after
 from shared.versions import LARGEST_VERSION
 
@@ -43,6 +43,7 @@ def roll_back(connection: Connection, to: int | None = None, *, again: bool = Fa
     """
     # first, as in a trainer's transactions: none of them publishes in between what it trained on a later version
     connection.execute(select(trainers.c.name).order_by(trainers.c.name).with_for_update()).all()
+    lock_shares(connection)
     version = _previous(connection) if to is None else to
     if not 0 <= version <= LARGEST_VERSION:
         raise _no_such(version)

@@ -27,6 +27,7 @@ def share_traffic(connection: Connection, weights: Mapping[int, float], *, at_mo
     Raises CannotServe if there are more of them, or one cannot serve.
     """
     shares = _shares(weights, at_most)
+    lock_shares(connection)
     concerned = or_(versions.c.share.is_not(None), versions.c.version.in_(shares))
     rows = select(versions.c.version, versions.c.share).where(concerned).order_by(versions.c.version).with_for_update()
     before = {row.version: row.share for row in connection.execute(rows)}
@@ -40,6 +41,11 @@ def share_traffic(connection: Connection, weights: Mapping[int, float], *, at_mo
             connection.execute(update(versions).where(versions.c.version == version).values(share=share))
             note_decision(connection, version, f"share of the chats: {share or 0:g}", by=by)
     return shares
+
+
+def lock_shares(connection: Connection) -> None:
+    """Wait until no other transaction changes shares: one of them would not see what the other gives."""
+    connection.execute(select(versions.c.version).where(versions.c.version == 0).with_for_update())
 
 
 def _shares(weights: Mapping[int, float], at_most: int) -> dict[int, float]:
