@@ -6,6 +6,7 @@ from argparse import Namespace
 from contextlib import closing
 
 from services.commands import add_config, open_console, read_config
+from services.commands.traffic import in_words
 
 HELP = "show rows by state, versions and trainers; GET /status also shows engines"
 add_arguments = add_config
@@ -31,6 +32,8 @@ def run(args: Namespace) -> int:
         f"versions  newest {versions['newest']}  serving {versions['serving']}  published {versions['published']}  "
         f"reloads {versions['reloads']}  lag {status['lag_versions']}"
     )
+    if shares := status["versions"]["shares"]:
+        console.print(f"          {in_words(shares)}")
     for trainer in status["trainers"]:
         alive = "alive" if trainer["alive"] else "stopped"
         console.print(

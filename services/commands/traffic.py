@@ -12,6 +12,7 @@ from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from shared.config import Config
+    from shared.ledger.queries import Rewards
 
 HELP = "show how chats are divided among versions, or divide them: 12=0.9 13=0.1, or newest"
 _NEWEST = "newest"
@@ -60,17 +61,31 @@ def share(config: Config, weights: Mapping[int, float]) -> None:
 
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.write() as connection:
         shares = transitions.share_traffic(connection, weights, at_most=config.versions_served, by="operator")
-    _print(shares, "; engines load what they lack within seconds")
+    open_console(markup=False).print(f"{in_words(shares)}; engines load what they lack within seconds")
+
+
+def in_words(shares: Mapping[int, float]) -> str:
+    """Return the shares for an operator to read."""
+    parts = ", ".join(f"version {version} {100 * share:.4g}%" for version, share in shares.items())
+    return f"chats: {parts or 'all to the newest version that may serve'}"
 
 
 def _show(config: Config) -> None:
+    """Print the shares, and the rewards of each version that has one."""
     from shared.ledger.connect import Ledger
-    from shared.ledger.queries import shares_of_traffic
+    from shared.ledger.queries import rewards_by_version, shares_of_traffic
 
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
-        _print(ledger.fetch(shares_of_traffic), "")
+        shares, rewards = ledger.fetch(shares_of_traffic), ledger.fetch(rewards_by_version)
+    console = open_console(markup=False)
+    console.print(in_words(shares))
+    rewarded = {row.version: row for row in rewards}
+    for version in shares:
+        console.print(f"version {version}  rewards {_mean(rewarded.get(version))}")
 
 
-def _print(shares: Mapping[int, float], then: str) -> None:
-    parts = ", ".join(f"version {version} {100 * share:.4g}%" for version, share in shares.items())
-    open_console(markup=False).print(f"chats: {parts or 'all to the newest version that may serve'}{then}")
+def _mean(rewards: Rewards | None) -> str:
+    if rewards is None:
+        return "none yet"
+    error = "" if rewards.standard_error is None else f" ± {rewards.standard_error:.2g}"
+    return f"{rewards.mean:.4g}{error}  rows {rewards.count}"

@@ -88,7 +88,8 @@ def _show(ledger: Ledger) -> None:
     for row in rows:
         parent = "" if row.parent is None else str(row.parent)
         times = (_local_time(moment) for moment in (row.decided_at, row.created_at, row.served_at))
-        remarks = [f"tag {row.tag}" if row.tag else "", "files gone" if row.deleted_at else "", row.reason or ""]
+        share = "" if row.share is None else f"share {100 * row.share:.4g}%"
+        remarks = [share, f"tag {row.tag}" if row.tag else "", "files gone" if row.deleted_at else "", row.reason or ""]
         about = (str(row.version), parent, row.kind, str(row.step), row.state)
         table.add_row(*map(Text, (*about, *times, "; ".join(filter(None, remarks)))))
     open_console().print(table)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
-from shared.errors import CannotServe
+from shared.errors import CannotServe, ConfigError
 from shared.experience import VersionState as S
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import Wanted, find_versions, wanted_versions
-from shared.ledger.tables import decisions
+from shared.ledger.tables import decisions, experiences
+from tests.support.processes import run_here
+from tests.support.samples import sample
 
 
 @pytest.fixture
@@ -164,3 +166,45 @@ def test_a_rollback_leaves_shares_of_earlier_versions_and_none(published):
     do(published, "roll_back", 1, by="an operator")
     publish(published, 5)
     assert wanted(published) == 5
+
+
+def test_the_commands_say_what_serves_and_why_they_refuse(published, config, capsys):
+    def said(*command: str) -> str:
+        assert run_here(config, *command) == 0
+        return capsys.readouterr().out
+
+    assert "chats: version 3 100%; engines load" in said("promote", "3")
+    assert "chats: version 3 100%" in said("status")
+    assert "share 100%" in said("versions")
+    assert said("traffic").splitlines() == ["chats: version 3 100%", "version 3  rewards none yet"]
+    assert "chats: all to the newest version that may serve; engines load" in said("traffic", "newest")
+    assert said("traffic").splitlines() == ["chats: all to the newest version that may serve"]
+    assert "chats: " not in said("status")
+    for command, error, reason in (
+        (("promote", "9"), CannotServe, "version 9 does not exist"),
+        (("traffic", "1=1", "2=1"), CannotServe, "model.kind: lora"),
+        (("traffic", "1=1", "1=2"), ConfigError, "name each version once"),
+        (("traffic", "newest", "1=1"), ConfigError, "name each version once"),
+    ):
+        with pytest.raises(error, match=reason):
+            run_here(config, *command)
+    for wrong in ("1", "1=x", "=1", "x=1"):
+        with pytest.raises(SystemExit):
+            run_here(config, "traffic", wrong)
+
+
+def test_the_command_shows_the_rewards_of_each_version_that_has_a_share(published, config, capsys):
+    share(published, {1: 3, 2: 1, 3: 1})
+    names = [f"m{number}" for number in range(5)]
+    do(published, "record", [sample(name) for name in names])
+    with published.write() as connection:
+        for name, version, reward in zip(names, (1, 1, 1, 1, 2), (1.0, 0.0, 1.0, 1.0, 0.5), strict=True):
+            row = update(experiences).where(experiences.c.msg_id == name)
+            connection.execute(row.values(version=version, reward=reward))
+    assert run_here(config, "traffic") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "chats: version 1 60%, version 2 20%, version 3 20%",
+        "version 1  rewards 0.75 ± 0.25  rows 4",
+        "version 2  rewards 0.5  rows 1",
+        "version 3  rewards none yet",
+    ]

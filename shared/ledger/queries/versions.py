@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -172,6 +173,12 @@ class Rewards:
     count: int
     mean: float
     mean_square: float
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the mean, as if the rows were independent; rows of one run usually are not. None for a single row."""
+        variance = max(0.0, self.mean_square - self.mean**2)
+        return math.sqrt(variance / (self.count - 1)) if self.count > 1 else None
 
 
 def rewards_by_version(connection: Connection) -> list[Rewards]:
