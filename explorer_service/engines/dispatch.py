@@ -208,7 +208,7 @@ class Dispatcher:
 
     async def _acquire(self, request: EngineRequest, avoid: list[str]) -> EngineSlot:
         acquire = partial(self.pool.acquire, seeded=request.seeded, affinity=request.affinity, avoid=avoid)
-        if request.preferred is not None and self.pool.serves(request.preferred):
+        if request.preferred is not None and self.pool.serves(request.preferred, avoid):
             with suppress(VersionNotServed):  # it went out of service while the request waited for it
                 return await acquire(request.preferred)
         return await acquire(request.version)

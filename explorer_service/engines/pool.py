@@ -151,9 +151,9 @@ class EnginePool:
         """Whether an engine serves a version, or may load it because it is pinned."""
         return version in engine.versions or (version in self.pinned and version not in engine.refused)
 
-    def serves(self, version: int) -> bool:
-        """Whether any engine serves the version now."""
-        return any(version in engine.versions for engine in self.engines if engine.is_open)
+    def serves(self, version: int, avoid: Collection[str] = ()) -> bool:
+        """Whether any engine serves the version now. avoid: names of engines that do not count."""
+        return any(version in engine.versions for engine in self.serving if engine.name not in avoid)
 
     def is_ready(self) -> bool:
         """Whether a chat would be answered: an engine serves, or does so again after a take-up that chats wait for."""

@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import experiences
-from tests.support.adapters import publish_and_wait, said, state
+from tests.support.adapters import publish_and_wait, said, state, watch_openings
 from tests.support.scripted_adapters import name_of, publish_adapter
 from tests.support.servers import RunningExplorer, served, wait_until
 
@@ -108,6 +108,30 @@ def test_more_versions_than_an_engine_serves_are_refused(divided, start):
     answer = small.http.put("/traffic", json={"weights": {1: 1, 2: 1, 3: 1}})
     assert answer.status_code == 409 and "engine.max_cpu_loras" in answer.text
     divide(small, {1: 1, 2: 1})
+
+
+def test_two_explorers_give_the_turns_of_a_run_to_the_same_version(divided, start):
+    other = start()
+    wait_until(lambda: {1, 3} <= loaded(other))
+    of_run = set()
+    for run in range(10):
+        named = {"run_id": f"run {run}"}
+        versions = {e.chat(metadata=named).headers["X-Flywheel-Version"] for e in (divided, other)}
+        assert len(versions) == 1
+        of_run |= versions
+    assert of_run == {"1", "3"}
+    messages = [{"role": "user", "content": "a conversation at both"}]
+    first = divided.chat(messages=messages)
+    messages += [first.json()["choices"][0]["message"], {"role": "user", "content": "and now?"}]
+    for explorer in (other, divided, other):
+        assert explorer.chat(messages=messages).headers["X-Flywheel-Version"] == first.headers["X-Flywheel-Version"]
+
+
+def test_an_engine_that_restarts_has_all_versions_with_shares_again_before_it_takes_chats(divided, scripted_engine):
+    opened_with = watch_openings(divided)
+    scripted_engine.die()
+    wait_until(lambda: bool(opened_with))
+    assert opened_with == [{0, 1, 3}]
 
 
 def test_an_explorer_that_starts_later_divides_them_too(divided, start, scripted_engine):
