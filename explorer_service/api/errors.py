@@ -68,7 +68,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case CannotRollBack():
             return ApiError(409, str(error), param="to", code="cannot_roll_back")
         case CannotServe():
-            return ApiError(409, str(error), param="weights", code="cannot_serve")
+            return ApiError(409, str(error), code="cannot_serve")
         case NoEngine():
             return unavailable(str(error), error.code)
         case EngineLost():

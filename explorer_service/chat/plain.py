@@ -40,7 +40,7 @@ async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
         resources.enter_context(caller.limit.taken())  # before the body is read or decoded
         raw = await deps.bodies.read(request)
         chat = parse_chat(surface, raw, request.headers, caller, deps.router, settings, request.path_params)
-        if deps.shares.divide() and chat.route.names_none:
+        if deps.shares.divided and chat.route.names_none:
             chat = await _choose_version(chat, deps)
         async with while_caller_waits(request.receive):
             if chat.stream:

@@ -235,7 +235,7 @@ class AdapterController:
 
     async def _read_pins(self, current: int | None) -> list[int]:
         """Return the versions with shares and the last used pinned ones, as many as the engine has room for."""
-        pinned = [*self._reloading.poller.shares(), *await self._reloading.fetch(queries.pinned_versions)]
+        pinned = [*self._reloading.poller.shares, *await self._reloading.fetch(queries.pinned_versions)]
         pins = [version for version in dict.fromkeys(pinned) if version not in (0, current)]
         ending = sum(version in self._engine.in_flight_of for version in self._take_up.leaving)
         return pins[: max(0, self._most_pins - ending)]

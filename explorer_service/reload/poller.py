@@ -29,6 +29,7 @@ class VersionPoller:
         self._connection = DedicatedConnection(ledger)
         self._interval_s = interval_s
         self._found: _Found = Wanted(None, {})
+        self._shares: dict[int, float] = {}
         self.revision = 0  # counts changes of the result, and calls of `wake`
         self._changed = asyncio.Event()
         self._waiters: deque[asyncio.Future[None]] = deque()  # always the same object: both threads use it
@@ -48,9 +49,10 @@ class VersionPoller:
             raise LedgerError(str(self._found)) from self._found
         return self._found.version
 
+    @property
     def shares(self) -> dict[int, float]:
-        """Return the shares of several versions, by the last query; empty: one serves, or the query failed."""
-        return {} if isinstance(self._found, LedgerError) else self._found.shares
+        """Shares of several versions, by the last query that did not fail; empty if one version should serve."""
+        return self._shares
 
     async def refresh(self) -> None:
         """Query the ledger now, and wait for the result."""
@@ -94,6 +96,8 @@ class VersionPoller:
                 log.warning("the ledger is unavailable: new versions are not seen", reason=str(found))
             self.wake()
         self._found = found
+        if isinstance(found, Wanted):
+            self._shares = found.shares
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)

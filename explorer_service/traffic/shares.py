@@ -23,13 +23,14 @@ class Shares:
         self._poller = poller
         self._reader = reader
 
-    def divide(self) -> bool:
+    @property
+    def divided(self) -> bool:
         """Whether several versions have shares."""
-        return bool(self._poller.shares())
+        return bool(self._poller.shares)
 
     async def choose(self, msg_id: str, task: str | None, run: str | None, extends: Sequence[bytes]) -> int | None:
         """Return the version of a chat; None: the leading one. extends: digests of exchanges that it may continue."""
-        shares = self._poller.shares()
+        shares = self._poller.shares
         if run is not None:
             return draw(shares, f"{task or ''}\0{run}")
         if extends:

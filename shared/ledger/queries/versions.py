@@ -134,7 +134,7 @@ def wanted_versions(connection: Connection) -> Wanted:
 
     Chats for a version that may not serve are answered by the last one before it that has served.
     """
-    having_shares = select(versions).where(versions.c.share.is_not(None))
+    having_shares = select(versions).where(versions.c.share.is_not(None)).order_by(versions.c.version)
     shared = [VersionRow(**row._mapping) for row in connection.execute(having_shares)]
     if not shared:
         return Wanted(_last(connection, _MAY_SERVE), {})

@@ -7,6 +7,8 @@ from collections import Counter
 import pytest
 from sqlalchemy import select
 
+from explorer_service.reload.poller import VersionPoller
+from shared.errors import LedgerError
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import experiences
 from tests.support.adapters import publish_and_wait, said, state, watch_openings
@@ -132,6 +134,24 @@ def test_an_engine_that_restarts_has_all_versions_with_shares_again_before_it_ta
     scripted_engine.die()
     wait_until(lambda: bool(opened_with))
     assert opened_with == [{0, 1, 3}]
+
+
+def test_while_versions_cannot_be_read_from_the_ledger_chats_are_divided_as_before(
+    divided, scripted_engine, monkeypatch
+):
+    loads = len(scripted_engine.script.ever_loaded)
+    asked: list[VersionPoller] = []
+
+    def is_away(poller: VersionPoller) -> LedgerError:
+        asked.append(poller)
+        return LedgerError("the database is unavailable")
+
+    with monkeypatch.context() as away:
+        away.setattr(VersionPoller, "_query", is_away)
+        wait_until(lambda: len(asked) > 2)
+        assert set(answering(divided, 20)) == {"1", "3"}
+    assert set(answering(divided, 20)) == {"1", "3"}
+    assert len(scripted_engine.script.ever_loaded) == loads
 
 
 def test_an_explorer_that_starts_later_divides_them_too(divided, start, scripted_engine):
