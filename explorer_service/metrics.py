@@ -42,7 +42,9 @@ class ExplorerMetrics:
         self.record_rows = self._counter("record_rows", "Samples stored, by result", "result")
         self.record_commit = self._histogram("record_commit_seconds", "One durable write of the ledger")
         self.feedback_receipts = self._counter("feedback_receipts", "Receipts by state", "state")
-        self.pins = self._counter("traffic_pins", "Versions with pins or shares loaded into an engine, by result", "result")
+        self.pins = self._counter(
+            "traffic_pins", "Versions with pins or shares loaded into an engine, by result", "result"
+        )
         self.commit_rows = self._counter("commit_rows", "Rows made ready, by requests and by the timer")
         self.reloads = self._counter("reload_versions", "Results of take-ups", "result")
         self.reload_pause = self._histogram("reload_pause_seconds", "How long an engine was paused for a reload")

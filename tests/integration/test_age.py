@@ -43,6 +43,9 @@ WORK: dict[str, Callable[[Connection], object]] = {
     "serve": lambda c: transitions.serve_version(c, PAST + 1, by="an engine"),
     "give up files": lambda c: transitions.give_up_files(c, **KEEP),
     "metrics": queries.progress,
+    "poll": queries.wanted_versions,
+    "promote": lambda c: transitions.share_traffic(c, {PAST + 1: 1.0}, at_most=1, by="an operator"),
+    "poll after a promotion": lambda c: (WORK["promote"](c), queries.wanted_versions(c)),
 }
 
 
@@ -110,7 +113,8 @@ def test_the_status_reads_no_row_for_each_old_version(aging):
         connection.connection.driver_connection.row_factory = count
         status = queries.ledger_status(connection)
         connection.connection.driver_connection.row_factory = None
-    assert status["versions"] == {"newest": PAST + 1, "serving": None, "published": PAST + 1, "reloads": PAST}
+    of_versions = {"newest": PAST + 1, "serving": None, "published": PAST + 1, "reloads": PAST, "shares": {}}
+    assert status["versions"] == of_versions
     assert read < PAST
 
 

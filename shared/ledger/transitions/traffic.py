@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from sqlalchemy import Connection, or_, select, update
+from sqlalchemy import Connection, select, update
 
 from shared.errors import CannotServe
-from shared.ledger.queries.versions import reason_against_serving
+from shared.ledger.connect import lock_rows
+from shared.ledger.queries.versions import reason_against_serving, shares_of_traffic
 from shared.ledger.tables import versions
 from shared.ledger.transitions.versions import note_decision, restore_skipped
 from shared.versions import LARGEST_VERSION
@@ -28,16 +29,15 @@ def share_traffic(connection: Connection, weights: Mapping[int, float], *, at_mo
     """
     shares = _shares(weights, at_most)
     lock_shares(connection)
-    concerned = or_(versions.c.share.is_not(None), versions.c.version.in_(shares))
-    rows = select(versions.c.version, versions.c.share).where(concerned).order_by(versions.c.version).with_for_update()
-    before = {row.version: row.share for row in connection.execute(rows)}
+    before = shares_of_traffic(connection)
+    lock_rows(connection, versions.c.version, versions.c.version.in_({*before, *shares}))
     for version in shares:
         if (reason := reason_against_serving(connection, version)) is not None:
             raise CannotServe(reason)
     restore_skipped(connection, shares, by=by)
     for version in sorted({*before, *shares}):
         share = shares.get(version)
-        if share != before[version]:
+        if share != before.get(version):
             connection.execute(update(versions).where(versions.c.version == version).values(share=share))
             note_decision(connection, version, f"share of the chats: {share or 0:g}", by=by)
     return shares
