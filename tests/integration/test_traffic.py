@@ -106,10 +106,20 @@ def test_in_place_of_a_promoted_version_that_was_rejected_the_last_one_that_serv
     assert wanted(published) == 1
 
 
-def test_a_rejected_version_gets_no_share_of_what_is_divided(published):
+def test_the_share_of_a_rejected_version_goes_to_the_leading_one_and_never_to_a_smaller_one(published):
     share(published, {2: 1, 3: 1, 4: 2})
-    do(published, "reject_version", 4, "a reason", by="an engine")
-    assert published.fetch(wanted_versions).shares == {2: 0.25, 3: 0.25}
+    do(published, "reject_version", 3, "a reason", by="an engine")
+    assert published.fetch(wanted_versions).shares == {2: 0.25, 4: 0.75}
+    do(published, "reject_version", 2, "a reason", by="an engine")
+    assert published.fetch(wanted_versions).shares == {}
+    assert wanted(published) == 4
+
+
+def test_the_share_of_a_leading_version_that_was_rejected_goes_to_the_one_in_its_place(published):
+    share(published, {3: 9, 4: 1})
+    do(published, "reject_version", 3, "a reason", by="an engine")
+    assert published.fetch(wanted_versions).shares == {2: 0.9, 4: 0.1}  # 4 is tried by few, also now
+    assert wanted(published) == 2
 
 
 @pytest.mark.parametrize(
@@ -118,9 +128,10 @@ def test_a_rejected_version_gets_no_share_of_what_is_divided(published):
         ({9: 1}, 3, "version 9 does not exist; on disk: "),
         ({-1: 1}, 3, "there is no version -1"),
         ({2**70: 1}, 3, "there is no version"),
-        ({2: 1, 3: -1}, 3, "a weight is a number of at least 0"),
-        ({2: float("nan")}, 3, "a weight is a number of at least 0"),
-        ({2: float("inf")}, 3, "a weight is a number of at least 0"),
+        ({2: 1, 3: -1}, 3, "a weight is a number from 0 to 1e.09"),
+        ({2: float("nan")}, 3, "a weight is a number from 0 to 1e.09"),
+        ({2: 1e9 + 1}, 3, "a weight is a number from 0 to 1e.09"),
+        ({2: float("inf")}, 3, "a weight is a number from 0 to 1e.09"),
         ({2: 0.0}, 3, "one of the weights has to be above 0"),
         ({2: 1, 3: 1}, 1, "2 versions at once: an engine serves one version; this needs model.kind: lora"),
         ({1: 1, 2: 1, 3: 1}, 2, "3 versions at once: an engine serves 2 versions; this needs a higher engine.max_cpu"),
@@ -136,8 +147,9 @@ def test_what_cannot_serve_is_refused_and_changes_nothing(published, weights, at
 
 
 def test_huge_and_tiny_weights_are_divided_too(published):
-    assert share(published, {2: 1e308, 3: 1e308}) == {2: 0.5, 3: 0.5}
+    assert share(published, {2: 1e9, 3: 1e9}) == {2: 0.5, 3: 0.5}
     assert share(published, {2: 5e-324, 3: 5e-324}) == {2: 0.5, 3: 0.5}
+    assert share(published, {2: 1e9, 3: 5e-324}) == {2: 1.0}
 
 
 def test_the_files_of_versions_with_shares_are_kept(published):

@@ -132,7 +132,8 @@ def shares_of_traffic(connection: Connection) -> dict[int, float]:
 def wanted_versions(connection: Connection) -> Wanted:
     """Return which versions should serve: those to which an operator gave shares, or else the newest that may serve.
 
-    Chats for a version that may not serve are answered by the last one before it that has served.
+    The version with the largest share leads, or, if that may not serve, the last one before it that has served. It also
+    gets the shares of others that may not serve.
     """
     having_shares = select(versions).where(versions.c.share.is_not(None)).order_by(versions.c.version)
     shared = [VersionRow(**row._mapping) for row in connection.execute(having_shares)]
@@ -140,8 +141,11 @@ def wanted_versions(connection: Connection) -> Wanted:
         return Wanted(_last(connection, _MAY_SERVE), {})
     leading = max(shared, key=lambda row: (row.share, -row.version))
     first = leading if leading.may_serve else _last(connection, _HAS_SERVED, versions.c.version < leading.version)
-    shares = {row.version: row.share for row in shared if row.share is not None and row.may_be_pinned}
-    return Wanted(first, shares if len(shared) > 1 else {})
+    shares: dict[int, float] = {}
+    for row in shared:
+        version = first.version if first is not None and not row.may_be_pinned else row.version
+        shares[version] = shares.get(version, 0.0) + (row.share or 0.0)
+    return Wanted(first, shares if len(shares) > 1 else {})
 
 
 def _last(connection: Connection, *which: ColumnElement[bool]) -> VersionRow | None:

@@ -6,7 +6,6 @@ version that is published later waits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from sqlalchemy import Connection, select, update
@@ -18,12 +17,14 @@ from shared.ledger.tables import versions
 from shared.ledger.transitions.versions import note_decision, restore_skipped
 from shared.versions import LARGEST_VERSION
 
+_LARGEST_WEIGHT = 1e9
+
 
 def share_traffic(connection: Connection, weights: Mapping[int, float], *, at_most: int, by: str) -> dict[int, float]:
     """Give versions their shares of the chats that name no version. Returns the shares; their sum is 1.
 
-    weights: at least 0, in any unit; empty: the newest version that may serve gets all chats. at_most: number of
-    versions that an engine can serve at once.
+    weights: from 0 to a billion, in any unit; empty: the newest version that may serve gets all chats.
+    at_most: number of versions that an engine can serve at once.
 
     Raises CannotServe if there are more of them, or one cannot serve.
     """
@@ -50,22 +51,21 @@ def lock_shares(connection: Connection) -> None:
 
 def _shares(weights: Mapping[int, float], at_most: int) -> dict[int, float]:
     """Return the shares by version, without those of 0. Raises CannotServe."""
-    if any(not (0 <= weight < math.inf) for weight in weights.values()):
-        raise CannotServe("a weight is a number of at least 0")
+    if any(not 0 <= weight <= _LARGEST_WEIGHT for weight in weights.values()):
+        raise CannotServe(f"a weight is a number from 0 to {_LARGEST_WEIGHT:g}")
     unknown = [version for version in weights if not 0 <= version <= LARGEST_VERSION]
     if unknown:
         raise CannotServe(f"there is no version {unknown[0]}; see `flywheel versions`")
-    largest = max(weights.values(), default=0.0)
-    if weights and not largest:
+    total = sum(weights.values())
+    if weights and not total:
         raise CannotServe("one of the weights has to be above 0")
-    # divided by the largest first: the sum of huge weights would be infinite
-    scaled = {version: weight / largest for version, weight in sorted(weights.items()) if weight > 0}
-    if len(scaled) > at_most:
+    shares = {version: weight / total for version, weight in sorted(weights.items())}
+    shares = {version: share for version, share in shares.items() if share}
+    if len(shares) > at_most:
         what = "one version" if at_most == 1 else f"{at_most} versions"
         how = "model.kind: lora" if at_most == 1 else "a higher engine.max_cpu_loras"
-        raise CannotServe(f"{len(scaled)} versions at once: an engine serves {what}; this needs {how}")
-    total = sum(scaled.values())
-    return {version: weight / total for version, weight in scaled.items()}
+        raise CannotServe(f"{len(shares)} versions at once: an engine serves {what}; this needs {how}")
+    return shares
 
 
 def move_shares(connection: Connection, to: int, *, by: str) -> None:
