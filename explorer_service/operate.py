@@ -60,8 +60,8 @@ async def answer_promote(request: Request, deps: Deps) -> Response:
 
 async def _share(weights: Mapping[int, float], caller: Caller, deps: Deps) -> dict[str, Any]:
     at_most = deps.config.versions_served
-    share = partial(transitions.share_traffic, weights=weights, at_most=at_most, by=_name(caller))
-    shares = await deps.feedback_writer.write(share)
+    change = partial(transitions.share_traffic, weights=weights, at_most=at_most, by=_operator(caller))
+    shares = await deps.feedback_writer.write(change)
     return {"traffic": {str(version): share for version, share in shares.items()}}
 
 
@@ -72,11 +72,11 @@ async def answer_rollback(request: Request, deps: Deps) -> Response:
         raw = await deps.bodies.read(request)
         body = decode_typed(raw, _decode_rollback)
         ignored = ignored_fields(raw, body)
-        roll_back = partial(transitions.roll_back, to=body.to, again=body.again, by=_name(caller))
+        roll_back = partial(transitions.roll_back, to=body.to, again=body.again, by=_operator(caller))
         return _answer(asdict(await deps.feedback_writer.write(roll_back)), ignored)
 
 
-def _name(caller: Caller) -> str:
+def _operator(caller: Caller) -> str:
     """Return who decides, for the ledger."""
     return "operator" if caller.name is None else f"operator with key {caller.name}"
 

@@ -1,7 +1,7 @@
 """Choose the version that answers a request: the one that the caller pinned, or else the one in service.
 
-`Router.choose` is called once per request. The pool knows the versions in service, and chooses the engine. `shares.py`
-chooses among several versions that an operator has divided the chats among.
+`Router.choose` is called once per request. The pool knows the versions in service, and chooses the engine. If several
+versions share the chats, `shares.py` chooses one.
 """
 
 from __future__ import annotations

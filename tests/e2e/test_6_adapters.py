@@ -174,7 +174,7 @@ def test_chats_are_divided_among_adapters_and_each_row_is_what_its_version_says(
     old, new = (service.publish() for _ in range(2))
     wait_for(lambda: service.serves(new), "an adapter", 240)
     service.http.put("/traffic", json={"weights": {old: 1, new: 1}}).raise_for_status()
-    wait_for(lambda: service.serves(old), "the earlier one", 240)  # leads, because of equal shares the first does
+    wait_for(lambda: service.serves(old), "the earlier one", 240)
     waiting = service.publish()
     replies = [service.chat(max_tokens=8, metadata={"run_id": f"divided {run % 12}"}) for run in range(36)]
     assert {reply.status_code for reply in replies} == {200}

@@ -51,7 +51,7 @@ class VersionRow:
 
     @property
     def is_proven(self) -> bool:
-        """Whether an engine has ever served it. The base counts as proven: others are compared with it."""
+        """Whether an engine has ever proven it. The base counts as proven: others are compared with it."""
         return self.served_at is not None or self.version == 0
 
     @property
