@@ -1,9 +1,9 @@
 """Stage 9, reload: engines load versions, and prove them before they serve.
 
 Each engine has a controller. It chooses the engine's version (choice.py), has it loaded (take_up.py;
-adapter_take_up.py), and handles failures (blame.py). It reads which version an engine holds from the label that each
-load writes, or from its adapters' names, and measures by the manifest's probe that the engine computes correctly. Of
-several explorers on one ledger, one owns the engine, and the others follow (follow.py).
+adapter_take_up.py), and handles failures (recovery.py, blame.py). It reads which version an engine holds from the label
+that each load writes, or from its adapters' names, and measures by the manifest's probe that the engine computes
+correctly. Of several explorers on one ledger, one owns the engine, and the others follow (follow.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from sqlalchemy import Connection
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.engine import Engine, EngineState
 from explorer_service.errors import (
-    EngineDied,
     EngineUnavailable,
-    LoadUndone,
     NotOwner,
-    ProbeMismatch,
     StageFailed,
     TurnLost,
 )
@@ -33,6 +30,7 @@ from explorer_service.reload.follow import EngineFollower
 from explorer_service.reload.health import HEALTH_INTERVAL_S, EngineHealth, while_open
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.ownership import POLL_S
+from explorer_service.reload.recovery import Recovery
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import FullTakeUp, TakeUp
 from explorer_service.reload.tolerance import EngineTolerance
@@ -71,6 +69,7 @@ class EngineController:
             self._adapters = AdapterController(engine, adapters, judge, self._blame, reloading)
         self._backoff = Backoff(self._settings.retry_s)
         self._choice = VersionChoice(judge, self._blame, self._take_up, self._backoff, reloading)
+        self._recovery = Recovery(admin, self._take_up, self._blame, reloading)
         self._health = EngineHealth(engine, admin, reloading.leases)
         self._is_owner = False
         self._wanted: VersionRow | None = None  # according to the last read of the ledger
@@ -179,7 +178,8 @@ class EngineController:
         engine, target = self._engine, None
         is_withdrawn = engine.is_open and await self._choice.is_withdrawn(engine.version, wanted.version)
         rises = engine.is_open and self._served is not None and wanted.version > (engine.version or 0)
-        if rises and not is_withdrawn and time.monotonic() < self._paused_at + self._settings.min_interval_s:
+        too_soon = time.monotonic() < self._paused_at + self._settings.min_interval_s or self._recovery.must_wait
+        if rises and not is_withdrawn and too_soon:
             return
         if not self._backoff.wait_s(wanted.version):
             try:
@@ -243,22 +243,11 @@ class EngineController:
         except EngineError as error:
             self._paused_at = time.monotonic()
             self._note_failure(version, error)
-            await self._go_back(target, good, error)
+            await self._serve(await self._recovery.go_back(target, good, error), again=True)
         else:
             self._paused_at = time.monotonic()
+            self._recovery.forget()
             await self._serve(target, took_ms=1000 * (self._paused_at - started))
-
-    async def _go_back(self, target: TargetVersion, good: TargetVersion | None, error: EngineError) -> None:
-        """Serve the last good version again. Raises the error if the engine cannot be moved to it."""
-        if isinstance(error, EngineDied):
-            await self._blame.count(target, str(error))
-        if good is None or not isinstance(error, LoadUndone | ProbeMismatch):
-            raise error
-        if isinstance(error, ProbeMismatch):
-            await self._take_up.run(good, None)
-        is_technical = isinstance(error, LoadUndone) and error.is_technical
-        await (self._blame.count if is_technical else self._blame.condemn)(target, str(error))
-        await self._serve(good, again=True)
 
     async def _stay(self, version: int, error: EngineError | VersionError) -> None:
         """Handle a failure before the engine was changed: it continues to serve, if it is open."""
@@ -274,9 +263,11 @@ class EngineController:
     async def _serve(self, target: TargetVersion, *, again: bool = False, **fields: float) -> None:
         """Open the engine, which has proven the target, unless that was rejected meanwhile. again: no new take-up."""
         engine, version, wanted = self._engine, target.version, self._reloading.poller.wanted()
+        degraded = ""
         if wanted is not None and version == wanted.version:
             self._backoff.forget(version)
-        degraded = "" if wanted is None else self._backoff.reason(wanted.version)
+        elif wanted is not None:
+            degraded = self._recovery.reason or self._backoff.reason(wanted.version)
         by, key = f"engine {engine.name}", self._leases.key(engine.url)
         if self._adapters is not None and not engine.is_open:
             await self._adapters.bring_in_pins()  # a restarted engine gets its adapters again before it gets chats
@@ -295,6 +286,7 @@ class EngineController:
             await self._reloading.poller.refresh()
             return
         self._served = target
+        self._recovery.note_served()
         self._pool.serve(engine, self._take_up.names(version), target.defaults, degraded, version)
         self._reloading.metrics.reloads.labels("served").inc(0 if again else 1)
         log.info("version in service", version=version, engine=engine.name, **fields)

@@ -9,6 +9,7 @@ implements the same protocol.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Collection
@@ -258,7 +259,8 @@ class FullTakeUp:
         """Restart the engine: it holds parts of two versions, and would die if it sampled from them."""
         await self._require_owned()
         try:
-            await self._admin.restart()
+            with contextlib.suppress(EngineUnavailable):  # it ends at once
+                await self._admin.restart()
         except EngineRefused as error:
             raise EngineError(f"{reason}; restart engine {self._admin.url}") from error
         raise EngineUnavailable(f"{reason}; engine {self._admin.url} is being restarted")

@@ -12,6 +12,7 @@ from shared.errors import LedgerError
 from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.queries import read_engine
+from shared.versions import version_path
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, give_up_hung_loads, reject, shown, states, take_the_turn
 from tests.support.servers import publish, served, wait_joined, wait_until
@@ -198,3 +199,43 @@ def test_an_engine_with_seeded_requests_of_any_explorer_finishes_them_before_it_
     script.chats_wait = False
     chat.join()
     assert script.pause_modes == ["keep" if is_seeded_at == "neither" else "wait"]
+
+
+def _load_wrongly(script):
+    """What is loaded into the running engine is computed wrongly, what it is started on is not."""
+    wrong = script.wrong_probe_for
+    script.on_call["/collective_rpc"] = lambda: wrong.update(f"v{version:06d}" for version in range(5))
+    script.on_call["/flywheel/restart"] = wrong.clear
+
+
+def test_an_engine_whose_loads_are_wrong_is_restarted_and_serves_the_last_good_version(scripted_engine, start_explorer):
+    explorer, script = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready(), scripted_engine.script
+    publish(explorer, 0)
+    scripted_engine.start_on(explorer.config.root / version_path(0))
+    wait_until(lambda: states(explorer)[0] == "SERVING")
+    _load_wrongly(script)
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: script.deaths == 1 and served(explorer) == "0")
+    assert states(explorer)[1] == "PUBLISHED", "the version is not to blame: another engine may prove it"
+    assert shown(explorer)["state"] == "degraded" and "its loads are wrong" in shown(explorer)["reason"]
+    wait_until(lambda: script.deaths == 2 and served(explorer) == "0")  # it tries again, ever more rarely
+    publish(explorer, 2, -3.0)
+    script.on_call.clear()
+    script.wrong_probe_for.clear()
+    wait_until(lambda: served(explorer) == "2" and shown(explorer)["state"] == "serving")
+
+
+def test_an_engine_whose_loads_are_wrong_and_that_nobody_can_restart_is_closed(scripted_engine, start_explorer):
+    explorer, script = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready(), scripted_engine.script
+    publish(explorer, 0)
+    scripted_engine.start_on(explorer.config.root / version_path(0))
+    wait_until(lambda: states(explorer)[0] == "SERVING")
+    _load_wrongly(script)
+    del script.on_call["/flywheel/restart"]
+    script.refused.add("/flywheel/restart")
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: "restart the engine" in shown(explorer)["reason"])
+    assert shown(explorer)["state"] == "checking"
+    script.wrong_probe_for.clear()
+    scripted_engine.die()
+    wait_until(lambda: served(explorer) == "0")

@@ -1,0 +1,90 @@
+"""Recover an engine whose take-up of a version failed: it serves the last good version again, or is restarted.
+
+An engine whose loads are wrong is restarted: it starts on the last good version. vLLM 0.32 on a CPU is one for mixtures
+of experts: a load into the running engine gives other weights than a start from the same folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import NoReturn
+
+from explorer_service.engines.admin import EngineAdmin
+from explorer_service.errors import EngineDied, EngineRefused, EngineUnavailable, LoadUndone, ProbeMismatch
+from explorer_service.reload.blame import Blame
+from explorer_service.reload.judge import TargetVersion
+from explorer_service.reload.reloading import Reloading
+from explorer_service.reload.take_up import TakeUp
+from shared.errors import EngineError
+from shared.log import StageLogger
+
+log = StageLogger("reload")
+
+_LONGER = 10  # each wait is so many times as long as the one before it
+_MOST_LONGER = 4  # times
+
+
+class Recovery:
+    """Recovers one engine. After a restart, the engine takes up no later version for a while."""
+
+    def __init__(self, admin: EngineAdmin, take_up: TakeUp, blame: Blame, reloading: Reloading) -> None:
+        self._admin = admin
+        self._take_up = take_up
+        self._blame = blame
+        self._leases = reloading.leases
+        self._first_s = reloading.config.explorer.reload.retry_s
+        self._restarts = 0  # since the engine has last taken up a version
+        self._wait_until: float | None = None  # time.monotonic(); None: the engine does not serve again yet
+        self.reason = ""  # why the engine was restarted
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether an engine that serves again may not take up a later version yet."""
+        return self._wait_until is not None and time.monotonic() < self._wait_until
+
+    def note_served(self) -> None:
+        """Note that the engine serves: if it was restarted, the wait begins."""
+        if self._restarts and self._wait_until is None:
+            longer = min(self._restarts - 1, _MOST_LONGER)
+            self._wait_until = time.monotonic() + self._first_s * _LONGER**longer
+
+    def forget(self) -> None:
+        """Note that a load was right."""
+        self._restarts, self._wait_until, self.reason = 0, None, ""
+
+    async def go_back(self, target: TargetVersion, good: TargetVersion | None, error: EngineError) -> TargetVersion:
+        """Have the engine hold the last good version after the take-up of the target failed. Returns that version.
+
+        Raises EngineUnavailable if the engine is restarted; the error, or another EngineError, if it is not moved.
+        """
+        if isinstance(error, EngineDied):
+            await self._blame.count(target, str(error))
+        if isinstance(error, ProbeMismatch):
+            await self._load_again(target, good, error)
+        if good is None or not isinstance(error, LoadUndone | ProbeMismatch):
+            raise error
+        is_technical = isinstance(error, LoadUndone) and error.is_technical
+        await (self._blame.count if is_technical else self._blame.condemn)(target, str(error))
+        return good
+
+    async def _load_again(self, target: TargetVersion, good: TargetVersion | None, error: ProbeMismatch) -> None:
+        if good is not None:
+            try:
+                await self._take_up.run(good, None)
+            except ProbeMismatch as again:
+                await self._restart(again)
+        elif target.row.is_proven:
+            await self._restart(error)
+
+    async def _restart(self, error: ProbeMismatch) -> NoReturn:
+        """Restart an engine that computes wrongly after a load of a version that was proven before."""
+        reason = f"{error}, also after a load of the last good version"
+        self._restarts, self._wait_until, self.reason = self._restarts + 1, None, f"its loads are wrong: {reason}"
+        await self._leases.require(self._admin.url)
+        try:
+            with contextlib.suppress(EngineUnavailable):  # it ends at once
+                await self._admin.restart()
+        except EngineRefused as refused:
+            raise EngineError(f"{reason}; restart the engine") from refused
+        raise EngineUnavailable(f"{reason}; the engine is being restarted") from error
