@@ -23,7 +23,7 @@ from trainer_service.models import (
     Actor,
     ActorCritic,
     checkpoint_layers,
-    load_causal_lm,
+    load_prepared,
     round_weights,
     score_actions,
     tie_equal_embeddings,
@@ -53,13 +53,13 @@ def assemble(config: Config, start: Path, needs: Needs, *, bf16: bool) -> Models
 
 def full_models(config: Config, start: Path, needs: Needs, bf16: bool) -> Models:
     """Build separate models for policy, critic and reference."""
-    policy = load_causal_lm(start)
+    policy = load_prepared(start)
     tie_equal_embeddings(policy)
     if config.trainer.gradient_checkpointing:
         checkpoint_layers(policy)
     others, reference = [], None
     if Needs.REFERENCE in needs:
-        frozen = load_causal_lm(config.root / version_path(0))
+        frozen = load_prepared(config.root / version_path(0))
         if bf16:
             round_weights(frozen, torch.bfloat16)
         others.append(frozen)
@@ -73,7 +73,7 @@ def full_models(config: Config, start: Path, needs: Needs, bf16: bool) -> Models
 
 def adapted_models(config: Config, start: Path, needs: Needs, bf16: bool) -> Models:
     """Build one frozen base model with adapters."""
-    policy = load_causal_lm(config.root / version_path(0))
+    policy = load_prepared(config.root / version_path(0))
     tie_equal_embeddings(policy)
     if bf16:
         round_weights(policy, torch.bfloat16)  # DeepSpeed would round later, next to the complete float32 copy
@@ -98,7 +98,7 @@ def frozen_teachers(config: Config, device: torch.device, *, bf16: bool) -> tupl
     folder = config.trainer.distill.path
     if "distill" not in config.trainer.parts or folder is None:
         return {}, Rows.FOLDED
-    model = load_causal_lm(Path(folder))
+    model = load_prepared(Path(folder))
     if bf16:
         round_weights(model, torch.bfloat16)
     scores = _frozen_scores(model, device)

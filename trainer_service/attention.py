@@ -114,21 +114,23 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
     """Attention as Transformers calls it: [1, T, H, D]. Without a layout, each of the rows is one sequence.
 
-    Raises NotImplementedError for options that it does not support, such as attention sinks.
+    s_aux: [H], attention sinks: the logit of a further key of each head, whose value is zero. Raises
+    NotImplementedError for options that it does not support, such as a position bias.
     """
-    if attention_mask is not None or unknown.get("s_aux") is not None or unknown.get("position_bias") is not None:
+    if attention_mask is not None or unknown.get("position_bias") is not None:
         raise NotImplementedError(
             f"{type(module).__name__} attends in a way that the trainer's attention does not know"
         )
     if layout is None:
         length = query_1HTD.shape[2]
         layout = Layout((Node(0, length, -1, 0),))
-    options = _Options(layout, scaling, sliding_window, softcap)
-    if _has_kernel(query_1HTD, value_1GTD, softcap):
+    options = _Options(layout, scaling, sliding_window, softcap, s_aux)
+    if options.are_plain and _has_kernel(query_1HTD, value_1GTD):
         return _by_kernel(query_1HTD, key_1GTD, value_1GTD, options), None
     queries, keys, values = (torch.split(t, layout.lengths, dim=2) for t in (query_1HTD, key_1GTD, value_1GTD))
     outputs = [
@@ -144,6 +146,12 @@ class _Options:
     scaling: float | None
     window: int | None
     softcap: float | None
+    sinks_H: Tensor | None
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether PyTorch's own attention supports all of them."""
+        return self.softcap is None and self.sinks_H is None
 
 
 def _join(pieces: Sequence[Tensor], found: list[int]) -> Tensor:
@@ -153,7 +161,7 @@ def _join(pieces: Sequence[Tensor], found: list[int]) -> Tensor:
 def _node(node: Node, query: Tensor, key: Tensor, value: Tensor, options: _Options) -> Tensor:
     """Return the attention of one node's tokens to the keys and values of the path that ends with them."""
     total, window = key.shape[2], options.window
-    if node.depth == 0 and options.softcap is None and (window is None or window >= total):
+    if node.depth == 0 and options.are_plain and (window is None or window >= total):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=options.scaling, enable_gqa=True)
     outputs = []
     for offset in range(0, query.shape[2], BLOCK):
@@ -167,19 +175,24 @@ def _node(node: Node, query: Tensor, key: Tensor, value: Tensor, options: _Optio
 
 
 def _block(query: Tensor, key: Tensor, value: Tensor, mask_QS: Tensor, options: _Options) -> Tensor:
-    if options.softcap is None:
+    if options.are_plain:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask_QS, scale=options.scaling, enable_gqa=True
         )
     groups, scale = key.shape[1], options.scaling or query.shape[-1] ** -0.5
     by_group = torch.unflatten(query, 1, (groups, -1))  # [1, G, H / G, Q, D]
-    logits = torch.tanh(by_group @ key.unsqueeze(2).mT * (scale / options.softcap)) * options.softcap
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    weights = logits.to(wide).masked_fill(~mask_QS, -torch.inf).softmax(-1).to(value.dtype)
+    logits = by_group @ key.unsqueeze(2).mT * scale
+    if options.softcap is not None:
+        logits = torch.tanh(logits / options.softcap) * options.softcap
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(~mask_QS, -torch.inf)
+    if options.sinks_H is not None:
+        sinks = options.sinks_H.to(logits.dtype).view(groups, -1, 1, 1)
+        logits = torch.cat((logits, sinks.expand(*logits.shape[:-1], 1)), dim=-1)
+    weights = logits.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     return (weights @ value.unsqueeze(2)).flatten(1, 2)
 
 
-def _has_kernel(query: Tensor, value: Tensor, softcap: float | None) -> bool:
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch's kernel for variable-length sequences supports these tensors."""
     return (
         query.is_cuda
@@ -187,7 +200,6 @@ def _has_kernel(query: Tensor, value: Tensor, softcap: float | None) -> bool:
         and query.shape[0] == 1
         and query.shape[-1] == value.shape[-1] <= 256
         and query.shape[-1] % 8 == 0
-        and softcap is None
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 

@@ -19,8 +19,15 @@ from trainer_service.logprobs import Scores, score
 from trainer_service.packing import MicroBatch
 
 
+def load_prepared(folder: Path) -> Any:
+    """Load a causal LM for packed rows, in float32. Raises StartupError."""
+    model = load_causal_lm(folder)
+    prepare(model)
+    return model
+
+
 def load_causal_lm(folder: Path) -> Any:
-    """Load a causal LM in float32. Raises StartupError with the folder and the reason."""
+    """Load a causal LM in float32, as Transformers computes it. Raises StartupError with the folder and the reason."""
     disable_progress_bar()
     if not (folder / "config.json").exists():
         raise StartupError(f"{folder} is no model folder (no config.json in it); correct model.path")
@@ -29,7 +36,6 @@ def load_causal_lm(folder: Path) -> Any:
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as exc:
         reason = first_line(exc)
         raise StartupError(f"the model in {folder} cannot be loaded ({reason}); is it a whole causal LM?") from exc
-    prepare(model)
     return model
 
 

@@ -1,7 +1,8 @@
 """Stage 8, publish: write weights as a version, first a complete folder on disk, then a row in the ledger.
 
 Versions store all weights untied, because vLLM 0.32 reloads tied weights wrongly without an error: it keeps the old
-lm_head. Version 0 is the base model with its output embedding written out; later versions are trained from it.
+lm_head. Version 0 is the base model with its output embedding written out; later versions are trained from it. Models
+without an lm_head in vLLM stay tied.
 """
 
 from __future__ import annotations
@@ -26,11 +27,17 @@ from trainer_service.tensor_files import copy_header, write_tensors
 
 PROBE_SEQUENCES = 8
 PROBE_LENGTH = 24  # tokens
+ALWAYS_TIED = frozenset({"gemma2"})  # types of models for which vLLM has no lm_head, and refuses one
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # for requests with tools, for example
 
 
 def untie(model: Any) -> None:
-    """Give the output embedding its own copy of the input embedding's weights, and mark the config as untied."""
+    """Give the output embedding its own copy of the input embedding's weights, and mark the config as untied.
+
+    Has no effect on a model that engines only serve tied.
+    """
+    if model.config.model_type in ALWAYS_TIED:
+        return
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         tied = bool(getattr(config, "tie_word_embeddings", False))
         config.tie_word_embeddings = False

@@ -25,7 +25,7 @@ from tests.e2e.conftest import DEFAULT_REPETITION_PENALTY, ENGINE_START_S, Live
 from tests.support.batches import assemble
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.servers import free_port
-from trainer_service.models import load_causal_lm, score_actions
+from trainer_service.models import load_prepared, score_actions
 from trainer_service.packing import pack
 
 pytestmark = pytest.mark.engine
@@ -49,7 +49,7 @@ def recompute(folder: Path, tokens: Tokens, sampling: Sampling) -> np.ndarray:
     batch = assemble([row])
     (micro,) = pack(batch, [0], 4096)
     with torch.no_grad():
-        return score_actions(load_causal_lm(folder), micro, processed=True)["processed"].numpy()
+        return score_actions(load_prepared(folder), micro, processed=True)["processed"].numpy()
 
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.25}

@@ -19,7 +19,7 @@ from tests.support.batches import assemble, gather
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer
 from trainer_service.algorithms.advantages import gae
-from trainer_service.models import load_causal_lm, score_actions
+from trainer_service.models import load_prepared, score_actions
 from trainer_service.packing import pack
 from trainer_service.trajectories import TokenSequence
 
@@ -95,7 +95,7 @@ def test_a_run_of_eight_turns_rewarded_once_trains_every_turn_with_that_return(
 
 def _check_gradient(folder: Any, sequences: list[TokenSequence], rows: list[Experience], reward: float) -> None:
     """REINFORCE's gradient of the packed sequences is that of each turn alone, times the reward."""
-    policy = load_causal_lm(folder)
+    policy = load_prepared(folder)
 
     def gradient(batch: list[TokenSequence], weights: list[np.ndarray]) -> torch.Tensor:
         policy.zero_grad()

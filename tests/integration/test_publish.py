@@ -20,12 +20,13 @@ from shared.ledger.connect import Ledger
 from shared.probe import Probe
 from shared.tensors import read_tensors
 from shared.versions import read_manifest, verify_version, version_path
+from tests.support import architectures
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
 from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
 from trainer_service.models import load_causal_lm
-from trainer_service.publish import compute_probe, sample_sequences, write_full_version
+from trainer_service.publish import compute_probe, sample_sequences, write_base_version, write_full_version
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import StateStore
 
@@ -97,6 +98,28 @@ def test_training_in_bf16_begins_with_every_bit_of_a_float32_folder(stage, tmp_p
         allowed = TABLE[probe.rounding_of("float32")]
         assert Gap(float((said - found).abs().max()), float((said - found).abs().mean())).is_within(allowed)
     assert "MA " not in capfd.readouterr().out, "DeepSpeed's figures of memory are not the trainer's log"
+
+
+@pytest.mark.parametrize(("name", "is_untied"), [("gemma2", False), ("lfm2", True), ("cohere", True)])
+def test_version_0_is_untied_unless_engines_have_no_output_embedding_for_the_model(name, is_untied, tmp_path):
+    own = architectures.make(name, tie_word_embeddings=True)
+    own.save_pretrained(tmp_path / "base")
+    write_base_version(tmp_path, tmp_path / "base")
+    folder = tmp_path / version_path(0)
+    assert ("lm_head.weight" in read_tensors(folder)) is is_untied
+    again = load_causal_lm(folder)
+    assert again.config.get_text_config().tie_word_embeddings is not is_untied
+    assert torch.equal(again.get_output_embeddings().weight, own.get_input_embeddings().weight)
+
+
+def test_version_0_needs_no_attention_that_the_trainer_knows(tmp_path):
+    """Attention sinks, for example: the trainer finds out at its start that the model keeps its own attention."""
+    own = architectures.make("gpt_oss", attn_implementation="eager")
+    own.save_pretrained(tmp_path / "base")
+    probe = write_base_version(tmp_path, tmp_path / "base").probe.sequences
+    expected = compute_probe(own, [sequence.token_ids for sequence in probe])
+    said, theirs = (torch.tensor([sequence.logprobs for sequence in one]) for one in (probe, expected))
+    torch.testing.assert_close(said, theirs, atol=1e-5, rtol=0)
 
 
 @STAGES
