@@ -21,7 +21,10 @@ _NEAR_THE_END = 40  # lines
 
 _ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+|.*\berror: .+)")
 # these only report that something else failed
-_CONSEQUENCE = re.compile(r"EngineDeadError|Worker failed with error|Engine core initialization failed|EngineCore enc")
+_CONSEQUENCE = re.compile(
+    r"EngineDeadError|Worker failed with error|Engine core initialization failed|EngineCore enc|CalledProcessError|"
+    r"Error raised in subprocess"
+)
 # the first report of a crash: by the engine core, or by the API process that finds it dead
 _DEATH = re.compile(
     r"EngineCore encountered a fatal error|EngineDeadError|[Ee]ngine core exited unexpectedly|died unexpectedly"

@@ -87,6 +87,19 @@ def test_why_vllm_could_not_start_is_the_first_error_that_is_no_consequence(tmp_
     assert reason_of(lines, tmp_path / "vllm-e0.log", in_service=False).startswith("ValueError: no such layer (")
 
 
+def test_what_vllms_own_subprocess_lacks_is_named(tmp_path):
+    """vLLM imports a model's code in a subprocess first."""
+    lines = [
+        f"{API}[registry.py:1120] subprocess.CalledProcessError: Command '[...]' returned non-zero exit status 1.",
+        f"{API}[registry.py:1120] RuntimeError: Error raised in subprocess:",
+        f"{API}[registry.py:1120] ModuleNotFoundError: No module named 'torchvision'",
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+        "  Value error, Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected.",
+    ]
+    said = reason_of(lines, tmp_path / "vllm-e0.log", in_service=False)
+    assert said.startswith("ModuleNotFoundError: No module named 'torchvision' (")
+
+
 def test_the_log_of_the_previous_run_is_kept_and_named(tmp_path):
     file, previous = tmp_path / "logs" / "vllm-e0.log", tmp_path / "logs" / "vllm-e0.previous.log"
     for run in ("first", "second", "third"):
