@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from shared.errors import StartupError, first_line
 from trainer_service import attention, head
 from trainer_service.logprobs import Scores, score
 from trainer_service.packing import MicroBatch
+
+_CONVERTED = ("fp8", "compressed-tensors", "mxfp4")  # quantized weights that Transformers converts when it loads them
 
 
 def load_prepared(folder: Path) -> Any:
@@ -27,15 +29,33 @@ def load_prepared(folder: Path) -> Any:
 
 
 def load_causal_lm(folder: Path) -> Any:
-    """Load a causal LM in float32, as Transformers computes it. Raises StartupError with the folder and the reason."""
+    """Load a causal LM in float32, as Transformers computes it. Raises StartupError with the folder and the reason.
+
+    Weights in 8-bit floats or MXFP4 are converted; other quantized weights cannot be trained.
+    """
     disable_progress_bar()
     if not (folder / "config.json").exists():
         raise StartupError(f"{folder} is no model folder (no config.json in it); correct model.path")
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None and (method := quantization.get("quant_method")) not in _CONVERTED:
+            raise StartupError(
+                f"the model in {folder} is quantized ({method}), and only whole weights can be trained; name the "
+                "folder of the model that it was made from"
+            )
+        if quantization is not None:
+            quantization["dequantize"] = True
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as exc:
         reason = first_line(exc)
         raise StartupError(f"the model in {folder} cannot be loaded ({reason}); is it a whole causal LM?") from exc
+    if missing := sorted(found["missing_keys"]):  # Transformers would begin with random weights
+        raise StartupError(
+            f"the model in {folder} lacks weights ({missing[0]}, {len(missing)} in all); is it a whole causal LM?"
+        )
     return model
 
 
