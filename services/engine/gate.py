@@ -15,6 +15,7 @@ import contextlib
 import hmac
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -115,6 +116,8 @@ async def _ask(socket: str, body: bytes) -> bytes:
 
 def _end_vllm() -> None:
     """End vLLM at once; `flywheel engine` ends with it, and is restarted."""
+    sys.stderr.write("an explorer ended vLLM, so that it starts again on the last good version\n")
+    sys.stderr.flush()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -97,7 +97,7 @@ def test_what_vllms_own_subprocess_lacks_is_named(tmp_path):
         "  Value error, Model architectures ['Qwen3_5ForCausalLM'] failed to be inspected.",
     ]
     said = reason_of(lines, tmp_path / "vllm-e0.log", in_service=False)
-    assert said.startswith("ModuleNotFoundError: No module named 'torchvision' (")
+    assert said.startswith("ModuleNotFoundError: No module named 'torchvision'; vLLM imports it for models that also")
 
 
 def test_the_log_of_the_previous_run_is_kept_and_named(tmp_path):
