@@ -177,9 +177,7 @@ class EngineController:
         """Serve the wanted version; until it is loaded, or while it is missing or failed here, the last good one."""
         engine, target = self._engine, None
         is_withdrawn = engine.is_open and await self._choice.is_withdrawn(engine.version, wanted.version)
-        rises = engine.is_open and self._served is not None and wanted.version > (engine.version or 0)
-        too_soon = time.monotonic() < self._paused_at + self._settings.min_interval_s or self._recovery.must_wait
-        if rises and not is_withdrawn and too_soon:
+        if self._is_too_soon(wanted, is_withdrawn=is_withdrawn):
             return
         if not self._backoff.wait_s(wanted.version):
             try:
@@ -198,8 +196,15 @@ class EngineController:
                 await self._serve(good)
             elif target is None:
                 target = good
-        if target is not None and not self._backoff.wait_s(target.version):
+        waits = self._is_too_soon(wanted, is_withdrawn=is_withdrawn)
+        if target is not None and not waits and not self._backoff.wait_s(target.version):
             await self._replace(target, wanted)
+
+    def _is_too_soon(self, wanted: VersionRow, *, is_withdrawn: bool) -> bool:
+        """Whether the engine serves an earlier version that it has to serve for a while yet."""
+        rises = self._engine.is_open and self._served is not None and wanted.version > (self._engine.version or 0)
+        is_early = time.monotonic() < self._paused_at + self._settings.min_interval_s
+        return rises and not is_withdrawn and (is_early or self._recovery.must_wait)
 
     async def _has(self, target: TargetVersion) -> bool:
         """Whether the engine serves the target already, or holds it by its label and proves it."""

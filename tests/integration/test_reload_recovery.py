@@ -209,7 +209,8 @@ def _load_wrongly(script):
 
 
 def test_an_engine_whose_loads_are_wrong_is_restarted_and_serves_the_last_good_version(scripted_engine, start_explorer):
-    explorer, script = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready(), scripted_engine.script
+    settings = {**SETTINGS, "retry_s": 1.0}
+    explorer, script = start_explorer([scripted_engine.url], reload=settings).wait_ready(), scripted_engine.script
     publish(explorer, 0)
     scripted_engine.start_on(explorer.config.root / version_path(0))
     wait_until(lambda: states(explorer)[0] == "SERVING")
@@ -218,8 +219,10 @@ def test_an_engine_whose_loads_are_wrong_is_restarted_and_serves_the_last_good_v
     wait_until(lambda: script.deaths == 1 and served(explorer) == "0")
     assert states(explorer)[1] == "PUBLISHED", "the version is not to blame: another engine may prove it"
     assert shown(explorer)["state"] == "degraded" and "its loads are wrong" in shown(explorer)["reason"]
-    wait_until(lambda: script.deaths == 2 and served(explorer) == "0")  # it tries again, ever more rarely
     publish(explorer, 2, -3.0)
+    wait_until(lambda: script.deaths == 2 and served(explorer) == "0")
+    _, (_, last_ended), (next_began, _), _ = script.reloads
+    assert next_began - last_ended >= 1.0, "also a later version waits"
     script.on_call.clear()
     script.wrong_probe_for.clear()
     wait_until(lambda: served(explorer) == "2" and shown(explorer)["state"] == "serving")
