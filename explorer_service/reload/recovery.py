@@ -78,7 +78,12 @@ class Recovery:
             await self._restart(error)
 
     async def _restart(self, error: ProbeMismatch) -> NoReturn:
-        """Restart an engine that computes wrongly after a load of a version that was proven before."""
+        """Restart an engine that computes wrongly after a load of a version that was proven before.
+
+        Raises the error instead if it was restarted already, and has not served since.
+        """
+        if self._restarts and self._wait_until is None:
+            raise error
         reason = f"{error}, also after a load of the last good version"
         self._restarts, self._wait_until, self.reason = self._restarts + 1, None, f"its loads are wrong: {reason}"
         await self._leases.require(self._admin.url)

@@ -54,9 +54,10 @@ class EngineTolerance:
         bounds = await self.bounds(target)
         gap, allowed = await measure(admin, target.manifest.probe, bounds.rounding), bounds.allowed
         if target.version == 0 and self._configured is None and self._dtype_of(target) not in self._noise:
+            explained = gap.is_within(allowed)
             allowed = Tolerance(per_token=_IMPLAUSIBLE * allowed.per_token, mean=_IMPLAUSIBLE * allowed.mean)
             if gap.is_within(allowed):
-                await self._store(self._dtype_of(target), gap)
+                await self._store(self._dtype_of(target), gap, explained=explained)
         require(admin, gap, allowed)
 
     async def _find_noise(self, dtype: str) -> Gap | None:
@@ -66,11 +67,16 @@ class EngineTolerance:
                 self._noise[dtype] = Gap(*found)
         return self._noise.get(dtype)
 
-    async def _store(self, dtype: str, gap: Gap) -> None:
+    async def _store(self, dtype: str, gap: Gap, *, explained: bool) -> None:
         figures = (self._key, dtype, gap.largest, gap.mean)
         await self._reloading.writer.write(lambda c: transitions.calibrate_engine(c, *figures))
         self._noise[dtype] = gap
         log.info("engine calibrated", engine=self._key, dtype=dtype, largest=gap.largest, mean=gap.mean)
+        if not explained:
+            reason = (
+                f"it differs from the trainer by {gap.mean:.2g} nats on average, more than rounding of {dtype} explains"
+            )
+            log.warning("engine computes other logprobs", engine=self._key, reason=reason)
 
     def _dtype_of(self, target: TargetVersion) -> str:
         return target.manifest.probe.dtype if self._dtype == "auto" else self._dtype

@@ -242,3 +242,15 @@ def test_an_engine_whose_loads_are_wrong_and_that_nobody_can_restart_is_closed(s
     script.wrong_probe_for.clear()
     scripted_engine.die()
     wait_until(lambda: served(explorer) == "0")
+
+
+def test_an_engine_that_proves_nothing_after_a_restart_either_is_not_restarted_again(scripted_engine, start_explorer):
+    """It computes otherwise than the trainer, whatever it is started on."""
+    explorer, script = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready(), scripted_engine.script
+    script.wrong_probe_for.add("v000000")
+    publish(explorer, 0)
+    scripted_engine.start_on(explorer.config.root / version_path(0))
+    wait_until(lambda: len(script.reloads) >= 4)
+    assert script.deaths == 1 and shown(explorer)["state"] == "checking"
+    script.wrong_probe_for.clear()
+    wait_until(lambda: served(explorer) == "0")

@@ -23,7 +23,7 @@ def version_state(explorer, version: int) -> str:
 
 
 def test_an_engine_that_was_started_on_version_0_shows_its_own_noise_and_is_held_to_it(
-    scripted_engine, start_explorer, tmp_path
+    scripted_engine, start_explorer, tmp_path, caplog
 ):
     scripted_engine.script.noise = NOISE
     scripted_engine.start_on(write_scripted_version(tmp_path, 0, -1.0))
@@ -36,6 +36,7 @@ def test_an_engine_that_was_started_on_version_0_shows_its_own_noise_and_is_held
     with explorer.ledger.read() as connection:
         row = connection.execute(select(calibrations)).one()
     assert (row.dtype, row.largest, row.mean) == ("float32", pytest.approx(NOISE), pytest.approx(NOISE))
+    assert "0.004 nats on average, more than rounding of float32 explains" in caplog.text
     publish(explorer, 1, -1.5)
     wait_until(lambda: served(explorer) == "1")
     scripted_engine.script.noise = 4 * NOISE
