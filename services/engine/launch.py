@@ -194,7 +194,7 @@ def command_line(config: Config, address: EngineAddress, host: str, folder: Path
     if engine.tool_parser is not None:
         arguments["--tool-call-parser"] = engine.tool_parser
         flags.append("--enable-auto-tool-choice")
-    flags += adapter_arguments(config, on_cpu=runs_on_cpu())
+    flags += adapter_arguments(config, folder, on_cpu=runs_on_cpu())
     if runs_on_cpu():
         flags.append("--enforce-eager")
     elif engine.gpu_share is not None:

@@ -68,10 +68,11 @@ class Service:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     root = tmp_path_factory.mktemp("adapters")
+    base = make_tiny_model(root / "base", architecture="Qwen3")
     config = Config.model_validate(
         {
             "root_dir": str(root / "data"),
-            "model": {"path": str(make_tiny_model(root / "base")), "kind": "lora", "lora": {"rank": 2, "alpha": 4}},
+            "model": {"path": str(base), "kind": "lora", "lora": {"rank": 2, "alpha": 4}},
             "explorer": {
                 "port": free_port(),
                 "engines": [{"name": "e0", "url": f"http://127.0.0.1:{free_port()}"}],

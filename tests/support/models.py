@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def make_tiny_model(folder: Path, *, tied: bool = True, dtype: str = "float32", seed: int = 0) -> Path:
-    """A Qwen2-type model of two layers and a word-level tokenizer with a chat template. Heads are 32 wide: vLLM's CPU
-    attention supports no narrower ones.
+def make_tiny_model(
+    folder: Path, *, tied: bool = True, dtype: str = "float32", seed: int = 0, architecture: str = "Qwen2"
+) -> Path:
+    """A model of two layers and a word-level tokenizer with a chat template. Heads are 32 wide: vLLM's CPU attention
+    supports no narrower ones.
 
-    Transformers loads every Qwen2 folder with its byte-level BPE class, which does not know this vocabulary. So each
+    Transformers loads every Qwen folder with its byte-level BPE class, which does not know this vocabulary. So each
     word is an added token, and both classes give it the same id. Other text has no tokens.
     """
     import torch
+    import transformers
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "<|im_start|>", "<|im_end|>", "<pad>", "user", "assistant", "system", "hello"]
     vocabulary = {word: index for index, word in enumerate([*words, *(f"w{n}" for n in range(200))])}
@@ -29,13 +32,14 @@ def make_tiny_model(folder: Path, *, tied: bool = True, dtype: str = "float32", 
         "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
     )
     torch.manual_seed(seed)
-    config = Qwen2Config(
+    config = getattr(transformers, f"{architecture}Config")(
         vocab_size=len(vocabulary),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
         initializer_range=0.1,
@@ -43,7 +47,7 @@ def make_tiny_model(folder: Path, *, tied: bool = True, dtype: str = "float32", 
         eos_token_id=2,
         pad_token_id=3,
     )
-    model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config).to(getattr(torch, dtype))
     model.save_pretrained(folder)
     wrapped.save_pretrained(folder)
     return folder

@@ -11,7 +11,8 @@ from services.engine.adapters import adapter_arguments, warm_up_adapters, write_
 from services.engine.stage import Stage
 from shared.adapters import require_adapter
 from shared.config import Config
-from shared.tensors import Tensor
+from shared.errors import StartupError
+from shared.tensors import Tensor, make_header
 from tests.support.servers import make_config, write_scripted_version
 
 BASE = {
@@ -21,6 +22,12 @@ BASE = {
     "model.layers.0.mlp.up_proj.weight": Tensor("I8", (8, 4)),
     "lm_head.weight": Tensor("BF16", (10, 4)),
 }
+
+
+def write_base(folder: Path) -> None:
+    header = make_header(BASE)
+    size = sum(tensor.data_bytes for tensor in BASE.values())
+    (folder / "model.safetensors").write_bytes(header + bytes(size))
 
 
 def config_of(root: Path, engine: dict[str, object] | None = None, **lora: object) -> Config:
@@ -36,11 +43,23 @@ def test_an_answer_names_the_model_as_the_caller_did_and_its_text_stays(field):
 
 def test_vllm_is_started_for_as_many_adapters_and_as_high_a_rank_as_are_configured(tmp_path):
     config = config_of(tmp_path, {"max_loras": 3, "max_cpu_loras": 5}, rank=9)
-    assert adapter_arguments(config, on_cpu=False) == [
+    write_base(tmp_path)
+    assert adapter_arguments(config, tmp_path, on_cpu=False) == [
         *("--enable-lora", "--max-loras", "3", "--max-cpu-loras", "5", "--max-lora-rank", "16"),
+        *("--lora-target-modules", "q_proj", "up_proj"),
     ]
-    assert adapter_arguments(config, on_cpu=True)[2:5] == ["6", "--max-cpu-loras", "6"], "the last one holds zeros"
-    assert adapter_arguments(make_config(tmp_path, ["http://e0"]), on_cpu=True) == []
+    on_cpu = adapter_arguments(config, tmp_path, on_cpu=True)
+    assert on_cpu[2:5] == ["6", "--max-cpu-loras", "6"], "the last one holds zeros"
+    assert adapter_arguments(make_config(tmp_path, ["http://e0"]), tmp_path, on_cpu=True) == []
+
+
+def test_vllm_is_told_which_layers_adapters_change(tmp_path):
+    """It would also prepare the output layer, and die when it scores a prompt."""
+    write_base(tmp_path)
+    arguments = adapter_arguments(config_of(tmp_path, targets=["self_attn.q_proj"]), tmp_path, on_cpu=True)
+    assert arguments[-2:] == ["--lora-target-modules", "q_proj"]
+    with pytest.raises(StartupError, match=r"no_proj.* names no linear layer of"):
+        adapter_arguments(config_of(tmp_path, targets=["no_proj"]), tmp_path, on_cpu=True)
 
 
 @pytest.mark.parametrize("engine", [{"max_loras": 4, "max_cpu_loras": 3}, {"max_loras": 2, "max_cpu_loras": 2}])
