@@ -130,7 +130,7 @@ def attend(
         length = query_1HTD.shape[2]
         layout = Layout((Node(0, length, -1, 0),))
     options = _Options(layout, scaling, sliding_window, softcap, s_aux)
-    if options.are_plain and _has_kernel(query_1HTD, value_1GTD):
+    if _has_kernel(query_1HTD, value_1GTD, options):
         return _by_kernel(query_1HTD, key_1GTD, value_1GTD, options), None
     queries, keys, values = (torch.split(t, layout.lengths, dim=2) for t in (query_1HTD, key_1GTD, value_1GTD))
     outputs = [
@@ -192,7 +192,7 @@ def _block(query: Tensor, key: Tensor, value: Tensor, mask_QS: Tensor, options: 
     return (weights @ value.unsqueeze(2)).flatten(1, 2)
 
 
-def _has_kernel(query: Tensor, value: Tensor) -> bool:
+def _has_kernel(query: Tensor, value: Tensor, options: _Options) -> bool:
     """Whether PyTorch's kernel for variable-length sequences supports these tensors."""
     return (
         query.is_cuda
@@ -200,6 +200,7 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
         and query.shape[0] == 1
         and query.shape[-1] == value.shape[-1] <= 256
         and query.shape[-1] % 8 == 0
+        and options.are_plain
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 

@@ -80,16 +80,17 @@ class Recovery:
     async def _restart(self, error: ProbeMismatch) -> NoReturn:
         """Restart an engine that computes wrongly after a load of a version that was proven before.
 
-        Raises the error instead if it was restarted already, and has not served since.
+        It is not restarted again until it serves: a start is wrong, too, or it was not started by `flywheel engine`.
         """
-        if self._restarts and self._wait_until is None:
-            raise error
         reason = f"{error}, also after a load of the last good version"
+        advice = "restart the engine; if that does not help, vLLM computes this model otherwise than the trainer"
+        if self._restarts and self._wait_until is None:
+            raise EngineError(f"{reason}; {advice}")
         self._restarts, self._wait_until, self.reason = self._restarts + 1, None, f"its loads are wrong: {reason}"
         await self._leases.require(self._admin.url)
         try:
             with contextlib.suppress(EngineUnavailable):  # it ends at once
                 await self._admin.restart()
         except EngineRefused as refused:
-            raise EngineError(f"{reason}; restart the engine") from refused
+            raise EngineError(f"{reason}; {advice}") from refused
         raise EngineUnavailable(f"{reason}; the engine is being restarted") from error

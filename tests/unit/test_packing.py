@@ -222,8 +222,11 @@ def test_the_gpus_kernel_is_asked_for_the_same(name, rows, monkeypatch):
 def test_the_gpu_kernel_is_used_only_for_supported_inputs(head, kind, capability, taken, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: capability)
     heads = SimpleNamespace(is_cuda=True, dtype=kind, shape=(1, 4, 10, head), device="cuda:0")
-    assert attention._has_kernel(heads, heads, None) is taken
-    assert not attention._has_kernel(heads, heads, 30.0), "it knows no soft cap"
+    layout = attention.Layout(())
+    assert attention._has_kernel(heads, heads, attention._Options(layout, None, None, None, None)) is taken
+    assert not attention._has_kernel(heads, heads, attention._Options(layout, None, None, 30.0, None)), "no soft cap"
+    sinks = torch.zeros(4)
+    assert not attention._has_kernel(heads, heads, attention._Options(layout, None, None, None, sinks)), "no sinks"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
