@@ -17,13 +17,12 @@ def make_tiny_model(
     import torch
     import transformers
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     words = ["<unk>", "<|im_start|>", "<|im_end|>", "<pad>", "user", "assistant", "system", "hello"]
     vocabulary = {word: index for index, word in enumerate([*words, *(f"w{n}" for n in range(200))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(
+    wrapped = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<|im_end|>", pad_token="<pad>"
     )
     wrapped.add_tokens([AddedToken(word, lstrip=True) for word in vocabulary])
