@@ -18,7 +18,7 @@ from trainer_service import attention, head
 from trainer_service.logprobs import Scores, score
 from trainer_service.packing import MicroBatch
 
-_CONVERTED = ("fp8", "compressed-tensors", "mxfp4")  # quantized weights that Transformers converts when it loads them
+_CONVERTED = ("fp8", "mxfp4")  # quantized weights that Transformers converts when it loads them
 
 
 def load_prepared(folder: Path) -> Any:

@@ -44,7 +44,7 @@ def test_a_tied_output_embedding_is_no_missing_weight(name, tmp_path):
     assert torch.equal(load_causal_lm(tmp_path).get_output_embeddings().weight, own.get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "a new one", None])
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", "a new one", None])
 def test_quantized_weights_that_cannot_be_trained_are_refused(method, tmp_path):
     make_folder(tmp_path, quant_method=method)
     with pytest.raises(StartupError, match=f"is quantized .{method}., and only whole weights can be trained"):
@@ -64,6 +64,7 @@ def test_weights_in_8_bits_are_converted(tmp_path):
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     model = load_causal_lm(tmp_path)
     assert "quantization_config" not in model.config.to_dict()
+    assert named_weights(model).keys() == whole.keys(), "no scale is left"
     for name, weight in named_weights(model).items():
         assert weight.dtype is torch.float32
         assert float((weight.detach() - whole[name]).abs().max()) <= float(whole[name].abs().max()) / 16, name
