@@ -38,14 +38,7 @@ def load_causal_lm(folder: Path) -> Any:
         raise StartupError(f"{folder} is no model folder (no config.json in it); correct model.path")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        quantization = getattr(config, "quantization_config", None)
-        if quantization is not None and (method := quantization.get("quant_method")) not in _CONVERTED:
-            raise StartupError(
-                f"the model in {folder} is quantized ({method}), and only whole weights can be trained; name the "
-                "folder of the model that it was made from"
-            )
-        if quantization is not None:
-            quantization["dequantize"] = True
+        _convert_weights(config, folder)
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
@@ -57,6 +50,19 @@ def load_causal_lm(folder: Path) -> Any:
             f"the model in {folder} lacks weights ({missing[0]}, {len(missing)} in all); is it a whole causal LM?"
         )
     return model
+
+
+def _convert_weights(config: Any, folder: Path) -> None:
+    """Have quantized weights converted when the model is loaded. Raises StartupError if they cannot be."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return
+    if (method := quantization.get("quant_method")) not in _CONVERTED:
+        raise StartupError(
+            f"the model in {folder} is quantized ({method}), and the trainer needs whole weights; name the folder of "
+            "the model that it was made from"
+        )
+    quantization["dequantize"] = True
 
 
 def prepare(model: Any) -> None:

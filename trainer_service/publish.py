@@ -27,7 +27,7 @@ from trainer_service.tensor_files import copy_header, write_tensors
 
 PROBE_SEQUENCES = 8
 PROBE_LENGTH = 24  # tokens
-ALWAYS_TIED = frozenset({"gemma2"})  # types of models for which vLLM has no lm_head, and refuses one
+_ALWAYS_TIED = frozenset({"gemma2"})  # types of models for which vLLM has no lm_head, and refuses one
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"  # for requests with tools, for example
 
 
@@ -36,7 +36,7 @@ def untie(model: Any) -> None:
 
     Has no effect on a model that engines only serve tied.
     """
-    if model.config.model_type in ALWAYS_TIED:
+    if model.config.model_type in _ALWAYS_TIED:
         return
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         tied = bool(getattr(config, "tie_word_embeddings", False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,8 @@ class EngineAdmin:
 
     async def restart(self) -> None:
         """Have `flywheel engine` restart the engine. Raises EngineRefused if it was started by other means."""
-        await self._call("POST", RESTART_PATH)
+        with suppress(EngineUnavailable):  # it ends before it answers
+            await self._call("POST", RESTART_PATH)
 
     async def tokenize(self, messages: list[Any], tools: Any, *, ends_with_reply: bool) -> list[int]:
         """Return the tokens of messages by the chat template, with the prompt for a reply unless `ends_with_reply`."""

@@ -16,12 +16,7 @@ from sqlalchemy import Connection
 
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.engine import Engine, EngineState
-from explorer_service.errors import (
-    EngineUnavailable,
-    NotOwner,
-    StageFailed,
-    TurnLost,
-)
+from explorer_service.errors import EngineUnavailable, NotOwner, StageFailed, TurnLost
 from explorer_service.reload.adapter_controller import AdapterController
 from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame, failure_name
@@ -196,7 +191,7 @@ class EngineController:
                 await self._serve(good)
             elif target is None:
                 target = good
-        waits = self._is_too_soon(wanted, is_withdrawn=is_withdrawn)
+        waits = self._is_too_soon(wanted, is_withdrawn=is_withdrawn)  # it may have been opened above
         if target is not None and not waits and not self._backoff.wait_s(target.version):
             await self._replace(target, wanted)
 

@@ -6,20 +6,16 @@ of experts: a load into the running engine gives other weights than a start from
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import NoReturn
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.errors import EngineDied, EngineRefused, EngineUnavailable, LoadUndone, ProbeMismatch
+from explorer_service.errors import EngineDied, LoadUndone, ProbeMismatch
 from explorer_service.reload.blame import Blame
 from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.reloading import Reloading
-from explorer_service.reload.take_up import TakeUp
+from explorer_service.reload.take_up import TakeUp, restart_engine
 from shared.errors import EngineError
-from shared.log import StageLogger
-
-log = StageLogger("reload")
 
 _LONGER = 10  # each wait is so many times as long as the one before it
 _MOST_LONGER = 4  # times
@@ -35,8 +31,13 @@ class Recovery:
         self._leases = reloading.leases
         self._first_s = reloading.config.explorer.reload.retry_s
         self._restarts = 0  # since the engine has last taken up a version
-        self._wait_until: float | None = None  # time.monotonic(); None: the engine does not serve again yet
+        self._wait_until: float | None = None  # time.monotonic(); set when a restarted engine serves again
         self.reason = ""  # why the engine was restarted
+
+    @property
+    def _is_restarted(self) -> bool:
+        """Whether the engine was restarted, and does not serve again yet."""
+        return self._restarts > 0 and self._wait_until is None
 
     @property
     def must_wait(self) -> bool:
@@ -45,7 +46,7 @@ class Recovery:
 
     def note_served(self) -> None:
         """Note that the engine serves: if it was restarted, the wait begins."""
-        if self._restarts and self._wait_until is None:
+        if self._is_restarted:
             longer = min(self._restarts - 1, _MOST_LONGER)
             self._wait_until = time.monotonic() + self._first_s * _LONGER**longer
 
@@ -83,14 +84,11 @@ class Recovery:
         It is not restarted again until it serves: a start is wrong, too, or it was not started by `flywheel engine`.
         """
         reason = f"{error}, also after a load of the last good version"
-        advice = "restart the engine; if that does not help, vLLM computes this model otherwise than the trainer"
-        if self._restarts and self._wait_until is None:
-            raise EngineError(f"{reason}; {advice}")
+        if self._is_restarted:
+            raise EngineError(
+                f"{reason}; restart engine {self._admin.url}; if that does not help, vLLM computes this model "
+                "otherwise than the trainer"
+            )
         self._restarts, self._wait_until, self.reason = self._restarts + 1, None, f"its loads are wrong: {reason}"
         await self._leases.require(self._admin.url)
-        try:
-            with contextlib.suppress(EngineUnavailable):  # it ends at once
-                await self._admin.restart()
-        except EngineRefused as refused:
-            raise EngineError(f"{reason}; {advice}") from refused
-        raise EngineUnavailable(f"{reason}; the engine is being restarted") from error
+        await restart_engine(self._admin, reason)

@@ -9,7 +9,6 @@ implements the same protocol.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Collection
@@ -103,6 +102,15 @@ async def stage_target(
             "engine.staging_dir, or set versions.delta: false"
         )
     return dataclasses.replace(target, folder=folder or root.resolve() / row.path, is_verified=True)
+
+
+async def restart_engine(admin: EngineAdmin, reason: str) -> NoReturn:
+    """Restart an engine. Raises EngineUnavailable, or EngineError if it was not started by `flywheel engine`."""
+    try:
+        await admin.restart()
+    except EngineRefused as error:
+        raise EngineError(f"{reason}; restart engine {admin.url}") from error
+    raise EngineUnavailable(f"{reason}; engine {admin.url} is being restarted")
 
 
 class FullTakeUp:
@@ -258,9 +266,4 @@ class FullTakeUp:
     async def _restart(self, reason: str) -> NoReturn:
         """Restart the engine: it holds parts of two versions, and would die if it sampled from them."""
         await self._require_owned()
-        try:
-            with contextlib.suppress(EngineUnavailable):  # it ends at once
-                await self._admin.restart()
-        except EngineRefused as error:
-            raise EngineError(f"{reason}; restart engine {self._admin.url}") from error
-        raise EngineUnavailable(f"{reason}; engine {self._admin.url} is being restarted")
+        await restart_engine(self._admin, reason)

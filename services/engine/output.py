@@ -30,10 +30,7 @@ _DEATH = re.compile(
     r"EngineCore encountered a fatal error|EngineDeadError|[Ee]ngine core exited unexpectedly|died unexpectedly"
 )
 _OF_THE_API = "(APIServer"  # the process that answers requests; its errors usually concern one request
-_HINTS = {
-    "No module named 'torchvision'": "; vLLM imports it for models that also see images: install the build for your "
-    "PyTorch, see README.md",
-}
+_TORCHVISION = "No module named 'torchvision'"  # `make setup` leaves it out
 _LOGGED = re.compile(r"^(?:\(\w+ pid=\d+\) )?[A-Z]+ \d\d-\d\d [\d:]+ (?:\[\S+\] )?")  # prefix of vLLM's logger
 
 
@@ -100,8 +97,11 @@ class EngineOutput:
         """
         self._thread.join(2.0)
         line = self._death_cause() if in_service else self._startup_error()
-        hint = next((hint for part, hint in _HINTS.items() if part in line), "")
-        return f"{line}{hint} (its whole log: {self.file}; once the engine has started again: {self.previous})"
+        if _TORCHVISION in line:
+            line += (
+                "; vLLM imports it for models that also see images: install the build for your PyTorch, see README.md"
+            )
+        return f"{line} (its whole log: {self.file}; once the engine has started again: {self.previous})"
 
     def _startup_error(self) -> str:
         """Return the first error that is not a consequence of another."""

@@ -23,6 +23,7 @@ from shared.versions import read_manifest, verify_version, version_path
 from tests.support import architectures
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.models import make_tiny_model
+from trainer_service import attention
 from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
 from trainer_service.models import load_causal_lm
@@ -112,8 +113,13 @@ def test_version_0_is_untied_unless_engines_have_no_output_embedding_for_the_mod
     assert torch.equal(again.get_output_embeddings().weight, own.get_input_embeddings().weight)
 
 
-def test_version_0_needs_no_attention_that_the_trainer_knows(tmp_path):
-    """Attention sinks, for example: the trainer finds out at its start that the model keeps its own attention."""
+def test_version_0_is_computed_by_the_models_own_attention(tmp_path, monkeypatch):
+    """Only at its start, the trainer finds out whether its own attention supports the model."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NotImplementedError("a position bias")
+
+    monkeypatch.setattr(attention, "attend", refuse)
     own = architectures.make("gpt_oss", attn_implementation="eager")
     own.save_pretrained(tmp_path / "base")
     probe = write_base_version(tmp_path, tmp_path / "base").probe.sequences

@@ -237,7 +237,7 @@ def test_an_engine_whose_loads_are_wrong_and_that_nobody_can_restart_is_closed(s
     del script.on_call["/flywheel/restart"]
     script.refused.add("/flywheel/restart")
     publish(explorer, 1, -2.0)
-    wait_until(lambda: "restart the engine" in shown(explorer)["reason"])
+    wait_until(lambda: f"restart engine {scripted_engine.url}" in shown(explorer)["reason"])
     assert shown(explorer)["state"] == "checking"
     script.wrong_probe_for.clear()
     scripted_engine.die()

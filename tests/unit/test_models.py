@@ -18,8 +18,8 @@ FP8 = torch.float8_e4m3fn
 BLOCK = 128
 
 
-def make_folder(folder: Path, name: str = "qwen2", **quantization: Any) -> Path:
-    architectures.make(name).save_pretrained(folder)
+def make_folder(folder: Path, **quantization: Any) -> Path:
+    architectures.make("qwen2").save_pretrained(folder)
     if quantization:
         file = folder / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
@@ -45,9 +45,11 @@ def test_a_tied_output_embedding_is_no_missing_weight(name, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", "a new one", None])
-def test_quantized_weights_that_cannot_be_trained_are_refused(method, tmp_path):
+def test_quantized_weights_that_cannot_be_converted_are_refused(method, tmp_path):
     make_folder(tmp_path, quant_method=method)
-    with pytest.raises(StartupError, match=f"is quantized .{method}., and only whole weights can be trained"):
+    with pytest.raises(
+        StartupError, match=f"is quantized .{method}., and the trainer needs whole weights; name the folder of"
+    ):
         load_causal_lm(tmp_path)
 
 
