@@ -6,7 +6,7 @@ While no batch is ready, or the ledger is unavailable, the claimer waits without
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +39,12 @@ class Claimer:
         vocabulary: int | None = None,
         whole: transitions.Whole = "run",
         answers: AnswerTokenizer | None = None,
+        check: Callable[[Connection], None] | None = None,
     ) -> None:
         """vocabulary: number of token ids of the model; rows with other ids are quarantined.
 
         whole: unit of a claim: one trajectory, or all runs of a task. answers: tokenizer of corrections; None: no
-        algorithm learns from corrections.
+        algorithm learns from corrections. check: called before each search for rows; may raise.
         """
         self._ledger = ledger
         self._config = config
@@ -52,6 +53,7 @@ class Claimer:
         self._whole = whole
         self._group = group_wait(config)
         self._answers = answers
+        self._check = check
         self._last_event: str | None = None  # the last event that was logged
         self._idle: set[str] = set()  # algorithms already logged as receiving no signals
         self._first_ready_at: float | None = None  # time.monotonic()
@@ -134,6 +136,8 @@ class Claimer:
         Returns None if no batch is due.
         """
         with self._ledger.read() as connection:
+            if self._check is not None:
+                self._check(connection)
             after_id = self._scan_from(connection)
             failures = queries.failures_of_oldest(connection, after_id)
             size = self._batch_size(failures)

@@ -108,7 +108,7 @@ class Trainer:
         answers = answer_tokenizer(config, self._base_folder, vocabulary=vocabulary, context=context)
         if config.max_trajectory_tokens is None:
             config = config.model_copy(update={"max_trajectory_tokens": context})
-        claimer = Claimer(self._ledger, config, self._stop, vocabulary, whole, answers)
+        claimer = Claimer(self._ledger, config, self._stop, vocabulary, whole, answers, self._rollback.check)
         anew = False
         beats = Heartbeat(self._ledger, config, self._stop, self._janitor.note_contact)
         with beats, contextlib.suppress(Stopped), self._rollback.noted():

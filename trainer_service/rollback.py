@@ -1,7 +1,8 @@
 """Detects that an operator has gone back to an earlier version (shared/ledger/transitions/rollback.py).
 
 The trainer then discards its weights and starts again from that version. It checks in each transaction that begins an
-update or publishes, so that no later version descends from a rejected one.
+update or publishes, so that no later version descends from a rejected one, and before each search for rows, so that a
+trainer without rows starts again, too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class RollbackGuard:
         """
         self._rollbacks = 0 if row is None else row.rollbacks
         transitions.require_not_rolled_back(connection, trainer=self._trainer, rollbacks=self._rollbacks, start=start)
+
+    def check(self, connection: Connection) -> None:
+        """Raise RolledBack if an operator has returned this trainer to an earlier version. Locks nothing."""
+        mine, read = self._trainer, self._rollbacks
+        transitions.require_not_rolled_back(connection, trainer=mine, rollbacks=read, lock=False)
 
     def checked(self, work: Callable[[Connection], T]) -> Callable[[Connection], T]:
         """Return `work` with a check before it, in its transaction, which raises RolledBack."""

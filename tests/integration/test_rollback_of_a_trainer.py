@@ -101,6 +101,19 @@ def test_without_a_state_of_that_version_it_goes_on_from_its_weights(tmp_path, l
     assert "Traceback" not in trainer.output()
 
 
+def test_a_trainer_that_waits_for_rows_trains_again_on_those_that_no_state_contains(tmp_path, lives, model, rows):
+    (tmp_path / "trainer.log").touch()
+    prepare(tmp_path, model, rows[: 3 * BATCH], save_every=2)
+    with begin(lives, tmp_path) as trainer:
+        wait_for(lambda: "no ready rows" in trainer.output() or not trainer.alive, "version 3", 240)
+        prove(tmp_path, 1, 2)
+        assert roll_back(tmp_path, 2).trainers == {"trainer": True}
+        wait_for(lambda: newest(tmp_path) == 4 or not trainer.alive, "version 4", 60)
+        assert trainer.stop() == 0
+    assert line_of(tmp_path) == [0, 1, 2, 4]
+    assert weights(tmp_path, 4) == weights(tmp_path, 3)
+
+
 def test_a_trainer_whose_last_version_an_engine_rejected_goes_on_from_its_state(tmp_path, lives, model, rows):
     """Nobody has rolled back: the folder may have been damaged, and the weights in the state are sound."""
     (tmp_path / "trainer.log").touch()
@@ -125,17 +138,21 @@ def test_rolled_back_at_random_moments_no_row_is_lost_and_no_version_has_a_rejec
 ):
     (tmp_path / "trainer.log").touch()
     prepare(tmp_path, model, rows, database_url, save_every=save_every)
-    draw = random.Random(7)
+    draw, starts = random.Random(7), 1
     with begin(lives, tmp_path) as trainer:
+
+        def is_idle() -> bool:
+            return not trainer.alive or (trainer.output().count("at work") == starts and is_all_contained(tmp_path))
+
         for _ in range(3):
             line = line_of(tmp_path)
-            wait_for(lambda line=line: len(line_of(tmp_path)) > len(line) or not trainer.alive, "progress", 240, 0.005)
+            wait_for(lambda line=line: len(line_of(tmp_path)) > len(line) or is_idle(), "progress", 240, 0.005)
             time.sleep(draw.random() * 0.1)  # a random moment is what is wanted
-            saved = saved_version(tmp_path)
-            to = line_of(tmp_path)[-2] if len(line_of(tmp_path)) > 1 else 0
-            prove(tmp_path, min(to, saved))
-            roll_back(tmp_path, min(to, saved))
-        wait_for(lambda: is_idle(tmp_path) or not trainer.alive, "the end", 240)
+            saved, line = saved_version(tmp_path), line_of(tmp_path)
+            to = min(line[-2] if len(line) > 1 else 0, saved)
+            prove(tmp_path, *(version for version in line if version <= to))  # one that never serves is SKIPPED
+            starts += len(roll_back(tmp_path, to).trainers)
+        wait_for(is_idle, "the end", 240)
         assert trainer.stop() == 0
     line_of(tmp_path)
     assert "Traceback" not in trainer.output()
@@ -158,7 +175,7 @@ def saved_version(root: Path) -> int:
     return row.version if row else 0
 
 
-def is_idle(root: Path) -> bool:
+def is_all_contained(root: Path) -> bool:
     """Whether versions contain all rows; a saved state may not contain the last ones yet."""
     ledger = open_ledger(root)
     with ledger.read() as connection:

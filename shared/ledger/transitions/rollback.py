@@ -134,14 +134,16 @@ def _return_trainers(connection: Connection, to: int, rejected: Sequence[int]) -
     return found
 
 
-def require_not_rolled_back(connection: Connection, *, trainer: str, rollbacks: int, start: int | None = None) -> None:
+def require_not_rolled_back(
+    connection: Connection, *, trainer: str, rollbacks: int, start: int | None = None, lock: bool = True
+) -> None:
     """Raise RolledBack if an operator has returned this trainer to an earlier version since it read its row.
 
     rollbacks: the number that it read; 0 without a row. start: the version that a trainer without a saved state begins
-    with. The trainer's row stays locked until the end of the transaction.
+    with. lock: keep the trainer's row locked until the end of the transaction.
     """
-    locked = select(trainers.c.rollbacks, trainers.c.version).where(trainers.c.name == trainer).with_for_update()
-    row = connection.execute(locked).one_or_none()
+    query = select(trainers.c.rollbacks, trainers.c.version).where(trainers.c.name == trainer)
+    row = connection.execute(query.with_for_update() if lock else query).one_or_none()
     if row is not None and row.rollbacks != rollbacks:
         raise RolledBack(f"an operator has gone back to version {row.version}")
     if start is not None:
