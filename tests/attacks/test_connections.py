@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import socket
 import subprocess
 import sys
@@ -17,13 +16,13 @@ import pytest
 
 from explorer_service.engines.http import EngineHttp
 from explorer_service.errors import EngineUnavailable
+from tests.support.forms import FULL
 from tests.support.postgres import sqlite_alone
 from tests.support.processes import REPOSITORY
 from tests.support.script import Hold
 from tests.support.servers import RunningExplorer, wait_until
 from tests.support.wire import CHAT_BODY, STREAM_BODY, connect, get, post, read_answer, read_to_end
 
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 SILENT, SLOW, DEAF = (2000, 200, 50) if FULL else (180, 20, 10)
 HONEST = 32
 HEAD_S, BODY_S = 18, 55  # by then it is closed, also if something stands still: less than the settings' defaults

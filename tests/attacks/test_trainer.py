@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -19,12 +18,12 @@ from shared.ledger.queries import count_by_state, find_trainer, list_versions, q
 from shared.ledger.tables import experiences, trainers
 from shared.reward import Signal
 from tests.support.experiences import make_experiences, record_ready, trainer_config
+from tests.support.forms import FULL
 from tests.support.lessons import commit, say
 from tests.support.lives import Life, Lives
 from tests.support.processes import wait_for, write_config
 
 BATCH = 8
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ hold requests that nobody makes.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import re
 import time
@@ -18,10 +17,11 @@ import h11
 import psutil
 import pytest
 
+from tests.support.forms import FULL
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config, wait_until
 
-STREAMS = 20_000 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 1000
+STREAMS = 20_000 if FULL else 1000
 AT_ONCE = 64
 LONGEST_S = 120.0
 MEMORY_BYTES = 50 << 20

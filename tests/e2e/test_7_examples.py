@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Live
+from tests.support.forms import FULL
 from tests.support.processes import REPOSITORY
 from tests.support.servers import wait_until
 
 PYTHON = REPOSITORY / ".venv-examples" / "bin" / "python"
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 AIMS = {
     "frozen_lake": ("reward", 0.30),
     "math": ("correctness", 0.35),

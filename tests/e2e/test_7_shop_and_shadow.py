@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Live
-from tests.e2e.test_7_examples import FULL, play, start
+from tests.e2e.test_7_examples import play, start
+from tests.support.forms import FULL
 
 AIMS = {"webshop": ("reward", 0.30, ("--loop",)), "email_search": ("right", 0.30, ())}
 
@@ -27,7 +28,8 @@ def shadow(root: Path, *options: str, limit_s: float) -> dict[str, Any]:
 
 @pytest.mark.engine
 def test_production_is_untouched_by_a_shadow_that_can_do_nothing(tools_live: Live, tmp_path):
-    found = shadow(tmp_path / "run", "--url", str(tools_live.http.base_url), "--minutes", "0.2", limit_s=500)
+    options = ("--url", str(tools_live.http.base_url), "--minutes", "0.2", "--held-out", "4")
+    found = shadow(tmp_path / "run", *options, limit_s=500)
     assert found["production_calls"] > 10
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.forms import FULL
 from tests.support.processes import REPOSITORY
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(os.environ.get("FLYWHEEL_TORTURE") != "full", reason="minutes of two engines"),
+    pytest.mark.skipif(not FULL, reason="minutes of two engines"),
 ]
 
 

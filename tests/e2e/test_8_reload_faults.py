@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import threading
@@ -27,6 +26,7 @@ from shared.versions import version_label, version_path
 from tests.e2e.test_5_reload import STREAMS, Streams, check_tokens, label, serving
 from tests.support.failing_ledger import failing_statements
 from tests.support.folder_faults import WRONG_PROBE, publish_copy
+from tests.support.forms import FULL
 from tests.support.models import make_tiny_model
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.relay import Relay
@@ -34,7 +34,7 @@ from tests.support.servers import RunningExplorer, free_port, make_config
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(os.environ.get("FLYWHEEL_TORTURE") != "full", reason="minutes of engines that start"),
+    pytest.mark.skipif(not FULL, reason="minutes of engines that start"),
 ]
 RELOAD = {"poll_interval_s": 0.1, "retry_s": 1.0, "timeout_s": 6.0, "answer_timeout_s": 10.0}
 WHOLE = {"data: [DONE]"}

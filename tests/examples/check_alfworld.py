@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import os
 import random
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from examples.alfworld.reward import reward
 from examples.alfworld.world import MAX_STEPS, UNFINISHED, Household, downloaded, read_action
 from tests.examples.household_referee import Referee
 from tests.examples.stub import longest_prompt, stub
+from tests.support.forms import FULL
 
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"  # without it, small houses and few
 SMALL = {"kind": PICK, "most": 5}
 
 
@@ -79,7 +78,7 @@ def test_a_game_whose_parses_are_kept_says_what_textworld_as_it_is_says(househol
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_planner_solves_every_kind_of_task_and_the_referee_agrees(kind, seen, household):
-    for seed in range(5 if FULL else 1):
+    for seed in range(5 if FULL else 1):  # the short form: small houses and few
         task = {"seed": seed, "kind": kind, "seen": seen, "most": None if FULL else 9}
         house = household(task, plans=True)
         told, info = house.reset()

@@ -4,7 +4,6 @@ at its rate each publishes them all.
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ from shared.stop_request import StopRequest
 from tests.integration.test_update import build
 from tests.support.batches import rows_batch
 from tests.support.even_odd import expected_reward, make_taught_model, sampled, with_feedback
+from tests.support.forms import FULL
 from trainer_service.breaker import Breaker, Trip
 from trainer_service.patience import PatientLedger
 from trainer_service.watch.record import Record
 
 ROWS, UPDATES, RATE = 16, 3, 1e-4
-DRAWS = 8 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 2
+DRAWS = 8 if FULL else 2
 SETTINGS: dict[str, dict[str, Any]] = {
     "hint": {"neutral_reward": None, "least_effect": 0.0},
     "distill": {"url": "http://127.0.0.1:9"},  # what it would answer stands in the rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from explorer_service.engines import admin
+from tests.support.forms import FULL
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config
 
-CASES = 5000 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 800
+CASES = 5000 if FULL else 800
 POSTS = ["/v1/chat/completions", "/chat", "/v1/completions", "/feedback", "/commit", "/v1/responses", "/tokenize"]
 
 numbers = st.one_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,10 @@ from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences, metadata
 from shared.reward import SCORES, Lesson, Signal
+from tests.support.forms import FULL
 from tests.support.ledger_model import NOTHING, Batch, C, R, Row
 from tests.support.samples import sample
 
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 OWNERS = st.sampled_from(["t1", "t2"])
 TASKS = st.sampled_from([None, "a", "b"])
 LEARNED = SCORES | {"comment"}

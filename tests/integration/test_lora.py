@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from itertools import product
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from shared.ledger.connect import Ledger
 from shared.probe import ProbeSequence
 from shared.versions import verify_version, version_path
 from tests.support.experiences import make_experiences, trainer_config
+from tests.support.forms import FULL
 from tests.support.models import make_tiny_model
 from trainer_service.adapters import CRITIC, Adapters
 from trainer_service.base_version import ensure_base_version
@@ -30,7 +30,6 @@ from trainer_service.publish import as_published, compute_probe
 from trainer_service.ranks import join_ranks
 from trainer_service.resume import StateStore
 
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 ALGORITHMS = {
     "ppo": {},
     "reinforce_pp": {"algorithm": "reinforce_pp"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state, list_versions
 from shared.versions import verify_version, version_path
 from tests.support.experiences import make_experiences, trainer_config
+from tests.support.forms import FULL
 from tests.support.processes import run_flywheel, wait_for, write_config
 from tests.support.servers import free_port
 from tests.support.trained_roots import begin, newest, open_ledger, prepare
@@ -23,7 +23,7 @@ from trainer_service.base_version import ensure_base_version
 
 SETTINGS = {"lora": {"rank": 12}, "deepspeed": {"optimizer": {"params": {"eps": 1e-6}}}, "epochs": 1}
 LAST = 4
-STAGES = [0, 1, 2, 3] if os.environ.get("FLYWHEEL_TORTURE") == "full" else [3]
+STAGES = [0, 1, 2, 3] if FULL else [3]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -15,12 +14,13 @@ import pytest
 import yaml
 
 from explorer_service.app import ROUTES
+from tests.support.forms import FULL
 from tests.support.processes import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("patient_health")
 DOCUMENT = REPOSITORY / "docs" / "openapi.yaml"
 SCHEMATHESIS = REPOSITORY / ".venv-clients" / "bin" / "schemathesis"
-EXAMPLES = 400 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 20  # for each operation and phase
+EXAMPLES = 400 if FULL else 20  # for each operation and phase
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 NAMES = {
     "pattern": "^[A-Za-z0-9_-]{1,80}$"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import weakref
 from itertools import product
@@ -22,6 +21,7 @@ from shared.tensors import read_tensors
 from shared.versions import read_manifest, verify_version, version_path
 from tests.support import architectures
 from tests.support.experiences import make_experiences, trainer_config
+from tests.support.forms import FULL
 from tests.support.models import make_tiny_model
 from trainer_service import attention
 from trainer_service.base_version import ensure_base_version
@@ -34,7 +34,7 @@ from trainer_service.resume import StateStore
 ALL = list(product([0, 1, 2, 3], ["float32", "bfloat16"], ["float32", "bf16"], [True, False]))
 # a short form: each stage, and each value beside each other one
 SOME = [ALL[number] for number in (0, 7, 9, 14, 18, 21, 27, 28, 31)]
-COMBINATIONS = ALL if os.environ.get("FLYWHEEL_TORTURE") == "full" else SOME
+COMBINATIONS = ALL if FULL else SOME
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 EVERYTHING_PARTITIONED = {"stage3_param_persistence_threshold": 0}
 

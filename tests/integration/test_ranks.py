@@ -17,6 +17,7 @@ from shared.ledger.queries import count_by_state
 from shared.ports import free_port
 from shared.versions import verify_version, version_path
 from tests.support.experiences import make_experiences, record_ready
+from tests.support.forms import FULL
 from tests.support.lives import Life
 from tests.support.models import make_tiny_model
 from tests.support.processes import Process, run_flywheel, wait_for
@@ -24,7 +25,6 @@ from tests.support.trained_roots import LAST, ROWS, begin, newest, open_ledger, 
 
 EVERYTHING_PARTITIONED = {"stage3_param_persistence_threshold": 0}
 ADAM = {"optimizer": {"params": {"eps": 1e-6}}}  # Adam divides a gradient by its size: rounding shall be no gradient
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 ALL = list(product([0, 1, 2, 3], [40, 256, 8192]))  # ZeRO stages, token budgets
 PUBLISHED = list(product([0, 1, 2, 3], ["float32", "bf16"], [True, False]))
 SOME = [(0, 40), (3, 8192)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from explorer_service.reload.controller import EngineController
 from shared.ledger.tables import load_failures
 from tests.support import take_up_faults
 from tests.support.failing_ledger import failing_statements
+from tests.support.forms import FULL
 from tests.support.house import House, Streams
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import give_up_hung_loads
@@ -25,7 +25,7 @@ from tests.support.servers import publish, served, wait_until
 
 SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.05}
 LONG = list(range(100, 140))
-AT_MOST = None if os.environ.get("FLYWHEEL_TORTURE") == "full" else 2  # statements of a take-up that fail
+AT_MOST = None if FULL else 2  # statements of a take-up that fail
 
 database_url = sqlite_alone  # nothing here depends on the database
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 
 import httpx
@@ -14,6 +13,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from shared.versions import version_path
 from tests.support import take_up_faults
+from tests.support.forms import FULL
 from tests.support.house import House, Streams
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.scripted_engine import ScriptedEngine
@@ -23,7 +23,7 @@ WORKERS = 4
 SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.05, "timeout_s": 8.0}
 LOCKED_S = 2.5  # longer than streams wait for the ledger, and shorter than explorers live without heartbeats
 LONG = list(range(100, 140))
-LONG_FORM = pytest.mark.skipif(os.environ.get("FLYWHEEL_TORTURE") != "full", reason="a long form")
+LONG_FORM = pytest.mark.skipif(not FULL, reason="a long form")
 FAULTS = [  # in turn; what the version comes to
     ("failed_loads", "REJECTED"),
     ("wrong_probe_for", "REJECTED"),

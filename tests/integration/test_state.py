@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import shutil
 import weakref
 from functools import partial
@@ -24,6 +23,7 @@ from shared.stop_request import StopRequest
 from shared.versions import version_path
 from tests.support.batches import ALONE
 from tests.support.experiences import make_experiences, trainer_config
+from tests.support.forms import FULL
 from tests.support.models import make_tiny_model
 from trainer_service.base_version import ensure_base_version
 from trainer_service.learner import Learner
@@ -43,7 +43,6 @@ SETUPS = {
     "2 offloaded": {"stage": 2, **OFFLOADED},
     "3 offloaded": {"stage": 3, **OFFLOADED, **EVERYTHING_PARTITIONED},
 }
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 ALL = list(product(SETUPS, ["float32", "bf16"]))
 SOME = [("0", "float32"), ("2 offloaded", "bf16"), ("3 partitioned", "float32")]
 

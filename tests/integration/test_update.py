@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from shared.ledger.connect import Ledger
 from shared.versions import version_path
 from tests.support.batches import rows_batch
 from tests.support.experiences import make_experiences, trainer_config
+from tests.support.forms import FULL
 from tests.support.models import make_tiny_model
 from trainer_service.algorithms.seam import Needs, Unit, Words
 from trainer_service.base_version import ensure_base_version
@@ -38,7 +38,6 @@ def rows(base):
     return [replace(row, hint=np.array([1, 6, 10 + row.id, 2], np.int32)) if row.id % 3 else row for row in made]
 
 
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 ALGORITHMS = {
     "ppo": {},
     "reinforce_pp": {"algorithm": "reinforce_pp"},

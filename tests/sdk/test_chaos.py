@@ -6,7 +6,6 @@ A short form runs in CI; FLYWHEEL_TORTURE=full takes five minutes.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import statistics
 import threading
@@ -21,11 +20,12 @@ from sqlalchemy import select
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences, signals
 from tests.sdk.conftest import say_async
+from tests.support.forms import FULL
 from tests.support.servers import wait_until
 from tests.torture.whole import PARTS, Whole
 
 AT_WORK = "at work"  # the trainer's log says it once it has started
-SECONDS = 300 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 10
+SECONDS = 300 if FULL else 10
 
 
 async def agent(request: int, model: flywheel.Model | None) -> str:

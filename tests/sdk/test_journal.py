@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sdk.conftest import rows, said
+from tests.support.forms import FULL
 from tests.support.processes import REPOSITORY
 from tests.support.servers import wait_until
 
@@ -70,7 +71,7 @@ def test_a_folder_in_which_this_process_learns_is_refused_until_that_has_ended(t
 
 
 def test_kill_9_at_random_moments_counts_each_run_once_and_rewards_no_broken_run(explorer, tmp_path):
-    kills = 50 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 6
+    kills = 50 if FULL else 6
     chance = random.Random(17)
     folder, tasks, runs = tmp_path / "runs", 12 * kills, 2
     code = [sys.executable, "-m", "tests.sdk.learn_program", explorer.url, str(folder), str(tasks), str(runs)]

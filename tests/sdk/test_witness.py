@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,9 @@ import pytest
 
 from tests.sdk.test_tools import agent_with, calls
 from tests.sdk.witness import Witness, witnessing
+from tests.support.forms import FULL
 
-RUNS = 2000 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 40
+RUNS = 2000 if FULL else 40
 POLICIES = [flywheel.ReadOnlyTools(), flywheel.RecordedTools(), flywheel.SubstituteTools({})]
 _names = itertools.count()
 

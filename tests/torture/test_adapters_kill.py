@@ -9,7 +9,6 @@ A short form runs in CI; FLYWHEEL_TORTURE=full kills 100 times.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections import Counter
@@ -21,11 +20,12 @@ from shared.experience import Tokens
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import experiences, payloads
 from shared.versions import verify_version, version_path
+from tests.support.forms import FULL
 from tests.support.processes import wait_for
 from tests.torture.adapters import EXPLORERS, PARTS, Adapted, Customers, held, is_right
 
 pytestmark = pytest.mark.torture
-KILLS = 100 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 4
+KILLS = 100 if FULL else 4
 
 
 @pytest.mark.timeout(3600)

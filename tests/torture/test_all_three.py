@@ -9,7 +9,6 @@ A short form runs in CI; FLYWHEEL_TORTURE=full kills 500 times on each database 
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -27,11 +26,11 @@ from shared.ledger.tables import batches, experiences, payloads
 from shared.versions import version_path
 from tests.support.books import Books
 from tests.support.experiences import record_ready, trainer_config
+from tests.support.forms import FULL
 from tests.support.processes import wait_for, write_config
 from tests.torture.whole import BATCH, PARTS, Deaths, NamedPoints, Whole
 
 pytestmark = pytest.mark.torture
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 KILLS = 500 if FULL else 8
 CUTS = 100 if FULL else 2
 DATABASES = pytest.mark.parametrize("database", ["sqlite", "postgresql"])

@@ -5,7 +5,6 @@ A short form runs in CI; FLYWHEEL_TORTURE=full kills 100 times. (SQLite has no p
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from pathlib import Path
@@ -15,12 +14,13 @@ import pytest
 from shared.config import Config
 from shared.ledger.connect import Ledger
 from tests.support.books import Books
+from tests.support.forms import FULL
 from tests.support.postgres import Postgres
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.servers import free_port
 
 pytestmark = pytest.mark.torture
-KILLS = 100 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 2
+KILLS = 100 if FULL else 2
 
 
 @pytest.mark.timeout(3600)

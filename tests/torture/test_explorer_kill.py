@@ -5,7 +5,6 @@ A short form runs in CI; FLYWHEEL_TORTURE=full kills 300 times (about ten minute
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from pathlib import Path
@@ -16,11 +15,12 @@ import pytest
 from shared.config import Config
 from shared.ledger.connect import Ledger
 from tests.support.books import Books
+from tests.support.forms import FULL
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.servers import free_port
 
 pytestmark = pytest.mark.torture
-KILLS = 300 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 5
+KILLS = 300 if FULL else 5
 
 
 @pytest.mark.timeout(3600)

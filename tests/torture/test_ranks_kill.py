@@ -6,7 +6,6 @@ FLYWHEEL_TORTURE=full kills 200 times, 50 under each ZeRO stage.
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from pathlib import Path
@@ -17,12 +16,12 @@ from shared.ledger.queries import list_versions
 from tests.integration.test_ranks import ranks_of
 from tests.integration.test_trainer import check_same_line
 from tests.support.experiences import make_experiences
+from tests.support.forms import FULL
 from tests.support.lives import Lives
 from tests.support.processes import wait_for
 from tests.support.trained_roots import LAST, ROWS, begin, finish, newest, open_ledger, prepare
 
 pytestmark = pytest.mark.torture
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 ROUNDS = 10 if FULL else 1  # under each stage; each goes from no version to the last
 KILLS = 5 if FULL else 2  # in a round
 

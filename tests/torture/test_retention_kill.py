@@ -10,7 +10,6 @@ trainer died at each point of a deletion.
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from pathlib import Path
@@ -26,13 +25,13 @@ from shared.ledger.queries import VersionRow, list_states, list_trainers, list_v
 from shared.ledger.tables import engines, experiences, payloads, version_leases
 from shared.versions import verify_version
 from tests.support.books import Books
+from tests.support.forms import FULL
 from tests.support.processes import wait_for
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.take_up_faults import CALLS
 from tests.torture.whole import PARTS, Deaths, Whole
 
 pytestmark = pytest.mark.torture
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 KILLS = 200 if FULL else 8
 DATABASES = ["sqlite", "postgresql"] if FULL else ["postgresql"]
 AT_WORK = "at work"  # the trainer's log says it once it has started

@@ -5,7 +5,6 @@ CI dies at a few of the operations; FLYWHEEL_TORTURE=full at each of them.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,10 +14,10 @@ import pytest
 
 from services.engine.stage import Stage
 from tests.support.deltas import Weights, contents
+from tests.support.forms import FULL
 from tests.support.processes import REPOSITORY, environment
 
 pytestmark = pytest.mark.torture
-FULL = os.environ.get("FLYWHEEL_TORTURE") == "full"
 VERSIONS = range(8)  # 0, 3 and 6 are whole, the others deltas of the one before
 STAGE_AND_DIE = """
 import os, signal, sys

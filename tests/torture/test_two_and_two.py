@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -22,12 +21,13 @@ from shared.ledger.connect import Ledger
 from shared.ledger.tables import batches, experiences
 from shared.stop_request import StopRequest
 from tests.support.books import Books
+from tests.support.forms import FULL
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.servers import free_port
 from trainer_service.claim import Claimer
 
 pytestmark = pytest.mark.torture
-SECONDS = 600.0 if os.environ.get("FLYWHEEL_TORTURE") == "full" else 4.0
+SECONDS = 600.0 if FULL else 4.0
 
 
 class Learner:

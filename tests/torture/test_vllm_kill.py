@@ -6,7 +6,6 @@ Takes minutes, and runs with FLYWHEEL_TORTURE=full alone; tests/torture/test_ada
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from shared.experience import Tokens
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import experiences, payloads
+from tests.support.forms import FULL
 from tests.support.models import make_tiny_model
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.servers import free_port
@@ -34,7 +34,7 @@ KILLS = 12
 TOLERANCE = 1e-4  # of a logprob; another adapter's is off by a thousand times that
 
 
-@pytest.mark.skipif(os.environ.get("FLYWHEEL_TORTURE") != "full", reason="in the long form")
+@pytest.mark.skipif(not FULL, reason="in the long form")
 @pytest.mark.timeout(3600)
 def test_vllm_that_is_killed_in_a_load_comes_back_with_its_set_and_every_row_is_its_version_s(tmp_path):
     config = config_of(tmp_path)

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import random
+import sys
 import threading
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -68,7 +69,8 @@ class Ready(BaseHTTPRequestHandler):
 
 
 def test_an_example_reaches_its_processes_also_where_the_environment_names_a_proxy(tmp_path, monkeypatch):
-    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 600")
+    sleeping = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(600)"  # CI may ignore it
+    (tmp_path / "python").write_text(f"#!{sys.executable}\n{sleeping}")
     (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr(serving, "product_python", lambda: str(tmp_path / "python"))
     monkeypatch.setattr(serving, "READY_TIMEOUT_S", 60.0)
