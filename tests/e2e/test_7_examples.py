@@ -28,7 +28,7 @@ AIMS = {
     "werewolf": ("wins", 0.15),
 }
 EXAMPLES = (*AIMS, "webshop", "email_search")
-MINUTES = {"alfworld": "1", "frozen_lake": "1"}  # the next group starts once the chats of the first one are trained
+MINUTES = {"alfworld": "0.5", "frozen_lake": "0.5"}  # the next group starts once the chats of the first one are trained
 
 
 def start(*arguments: str, limit_s: float) -> str:
@@ -107,7 +107,7 @@ def test_who_ends_the_command_ends_the_example(tmp_path):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_evaluates_learns_and_reports_on_a_server_that_runs(name, tools_live: Live, tmp_path):
     url = str(tools_live.http.base_url)
-    options = ("--url", url, "--minutes", MINUTES.get(name, "0.5"), "--held-out", "4")
+    options = ("--url", url, "--minutes", MINUTES.get(name, "0.2"), "--held-out", "4")
     found = play(name, tmp_path / "run", *options, limit_s=500)
     assert found["after"]["version"] >= found["before"]["version"] + 2
     assert found["before"]["failed"] == found["after"]["failed"] == 0

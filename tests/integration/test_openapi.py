@@ -20,7 +20,7 @@ from tests.support.processes import REPOSITORY
 pytestmark = pytest.mark.usefixtures("patient_health")
 DOCUMENT = REPOSITORY / "docs" / "openapi.yaml"
 SCHEMATHESIS = REPOSITORY / ".venv-clients" / "bin" / "schemathesis"
-EXAMPLES = 400 if FULL else 20  # for each operation and phase
+EXAMPLES = 400 if FULL else 12  # for each operation and phase
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 NAMES = {
     "pattern": "^[A-Za-z0-9_-]{1,80}$"
