@@ -131,9 +131,11 @@ def _serve() -> None:
 
 def _live(arguments: list[str], log: str, environ: dict[str, str]) -> None:
     from services import ranks
+    from shared.process import die_with_parent
     from tests.support import faults
     from tests.support.forked_ranks import ForkedRank
 
+    die_with_parent(signal.SIGKILL)()  # which ends when the tests end, however they do
     ranks._start = ForkedRank  # type: ignore[assignment]
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
