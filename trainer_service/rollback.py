@@ -36,18 +36,22 @@ class RollbackGuard:
         row: the one that it started from. start: the version that it started from; None: a saved state.
         """
         self._rollbacks = 0 if row is None else row.rollbacks
-        transitions.require_not_rolled_back(connection, trainer=self._trainer, rollbacks=self._rollbacks, start=start)
+        self.check(connection, start=start, lock=True)
 
-    def check(self, connection: Connection) -> None:
-        """Raise RolledBack if an operator has returned this trainer to an earlier version. Locks nothing."""
-        mine, read = self._trainer, self._rollbacks
-        transitions.require_not_rolled_back(connection, trainer=mine, rollbacks=read, lock=False)
+    def check(self, connection: Connection, *, start: int | None = None, lock: bool = False) -> None:
+        """Raise RolledBack if an operator has returned this trainer to an earlier version.
+
+        start, lock: see `require_not_rolled_back`.
+        """
+        transitions.require_not_rolled_back(
+            connection, trainer=self._trainer, rollbacks=self._rollbacks, start=start, lock=lock
+        )
 
     def checked(self, work: Callable[[Connection], T]) -> Callable[[Connection], T]:
         """Return `work` with a check before it, in its transaction, which raises RolledBack."""
 
         def check_and_work(connection: Connection) -> T:
-            transitions.require_not_rolled_back(connection, trainer=self._trainer, rollbacks=self._rollbacks)
+            self.check(connection, lock=True)
             return work(connection)
 
         return check_and_work

@@ -78,7 +78,7 @@ def test_a_game_whose_parses_are_kept_says_what_textworld_as_it_is_says(househol
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_planner_solves_every_kind_of_task_and_the_referee_agrees(kind, seen, household):
-    for seed in range(5 if FULL else 1):  # the short form: small houses and few
+    for seed in range(5 if FULL else 1):  # the short form has few and small houses
         task = {"seed": seed, "kind": kind, "seen": seen, "most": None if FULL else 9}
         house = household(task, plans=True)
         told, info = house.reset()

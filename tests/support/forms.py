@@ -1,4 +1,4 @@
-"""The two forms of slow tests: CI runs the short form, and a person who wants all of it the long one."""
+"""The two forms of slow tests: CI runs the short form; FLYWHEEL_TORTURE=full selects the long one."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _live(arguments: list[str], log: str, environ: dict[str, str]) -> None:
     from tests.support import faults
     from tests.support.forked_ranks import ForkedRank
 
-    die_with_parent(signal.SIGKILL)()  # which ends when the tests end, however they do
+    die_with_parent(signal.SIGKILL)()  # the parent ends with the tests, however they end
     ranks._start = ForkedRank  # type: ignore[assignment]
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)

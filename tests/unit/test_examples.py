@@ -69,7 +69,8 @@ class Ready(BaseHTTPRequestHandler):
 
 
 def test_an_example_reaches_its_processes_also_where_the_environment_names_a_proxy(tmp_path, monkeypatch):
-    sleeping = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(600)"  # CI may ignore it
+    # the tests may have been started with SIGINT ignored, which a shell script could not undo
+    sleeping = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(600)"
     (tmp_path / "python").write_text(f"#!{sys.executable}\n{sleeping}")
     (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr(serving, "product_python", lambda: str(tmp_path / "python"))
