@@ -29,9 +29,14 @@ async def answer_unrecorded(request: Request, deps: Deps) -> Response:
         resources.enter_context(caller.limit.taken())  # before the body is read or decoded
         body = decode_body(await deps.bodies.read(request))
         route = deps.router.choose(body.get("model"))
-        seeded = body.get("seed") is not None
-        path, unknown = request.scope["path"], route.unknown_model
-        forwarded = EngineRequest(path, body, uuid.uuid4().hex, route.version, seeded, unknown_model=unknown)
+        forwarded = EngineRequest(
+            path=request.scope["path"],
+            body=body,
+            request_id=uuid.uuid4().hex,
+            version=route.version,
+            seeded=body.get("seed") is not None,
+            unknown_model=route.unknown_model,
+        )
         async with while_caller_waits(request.receive):
             return await _forward(forwarded, route.asked, deps, resources)
 

@@ -10,7 +10,7 @@ import errno
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
@@ -42,6 +42,7 @@ class EngineRequest:
     path: str
     body: dict[str, Any]  # without the model's name
     request_id: str  # vLLM derives the reply's id from it
+    _: KW_ONLY
     version: int | None = None  # the version that must answer; None: any
     preferred: int | None = None  # the version that answers if an engine serves it, and `version` is None
     seeded: bool = False

@@ -1,4 +1,4 @@
-"""What a caller says is not taken for what the engine has lost."""
+"""Routes that are not recorded: the named version answers, and a caller's words are not taken for the engine's."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from tests.support.adapters import engine, publish_and_wait
 from tests.support.scripted_adapters import name_of
 from tests.support.scripted_engine import ScriptedEngine
 
+UNRECORDED = ["/v1/responses", "/v1/messages", "/tokenize", "/detokenize"]
+
 
 class Echoing(ScriptedEngine):
-    """Answers 404 with the caller's text, as vLLM's responses do."""
+    """Answers unrecorded routes with the model's name, or 404 with the caller's text, as vLLM's responses do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked = 0
+        self.note = lambda: None  # called at each such request
 
     @web.middleware
     async def _meet_faults(self, request, handler):
-        if request.path != "/v1/responses":
+        if request.path not in UNRECORDED:
             return await super()._meet_faults(request, handler)
         self.asked += 1
-        message = f"Response with id '{(await request.json())['previous_response_id']}' not found."
+        self.note()
+        body = await request.json()
+        if "previous_response_id" not in body:
+            return web.json_response({"asked": body["model"]})
+        message = f"Response with id '{body['previous_response_id']}' not found."
         return web.json_response({"error": {"message": message, "code": 404}}, status=404)
 
 
@@ -40,3 +47,21 @@ def test_a_404_that_repeats_a_name_of_the_caller_s_is_the_caller_s_answer(explor
     asked = {"model": f"agent@{version}", "input": "hi", "previous_response_id": name}
     reply = explorer.http.post("/v1/responses", json=asked)
     assert (reply.status_code, scripted_engine.asked, engine(explorer).is_open) == (404, 1, True)
+
+
+@pytest.mark.parametrize("seed", [{}, {"seed": 7}])
+@pytest.mark.parametrize("path", UNRECORDED)
+def test_an_unrecorded_route_is_answered_by_the_version_that_the_caller_names_or_the_newest(explorer, path, seed):
+    publish_and_wait(explorer, 1, 2)
+    for model, version in (("agent", 2), ("agent@0", 0), ("agent@1", 1), ("agent@2", 2)):
+        reply = explorer.http.post(path, json={"model": model, "input": "hi", **seed})
+        name = name_of(explorer, version) if version else "agent"
+        assert (reply.headers["X-Flywheel-Version"], reply.json()["asked"]) == (str(version), name), model
+
+
+def test_an_unrecorded_request_with_a_seed_counts_as_one_while_it_is_in_flight(explorer, scripted_engine):
+    seen = []
+    scripted_engine.note = lambda: seen.append(engine(explorer).seeded_in_flight)
+    for body in ({"seed": 7}, {"seed": None}, {}):
+        explorer.http.post("/v1/responses", json={"model": "agent", "input": "hi", **body})
+    assert (seen, engine(explorer).seeded_in_flight) == ([1, 0, 0], 0)
