@@ -86,4 +86,4 @@ check: setup
 	cd agent_sdk && ../$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(EXAMPLES) tests/clients/node_modules flywheel-data demo-data .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) $(EXAMPLES) tests/clients/node_modules demo-data .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

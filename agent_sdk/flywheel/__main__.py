@@ -1,4 +1,4 @@
-"""python -m flywheel learn|evaluate MODULE:FUNCTION TASKS. Exit status 2: an argument is wrong."""
+"""python -m flywheel learn|evaluate MODULE:FUNCTION TASKS. Exit status 2: an argument is wrong; 130: Ctrl-C."""
 
 from __future__ import annotations
 
@@ -46,6 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
     except FlywheelError as exc:
         print(f"flywheel: {exc}", file=sys.stderr)
         return 2 if isinstance(exc, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("flywheel: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

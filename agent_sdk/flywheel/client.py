@@ -111,7 +111,7 @@ class Client(Base):
         http: httpx.Client | None = None,
     ) -> None:
         super().__init__(url, key, model, retry_s)
-        self._http = http or httpx.Client(timeout=timeout_s)
+        self._http = http or httpx.Client(timeout=timeout_s, transport=self.explorer.connections.sync())
         self.admin = Admin(self)
 
     def drive(self, steps: Steps[T]) -> T:

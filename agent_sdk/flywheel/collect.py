@@ -20,6 +20,7 @@ import httpx
 from flywheel.collection import Row, end_cut_line, merge
 from flywheel.connections import for_transport
 from flywheel.errors import ConfigError, describe
+from flywheel.forks import renew_after_fork
 from flywheel.replies import read_reply, thoughts_of, tool_calls_of
 from flywheel.transport import current_run
 from flywheel.wire import check_number, to_number
@@ -85,13 +86,24 @@ class Collector:
         self._fields = {*fields, "messages"}
         self._redact = redact
         self._most_bytes = int(max_mb * 2**20)
-        self._waiting: queue.Queue[_Seen | Row | None] = queue.Queue(queue_size)
-        self._closing = threading.Lock()
-        self._is_closed = False
+        self._queue_size = queue_size
         self._file = self.path.open("a+b")
         end_cut_line(self._file)
+        self._is_closed = False
+        self._begin()
+        renew_after_fork(self)
+
+    def _begin(self) -> None:
+        self._waiting: queue.Queue[_Seen | Row | None] = queue.Queue(self._queue_size)
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._write, name="flywheel-collector", daemon=True)
         self._thread.start()
+
+    def renew(self) -> None:
+        """In a forked process: count from 0, and write to the same file, which is only appended to."""
+        self.stats = CollectorStats()
+        if not self._is_closed:
+            self._begin()
 
     def http_client(self, **options: Any) -> httpx.Client:
         """Return an httpx client for the agent's client: openai.OpenAI(http_client=…). options: of httpx.Client."""

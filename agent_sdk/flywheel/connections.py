@@ -21,6 +21,8 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
+from flywheel.forks import renew_after_fork
+
 _MOST = 1000  # per loop, and for all threads; further requests wait
 _IDLE_S = 5.0  # time until an idle connection is closed, as in httpx
 _LIMITS = httpx.Limits(max_connections=_MOST, max_keepalive_connections=200, keepalive_expiry=_IDLE_S)
@@ -92,18 +94,27 @@ class Connections:
     """The connections of a client: one pool for threads, and those of each event loop, all created on first use."""
 
     def __init__(self) -> None:
+        self.renew()
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """Begin without connections."""
         self._lock = threading.Lock()
-        self._sync: httpx.HTTPTransport | None = None
+        self._pool: httpx.HTTPTransport | None = None
         self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopConnections] = (
             weakref.WeakKeyDictionary()
         )
 
     def sync(self, *, owned: bool = False) -> httpx.BaseTransport:
         """Return a transport over the threads' pool. owned: closing the transport closes the pool."""
+        return _PoolTransport(self, owned)
+
+    def of_threads(self) -> httpx.HTTPTransport:
+        """Return the threads' pool."""
         with self._lock:
-            if self._sync is None:
-                self._sync = httpx.HTTPTransport(limits=_LIMITS, verify=tls_context())
-            return self._sync if owned else _Shared(self._sync)
+            if self._pool is None:
+                self._pool = httpx.HTTPTransport(limits=_LIMITS, verify=tls_context())
+            return self._pool
 
     def asynchronous(self, *, owned: bool = False) -> httpx.AsyncBaseTransport:
         """Return a transport over the running loop's connections. owned: closing it closes them."""
@@ -119,9 +130,10 @@ class Connections:
 
     def close(self) -> None:
         """Close the threads' pool."""
-        if self._sync is not None:
-            self._sync.close()
-            self._sync = None
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
     async def aclose(self) -> None:
         """Close the connections of the running loop."""
@@ -234,9 +246,13 @@ class _LoopTransport(httpx.AsyncBaseTransport):
             await self._connections.aclose()
 
 
-class _Shared(httpx.BaseTransport):
-    def __init__(self, inner: httpx.BaseTransport) -> None:
-        self._inner = inner
+class _PoolTransport(httpx.BaseTransport):
+    def __init__(self, connections: Connections, owned: bool) -> None:
+        self._connections, self._owned = connections, owned
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        return self._inner.handle_request(request)
+        return self._connections.of_threads().handle_request(request)
+
+    def close(self) -> None:
+        if self._owned:
+            self._connections.close()

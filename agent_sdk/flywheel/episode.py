@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import traceback
@@ -15,11 +14,12 @@ from typing import Any
 from flywheel.async_client import AsyncClient
 from flywheel.config import LearnConfig
 from flywheel.errors import ConfigError, JudgeFailed, NothingRecorded, TimedOut, TooManyFailures
+from flywheel.feedback import Feedback, send_all
 from flywheel.journal import Journal
 from flywheel.reward import Reward
-from flywheel.run import AsyncRun, Feedback, send_all
+from flywheel.run import AsyncRun
 from flywheel.tasks import NamedTask
-from flywheel.transport import current_run
+from flywheel.transport import Pin, current_pin
 from flywheel.workflow import Caller, score, within
 
 log = logging.getLogger("flywheel")
@@ -114,13 +114,10 @@ class Attempts:
 
     async def _try(self, task: NamedTask, run: AsyncRun) -> Reward | None:
         run.pinned = run.model.with_params(**self.how.params)
-        token = current_run.set(run)
-        try:
+        current_pin.set(Pin(run.origin, self.client.explorer.name, {}, self.how.params))  # in this run's own context
+        with run.current():
             result = await within(self.workflow(task.task, run.model, run), self.how.timeout_s)
             return await score(result, self.judge, task.task, run, self.how.timeout_s)
-        finally:
-            with contextlib.suppress(ValueError):
-                current_run.reset(token)
 
     async def _end(
         self, place: str, run: AsyncRun, reward: Reward | None, outcome: str, began: float

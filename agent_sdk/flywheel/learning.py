@@ -52,18 +52,19 @@ async def alearn(
     work |= {"workflow": name_of(workflow), "tasks": digest_of(named)}
     talker = client or AsyncClient(url, key=key, retry_s=300.0)
     journal = Journal(home / "journal.jsonl", work, resume)
-    pool = DaemonThreads(how.at_once, "flywheel-learn")
+    pools = [DaemonThreads(how.at_once, f"flywheel-{name}") for name in ("learn", "evaluate")]
     try:
-        flow = Caller(workflow, ("task", "model", "run"), pool)
-        judging = None if judge is None else Caller(judge, ("task", "reply", "run"), pool)
-        attempts = Attempts(talker, journal, Failures(how.max_failed_share), flow, judging, how)
-        trial = Trial(flow, judging, how.eval_runs, how.at_once, how.timeout_s, how.eval_params)
+        flows = [Caller(workflow, ("task", "model", "run"), pool) for pool in pools]
+        judges = [None if judge is None else Caller(judge, ("task", "reply", "run"), pool) for pool in pools]
+        attempts = Attempts(talker, journal, Failures(how.max_failed_share), flows[0], judges[0], how)
+        trial = Trial(flows[1], judges[1], how.eval_runs, how.at_once, how.timeout_s, how.eval_params)
         patience = {"patience_s": how.patience_s, "engine_patience_s": how.timeout_s}
         pacer = Pacer(talker, how.max_ready_rows, how.require_trainer, **patience)
         return await _learn(Learning(how, attempts, trial, pacer, held_out), named, home)
     finally:
         journal.close()
-        pool.shutdown()
+        for pool in pools:
+            pool.shutdown()
         if client is None:
             await talker.close()
 

@@ -25,7 +25,7 @@ class Reward:
 
 
 def read_reward(result: object, where: str = "the reward function") -> Reward | None:
-    """Convert a reward function's result to a Reward; None if it gave none. Raises ConfigError naming `where`.
+    """Convert a reward function's result to a Reward; None if it gave nothing. Raises ConfigError naming `where`.
 
     A number or a truth value is the reward. A mapping has it under "reward", next to metrics; or it contains named
     parts whose sum is the reward.
@@ -47,7 +47,7 @@ def read_reward(result: object, where: str = "the reward function") -> Reward | 
     for name, value in {"reward": found.value, **found.metrics}.items():
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"{where} gave {name}={value}: a reward is a finite number, or None for none")
-    return found
+    return None if found == Reward(None) else found
 
 
 def _read_mapping(result: Mapping[Any, Any], where: str) -> Reward:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from flywheel.errors import ConfigError, NothingKnown, NothingRecorded
+from flywheel.errors import ConfigError, NothingRecorded
+from flywheel.feedback import Feedback, keyed, send_all
 from flywheel.model import Model, path_url
 from flywheel.reward import Reward
 from flywheel.transport import Guard, current_run, origin_of
-from flywheel.wire import Steps, feedback_body, get_run, send_feedback
+from flywheel.wire import Steps, feedback_body, get_run
 
 if TYPE_CHECKING:
     from contextvars import Token
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from flywheel.async_client import AsyncClient
     from flywheel.client import Client, Explorer
 
-log = logging.getLogger("flywheel")
 Credit = Literal["once", "each"] | Callable[[float, Sequence[str]], Sequence[float]]
-Feedback = tuple[str, dict[str, Any]]  # Idempotency-Key and body
 
 
 def new_task_id() -> str:
@@ -73,6 +71,8 @@ class Run:
         self._children: list[Run] = []
         self._is_named = False  # a program may chat in this run, unseen by this process
         self._parent: Run | None = None
+        self._tokens: list[Token[Any]] = []  # of the blocks in progress
+        self._entered = 0  # number of its blocks so far
         self._is_left = False
         self._key = uuid.uuid4().hex
         self._origin = origin_of(explorer.url)
@@ -86,6 +86,11 @@ class Run:
     def model(self) -> Model:
         """The trainee; its chats are recorded as this run's."""
         return self._explorer.model(run=self) if self.pinned is None else self.pinned
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether this is a run of an evaluation: its chats belong to no run, and nothing is sent about it."""
+        return self.pinned is not None and self.pinned.run is None
 
     @property
     def outcome(self) -> Reward | None:
@@ -142,12 +147,44 @@ class Run:
         said["correction"] = correction
         given = {name: one for name, one in said.items() if one is not None}
         feedback_body(of or [], self.task_id, self.run_id, given)
-        self._said.setdefault(of, {}).update(given)
+        if given:
+            self._said.setdefault(of, {}).update(given)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this the context's run. Nothing is sent at the end, nor at that of a block inside."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+            self._is_left = False  # what is said later is sent by the caller of this
+
+    def _enter(self) -> None:
+        if not self.is_trial:
+            self._tokens.append(current_run.set(self))
+            self._entered, self._is_left = self._entered + 1, False
+
+    def _leave(self) -> None:
+        if self._tokens:
+            with contextlib.suppress(ValueError):  # a generator may be closed in a context other than that of its entry
+                current_run.reset(self._tokens.pop())
+            self._is_left = not self._tokens
 
     @property
     def _is_over(self) -> bool:
         """Whether the block of this run, or of the one that it is a child of, has ended: nothing more is sent."""
         return self._is_left if self._parent is None else self._parent._is_over
+
+    @property
+    def _is_sent(self) -> bool:
+        """Whether the end of this block sends what was said: not inside another block of the run or its parent."""
+        return not (self.is_trial or self._is_entered)
+
+    @property
+    def _is_entered(self) -> bool:
+        """Whether a block of this run, or of the one that it is a child of, is in progress."""
+        return bool(self._tokens) or (self._parent is not None and self._parent._is_entered)
 
     def take(self, reward: Reward | None) -> None:
         """Set the result of a reward function; None changes nothing."""
@@ -177,9 +214,10 @@ class Run:
         A run whose chats all belong to its children sends no outcome, because it would have no target.
         """
         is_parent_alone = not (self.msg_ids or self._is_named) and any(child.chats for child in self._children)
-        bodies = self._outcome() if None in self._said and not is_parent_alone else []
-        bodies += [feedback_body(of, None, None, said) for of, said in self._said.items() if of is not None]
-        found = [(f"{self._key}-{number}", body) for number, body in enumerate(bodies)]
+        outcome = self._outcome() if None in self._said and not is_parent_alone else []
+        turns = [feedback_body(of, None, None, said) for of, said in self._said.items() if of is not None]
+        found = keyed(f"{self._key}-{self._entered}", outcome)  # again in a later block, which may have further chats
+        found += keyed(self._key, turns)
         return found + [one for child in self._children for one in child.feedback()]
 
     def _outcome(self) -> list[dict[str, Any]]:
@@ -212,40 +250,18 @@ class Run:
         )
 
 
-def send_all(feedback: Sequence[Feedback], retry_s: float) -> Steps[bool]:
-    """Send the feedback about a run, its turns and its children. Returns False if the explorer knows none of them.
-
-    If it knows only some of them, the others, such as a child without chats, are logged.
-    """
-    unknown = []
-    for key, body in feedback:
-        try:
-            yield from send_feedback(body, key, False, retry_s)
-        except NothingKnown:
-            unknown.append(body)
-    if unknown and len(unknown) == len(feedback):
-        return False
-    for body in unknown:
-        about = f"run {body['run_id']!r} of task {body['task_id']!r}" if body.get("run_id") else body.get("msg_ids")
-        log.warning("what was said of %s reached nothing: the explorer recorded no chat of it", about)
-    return True
-
-
 class SyncRun(Run):
     """A run of a Client: `with client.run() as run:`."""
 
-    _token: Token[Any] | None = None
-
     def __enter__(self) -> SyncRun:
-        self._token, self._is_left = current_run.set(self), False
+        self._enter()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _leave_context(self._token)
-        self._is_left = current_run.get() is not self  # else learn sends what is said later
-        if kind is None:
+        self._leave()
+        if kind is None and self._is_sent:
             client: Client = self._explorer.owner
             client.drive(self.finish())
 
@@ -253,23 +269,14 @@ class SyncRun(Run):
 class AsyncRun(Run):
     """A run of an AsyncClient: `async with client.run() as run:`."""
 
-    _token: Token[Any] | None = None
-
     async def __aenter__(self) -> AsyncRun:
-        self._token, self._is_left = current_run.set(self), False
+        self._enter()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _leave_context(self._token)
-        self._is_left = current_run.get() is not self  # else learn sends what is said later
-        if kind is None:
+        self._leave()
+        if kind is None and self._is_sent:
             client: AsyncClient = self._explorer.owner
             await client.drive(self.finish())
-
-
-def _leave_context(token: Token[Any] | None) -> None:
-    if token is not None:
-        with contextlib.suppress(ValueError):  # a generator may be closed in a context other than that of its entry
-            current_run.reset(token)

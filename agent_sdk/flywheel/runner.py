@@ -12,6 +12,7 @@ from typing import Any
 
 from flywheel.conversation import Conversation, User
 from flywheel.errors import ConfigError, describe
+from flywheel.forks import renew_after_fork
 from flywheel.model import Model
 from flywheel.run import Credit, check_credit
 from flywheel.selection import Call, Chooser, SamplingRate, Selected, Selection, as_selection, current_mark
@@ -71,12 +72,19 @@ class TrainingRunner:
             credit, copy, on_error,
         )  # fmt: skip
         self._shadow: Shadow | None = None
+        self._is_started = False
         self._lock = threading.Lock()
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """In a forked process: count from 0, and replay in a thread of its own from the next call on."""
+        self.stats = Stats()
+        self._shadow, self._lock = None, threading.Lock()
 
     @property
     def running(self) -> bool:
         """Whether selected calls are replayed."""
-        return self._shadow is not None
+        return self._is_started
 
     def start(self) -> None:
         """Start to select and replay; a second call does nothing. Production is served without it, too."""
@@ -85,11 +93,17 @@ class TrainingRunner:
                 import openai.resources.chat.completions  # noqa: F401 — the first replay would delay production
 
                 self._shadow = Shadow(self._options, self.stats)
+            self._is_started = True
+
+    def _running_shadow(self) -> Shadow | None:
+        if self._shadow is None and self._is_started:
+            self.start()  # this process was forked
+        return self._shadow
 
     def stop(self, drain_s: float = 30.0) -> None:
         """Stop selecting, wait up to drain_s for queued and running replays, then commit within that time or 5 s."""
         with self._lock:
-            shadow, self._shadow = self._shadow, None
+            shadow, self._shadow, self._is_started = self._shadow, None, False
         if shadow is not None:
             shadow.stop(drain_s)
 
@@ -98,8 +112,8 @@ class TrainingRunner:
 
         Returns when the commit is done; in an async agent, reward function or selection, when it has begun.
         """
-        if self._shadow is not None:
-            self._shadow.commit()
+        if (shadow := self._running_shadow()) is not None:
+            shadow.commit()
 
     def __enter__(self) -> TrainingRunner:
         self.start()
@@ -160,7 +174,7 @@ class TrainingRunner:
     def _before(self, request: Any) -> tuple[Call, Selected | None, Recording | None] | None:
         """Return a copy of a call that is, or may be, selected; None for others. Raises no error."""
         try:
-            if self._shadow is None or current_run.get() is not None:
+            if self._running_shadow() is None or current_run.get() is not None:
                 return None  # not running; or a call of a run, which is not production
             self.stats.seen += 1
             call = Call(request, mark=current_mark())

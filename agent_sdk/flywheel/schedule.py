@@ -12,9 +12,9 @@ from flywheel.config import LearnConfig
 from flywheel.episode import Attempts
 from flywheel.errors import Refused
 from flywheel.evaluation import Trial, try_serving
+from flywheel.feedback import send_all
 from flywheel.pace import Pacer
 from flywheel.report import Evaluation, Report
-from flywheel.run import send_all
 from flywheel.tasks import NamedTask, shuffled
 
 _BREAK_OFF_S = 10.0  # how long runs in flight may take to finish after a failure

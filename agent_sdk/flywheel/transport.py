@@ -56,7 +56,7 @@ current_run: ContextVar[Attributed | None] = ContextVar("flywheel_run", default=
 
 
 class Pin(NamedTuple):
-    """What an evaluation adds to chats of its context that belong to no run, such as those of http_client."""
+    """What learn and an evaluation add to chats of models that outlive a run, such as those of http_client."""
 
     origin: str  # of the explorer
     trainee: str  # its name there
@@ -87,7 +87,7 @@ class Chats:
         run = self._run or current_run.get()
         if run is not None and not _is_for(request.url, run.origin):
             run = None
-        pin = current_pin.get() if run is None else None
+        pin = current_pin.get() if self._run is None else None
         if pin is not None and not _is_for(request.url, pin.origin):
             pin = None
         if request.method == "POST" and (self._overrides or self._defaults or pin or (run and run.guard)):

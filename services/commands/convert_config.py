@@ -47,6 +47,8 @@ def run(args: Namespace) -> int:
     done.remarks[:0] = remarks
     _require_absent(args.out)  # also because a folder's name cannot be replaced
     texts = _agents_side(done, args.out)
+    if args.out in texts:
+        raise ConfigError(f"{args.out.name} is a file of the agent's side, which is also written; name another with -o")
     _require_absent(*texts)
     try:
         _write(args, done.flywheel())

@@ -37,6 +37,13 @@ def test_a_folder_is_no_name_for_the_file(folder, capsys):
     assert list(Path().iterdir()) == [Path("trinity.yaml")]
 
 
+@pytest.mark.parametrize("name", ["learn.yaml", "workflow.py"])
+def test_a_name_of_the_agent_s_side_is_refused(name, capsys):
+    assert convert(name) == 2
+    assert f"{name} is a file of the agent's side" in capsys.readouterr().err
+    assert list(Path().iterdir()) == [Path("trinity.yaml")]
+
+
 def test_the_printed_command_can_be_pasted_whatever_the_names_are(capsys):
     Path("it's here").mkdir()
     assert convert("it's here/flywheel.yaml") == 0
