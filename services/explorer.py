@@ -164,7 +164,7 @@ def listen(explorer: ExplorerConfig) -> socket.socket:
     return listener
 
 
-def _engine_pool(config: Config, metrics: ExplorerMetrics) -> EnginePool:
+def _engine_pool(config: Config, metrics: ExplorerMetrics, poller: VersionPoller) -> EnginePool:
     explorer = config.explorer
     return EnginePool(
         explorer.engines,
@@ -172,6 +172,7 @@ def _engine_pool(config: Config, metrics: ExplorerMetrics) -> EnginePool:
         max_in_flight=explorer.max_in_flight,
         max_waiting=explorer.max_waiting,
         adapters=config.model.kind == "lora",
+        wanted=lambda: poller.leading,
         note=lambda engine: metrics.note_engine(engine.name, engine.version, is_open=engine.is_open),
     )
 
@@ -189,7 +190,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         stack.push_async_callback(poller.stop)
         admin_http = await stack.enter_async_context(open_client())
         http = EngineHttp(explorer.request_timeout_s, explorer.max_reply_bytes)
-        pool = _engine_pool(config, metrics)
+        pool = _engine_pool(config, metrics, poller)
         membership = Membership(writer, agreed_settings(config))
         for stop in (http.close, membership.leave, background.stop_tasks):
             stack.push_async_callback(stop)

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from shared.belonging import version_folders, version_number
 from shared.config import Config
 from shared.errors import LedgerError
-from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger, database_time
-from shared.ledger.queries import find_versions, kept_versions, list_states
+from shared.ledger.queries import find_versions, kept_versions
 from shared.log import StageLogger
 from shared.process import process_name
 from shared.versions import LARGEST_VERSION, version_name
@@ -127,13 +126,7 @@ class Janitor:
 
         After a rollback, the state to start from is the newest of these.
         """
-        with self._ledger.read() as connection:
-            states, rows = list_states(connection, self._name), kept_versions(connection)
-        there = {one.version for one in rows if one.has_files and one.state != VersionState.REJECTED}
-        kept = [state for state in states if state.version in there][-self._settings.keep_states :]
-        paths = {state.path for state in kept} | ({current.path} if current else set())
-        self._states.clean(keep=paths)
-        forgotten = [state.version for state in states if state.path not in paths]
-        if forgotten:
-            with self._ledger.write() as connection:
-                transitions.forget_states(connection, trainer=self._name, versions=forgotten)
+        path, keep = current.path if current else None, self._settings.keep_states
+        with self._ledger.write() as connection:  # first, so that no rollback names a state that is being deleted
+            kept = transitions.forget_old_states(connection, trainer=self._name, current=path, keep=keep)
+        self._states.clean(kept)

@@ -34,10 +34,9 @@ def remove_leftovers(root: Path, ledger: Ledger, trainer: str) -> TrainerRow | N
         row, rows = find_trainer(connection, trainer), list_versions(connection)
         kept = [state.path for state in list_states(connection, trainer)]
     reserved = {row.version: row.writer for row in rows if row.state == VersionState.RESERVED}
-    # before it exits, a trainer saves the state of its newest version, which is published already
-    ahead = [] if row is None else [one.version for one in rows if one.writer == trainer and one.version > row.version]
-    begun = [state_path(trainer, number) for number in {*ahead, *reserved} if reserved.get(number, trainer) == trainer]
-    _require_known_states(root, ledger, trainer, row, [*kept, *begun])
+    # a crash may leave the state of a reserved or published version, or interrupt the deletion of states
+    written = [state_path(trainer, one.version) for one in rows if one.writer == trainer]
+    _require_known_states(root, ledger, trainer, row, [*kept, *written])
     remove_temporary_versions(temporary, keep={number for number, writer in reserved.items() if writer != trainer})
     own = [root / version_path(number) for number, writer in reserved.items() if writer == trainer]
     highest = rows[-1].version if rows else -1

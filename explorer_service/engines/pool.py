@@ -35,18 +35,20 @@ class EnginePool:
         max_in_flight: int | None = None,
         max_waiting: int = 1000,
         adapters: bool = False,
+        wanted: Callable[[], int | None] = lambda: None,
         note: Callable[[Engine], None] = lambda _: None,
     ) -> None:
         """adapters: engines serve sets of versions, and a request's version is chosen before its engine.
 
-        note: called with each engine now, and at every change of its state.
+        wanted: the version that should answer requests that name none: it does from the first engine that leads with it
+        on. note: called with each engine now, and at every change of its state.
         """
         self.engines = [Engine(address.name, address.url) for address in addresses]
         self._wait_s = wait_s
         self._max_in_flight = max_in_flight
         self._max_waiting = max_waiting
         self.waiting = 0  # chats waiting for an engine
-        self._adapters = adapters
+        self._adapters, self._wanted = adapters, wanted
         self._current: int | None = None  # version for requests that name none; None: the version of their engine
         self.pinned: set[int] = set()  # versions that callers name, and that engines have to load
         self._note = note
@@ -260,7 +262,8 @@ class EnginePool:
         engine.state, engine.reason = state, reason
         self._note(engine)
         if self._adapters:
-            self._current = max((e.version for e in self.engines if e.is_open and e.version is not None), default=None)
+            leading, wanted = {e.version for e in self.serving if e.version is not None}, self._wanted()
+            self._current = wanted if wanted in leading else max(leading, default=None)
         self._announce()
 
     def set_versions(self, engine: Engine, versions: dict[int, str]) -> None:

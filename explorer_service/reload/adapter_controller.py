@@ -234,8 +234,12 @@ class AdapterController:
                 self._reloading.poller.wake()  # pins may be waiting for its place
 
     async def _read_pins(self, current: int | None) -> list[int]:
-        """Return the versions with shares and the last used pinned ones, as many as the engine has room for."""
-        pinned = [*self._reloading.poller.shares, *await self._reloading.fetch(queries.pinned_versions)]
-        pins = [version for version in dict.fromkeys(pinned) if version not in (0, current)]
+        """Return the versions with shares and the last used pinned ones, as many as the engine has room for.
+
+        A version that leaves, but still has requests, takes the place of a pin, never that of a version with a share.
+        """
+        shares = [version for version in self._reloading.poller.shares if version not in (0, current)]
+        pinned = await self._reloading.fetch(queries.pinned_versions)
+        pins = [version for version in pinned if version not in (0, current, *shares)]
         ending = sum(version in self._engine.in_flight_of for version in self._take_up.leaving)
-        return pins[: max(0, self._most_pins - ending)]
+        return (shares + pins[: max(0, self._most_pins - len(shares) - ending)])[: self._most_pins]

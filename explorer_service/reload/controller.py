@@ -188,7 +188,8 @@ class EngineController:
         if is_unproven and (target is None or self._adapters is None):
             good = await self._choice.find_good(wanted.version, self._served)
             if good is not None and await self._has(good):
-                await self._serve(good)
+                if not engine.is_open or good is not self._served:  # otherwise it is announced already
+                    await self._serve(good)
             elif target is None:
                 target = good
         waits = self._is_too_soon(wanted, is_withdrawn=is_withdrawn)  # it may have been opened above

@@ -29,7 +29,7 @@ class VersionPoller:
         self._connection = DedicatedConnection(ledger)
         self._interval_s = interval_s
         self._found: _Found = Wanted(None, {})
-        self._shares: dict[int, float] = {}
+        self._last = Wanted(None, {})  # the last result that was no error
         self.revision = 0  # counts changes of the result, and calls of `wake`
         self._changed = asyncio.Event()
         self._waiters: deque[asyncio.Future[None]] = deque()  # always the same object: both threads use it
@@ -52,7 +52,12 @@ class VersionPoller:
     @property
     def shares(self) -> dict[int, float]:
         """Shares of several versions, by the last query that did not fail; empty if one version should serve."""
-        return self._shares
+        return self._last.shares
+
+    @property
+    def leading(self) -> int | None:
+        """The version that should answer chats that name none, by the last query that did not fail."""
+        return None if self._last.version is None else self._last.version.version
 
     async def refresh(self) -> None:
         """Query the ledger now, and wait for the result."""
@@ -97,7 +102,7 @@ class VersionPoller:
             self.wake()
         self._found = found
         if isinstance(found, Wanted):
-            self._shares = found.shares
+            self._last = found
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)

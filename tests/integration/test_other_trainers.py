@@ -6,6 +6,7 @@ from sqlalchemy import update
 
 from services.trainer import warn_of_others
 from shared.ledger import transitions
+from shared.ledger.queries import ledger_status
 from shared.ledger.tables import trainers
 
 
@@ -25,6 +26,8 @@ def test_a_trainer_warns_once_of_others_that_are_alive_and_of_no_other(ledger, c
     (line,) = warnings()
     assert "first, second" in line and "the same rows" in line and "trainer.name" in line
     assert "stopped" not in line and "killed" not in line
+    alive = {one["name"] for one in ledger.fetch(ledger_status)["trainers"] if one["alive"]}
+    assert alive == {"new", "first", "second"}
     with ledger.write() as connection:
         for name in ("first", "second"):
             transitions.dismiss_trainer(connection, name=name)

@@ -79,6 +79,14 @@ def test_the_same_batch_gets_the_same_ones_after_a_crash_and_another_seed_draws_
     assert any([row.msg_id for row in claimed_again(ledger, rehearse=0.75, seed=n)] != first for n in range(1, 4))
 
 
+def test_rows_that_a_rejected_version_learned_are_not_drawn(ledger):
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        transitions.serve_version(connection, 0, by="an engine")
+        transitions.roll_back(connection, 0, by="operator")
+    assert not any(row.is_rehearsal for row in claimed(ledger, rehearse=3.0))
+
+
 def test_no_state_changes_and_what_there_is_bounds_the_draw(ledger):
     columns = (experiences.c.msg_id, experiences.c.state, experiences.c.taught, experiences.c.batch_id)
     query = select(*columns).where(experiences.c.msg_id.not_like("new-%")).order_by(experiences.c.id)

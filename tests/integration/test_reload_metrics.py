@@ -7,9 +7,10 @@ import re
 import pytest
 from sqlalchemy import select
 
+from explorer_service.reload.controller import EngineController
 from shared.ledger import transitions
-from shared.ledger.queries import ledger_status, progress
-from shared.ledger.tables import versions
+from shared.ledger.queries import VersionRow, ledger_status, progress
+from shared.ledger.tables import engines, versions
 from tests.support.script import Script
 from tests.support.servers import RunningExplorer, publish, served, wait_until, write_scripted_version
 
@@ -93,3 +94,28 @@ def test_an_engine_that_goes_on_serving_what_it_has_is_counted_as_no_take_up(exp
     wait_until(lambda: explorer.http.get("/status").json()["engines"][0]["state"] == "degraded")
     wait_until(lambda: value(explorer, 'failures_total{reason="stage"}') >= 1)
     assert value(explorer, 'versions_total{result="served"}') == before
+
+
+def test_an_engine_that_cannot_go_back_is_announced_once(start_explorer, scripted_engine, monkeypatch):
+    explorer = start_explorer([scripted_engine.url], reload={"poll_interval_s": 0.02, "retry_s": 600.0}).wait_ready()
+    for version in range(3):
+        publish(explorer, version)
+        wait_until(lambda version=version: served(explorer) == str(version))
+    scripted_engine.script.failed_loads = {"v000001"}
+    assert explorer.http.post("/versions/1/promote").status_code == 200
+    engine = explorer.deps.pool.engines[0]
+    wait_until(lambda: engine.state == "degraded" and engine.is_open)
+
+    def stands() -> tuple[int, float]:
+        generation = explorer.ledger.fetch(lambda c: c.execute(select(engines.c.generation)).scalar_one())
+        return generation, value(explorer, 'versions_total{result="served"}')
+
+    before, rounds, bring_in = stands(), [], EngineController._bring_in
+
+    async def watched(self: EngineController, wanted: VersionRow) -> None:
+        await bring_in(self, wanted)
+        rounds.append(wanted.version)
+
+    monkeypatch.setattr(EngineController, "_bring_in", watched)
+    wait_until(lambda: len(rounds) > 2)
+    assert stands() == before

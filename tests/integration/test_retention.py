@@ -17,13 +17,13 @@ from shared.experience import Purpose
 from shared.experience import VersionState as S
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import list_states, list_versions
+from shared.ledger.queries import list_versions
 from shared.ledger.tables import version_leases
 from shared.process import process_name
 from tests.support.processes import run_here
 from tests.support.servers import make_config, write_scripted_version
 from trainer_service.janitor import Janitor
-from trainer_service.resume import SavedState, StateStore
+from trainer_service.resume import StateStore
 
 
 def config_of(root: Path, database_url: str | None = None, **versions: object) -> Config:
@@ -234,51 +234,6 @@ def test_a_deletion_that_was_cut_short_is_finished_by_the_next_run(tmp_path, led
     (versions / ".gone-v000002/model.safetensors").unlink()
     janitor(ledger, tmp_path).run(None)
     assert [folder.name for folder in sorted(versions.iterdir())] == ["v000000", "v000003", "v000004"]
-
-
-def test_states_are_kept_as_long_as_their_versions_and_no_more_than_keep_states(tmp_path, ledger):
-    make_line(ledger, tmp_path, served=0, newest=0)
-    store = StateStore(tmp_path, "trainer")
-    for version in range(1, 6):
-        write_scripted_version(tmp_path, version, -1.0)
-        folder = store.folder / f"state-{version:06d}"
-        folder.mkdir()
-        current = SavedState(f"trainer/trainer/{folder.name}", None)
-        with ledger.write() as connection:
-            about = {"kind": "full", "step": version, "trainer": "trainer", "state_path": current.path}
-            transitions.publish(connection, version=version, parent=version - 1, **about)
-            transitions.serve_version(connection, version, by="engine e0")
-        Janitor(config_of(tmp_path, max_versions=4, keep_states=2), ledger, store).run(current)
-        with ledger.read() as connection:
-            rows = [row.version for row in list_states(connection, "trainer")]
-        kept = [max(1, version - 1), version] if version > 1 else [1]
-        assert rows == kept
-        assert sorted(state.name for state in store.folder.glob("s*")) == [f"state-{n:06d}" for n in kept]
-    write(ledger, lambda c: transitions.reject_version(c, 4, "a reason", by="engine e0"))
-    Janitor(config_of(tmp_path, keep_states=2), ledger, store).run(current)
-    assert [state.name for state in store.folder.glob("s*")] == ["state-000005"]
-    store.close()
-
-
-def test_a_trainer_that_knows_of_no_rollback_yet_keeps_the_state_that_it_will_start_from(tmp_path, ledger):
-    make_line(ledger, tmp_path, served=0, newest=0)
-    store = StateStore(tmp_path, "trainer")
-    for version in range(1, 4):
-        write_scripted_version(tmp_path, version, -1.0)
-        (store.folder / f"state-{version:06d}").mkdir()
-        with ledger.write() as connection:
-            state = {"trainer": "trainer", "state_path": f"trainer/trainer/state-{version:06d}"}
-            transitions.publish(connection, version=version, parent=version - 1, kind="full", step=version, **state)
-            transitions.serve_version(connection, version, by="engine e0")
-    write(ledger, lambda c: transitions.roll_back(c, 1, by="operator"))
-    current = SavedState("trainer/trainer/state-000003", None)
-    with ledger.write() as connection:  # a trainer of another name has published more
-        for version in (4, 5):
-            write_scripted_version(tmp_path, version, -1.0)
-            transitions.publish(connection, version=version, parent=1, kind="full", step=version)
-    Janitor(config_of(tmp_path, keep_states=1), ledger, store).run(current)
-    assert sorted(state.name for state in store.folder.glob("s*")) == ["state-000001", "state-000003"]
-    store.close()
 
 
 def test_an_operator_names_a_version_and_takes_the_name_away(tmp_path, ledger, database_url, capsys):

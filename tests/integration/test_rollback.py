@@ -10,7 +10,7 @@ from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import find_trainer, list_versions
 from shared.ledger.tables import decisions, experiences, trainers, versions
-from tests.support.lessons import COMMENT, RUN, UP, record, say, train
+from tests.support.lessons import COMMENT, RUN, UP, record, say, stands, train
 from tests.support.processes import run_here
 
 NAME = "t"
@@ -26,7 +26,7 @@ def trained(ledger) -> Ledger:
     for version in range(1, 5):
         make_version(ledger, version)
     with ledger.write() as connection:
-        transitions.forget_states(connection, trainer=NAME, versions=[1])
+        assert len(transitions.forget_old_states(connection, trainer=NAME, current=None, keep=3)) == 3
     return ledger
 
 
@@ -115,6 +115,42 @@ def test_with_again_rows_that_the_version_itself_was_trained_on_stay_as_they_are
         transitions.serve_version(connection, 1, by="an engine")
         assert transitions.roll_back(connection, 1, again=True, by="operator").rows == 1
     assert set(train(ledger, 3)) == {"b"}
+
+
+def test_an_erased_row_stays_erased_with_again(ledger):
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    record(ledger, "a")
+    say(ledger, "a", UP)
+    train(ledger, 1)
+    with ledger.write() as connection:
+        transitions.erase(connection, msg_id="a")
+        assert transitions.roll_back(connection, 0, again=True, by="operator").rows == 0
+        assert transitions.erase(connection, msg_id="a").versions == {1}
+    assert stands(ledger, "state", "consumed_version") == [("CONSUMED", 1)]
+
+
+def test_an_erasure_names_the_version_of_the_present_line_too(ledger):
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    record(ledger, "a")
+    say(ledger, "a", UP)
+    train(ledger, 1)
+    with ledger.write() as connection:
+        transitions.roll_back(connection, 0, by="operator")
+    say(ledger, "a", COMMENT)
+    train(ledger, 2)
+    with ledger.write() as connection:
+        assert transitions.erase(connection, msg_id="a").versions == {1, 2}
+
+
+def test_after_a_resume_rewards_of_rejected_versions_do_not_count(trained):
+    with trained.write() as connection:
+        transitions.trip_breaker(connection, name=NAME, tripped={"figure": "reward_drop"})
+    roll_back(trained, 2)
+    with trained.write() as connection:
+        assert transitions.reset_breaker(connection, name=NAME)
+    assert trainer_row(trained).resumed_version == 4
 
 
 def test_a_repeat_changes_nothing(trained):

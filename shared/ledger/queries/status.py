@@ -108,7 +108,7 @@ def ledger_status(connection: Connection) -> dict[str, Any]:
                 "at_step": ahead[t.name].step if t.name in ahead else t.step,
                 "at_version": ahead[t.name].version if t.name in ahead else t.version,
                 "rows_waiting_for_state": ahead[t.name].waiting if t.name in ahead else 0,
-                "alive": t.alive,
+                "alive": t.is_live(now),
                 "heartbeat_age_s": round(now - t.heartbeat_at, 1),
                 "stats": t.stats,
                 "trouble": t.trouble,

@@ -29,9 +29,13 @@ class TrainerRow:
     resumed_version: int | None  # newest version when an operator last resumed it
     chosen: dict[str, Any] | None  # with `algorithm: auto`: the algorithms in use, with their weights
     stats: dict[str, Any]
-    alive: bool
+    alive: bool  # it has not ended regularly; it may have been killed
     heartbeat_at: float
     rollbacks: int = 0  # how often an operator has returned it to an earlier version
+
+    def is_live(self, now: float) -> bool:
+        """Whether it has not stopped, and its heartbeat is recent. now: the database's time."""
+        return self.alive and now - self.heartbeat_at < _ALIVE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +78,4 @@ def find_trainer(connection: Connection, name: str) -> TrainerRow | None:
 def live_trainers(connection: Connection) -> list[str]:
     """Return the names of live trainers: they have not stopped, and their heartbeats are recent."""
     now = database_time(connection)
-    return [row.name for row in list_trainers(connection) if row.alive and now - row.heartbeat_at < _ALIVE_S]
+    return [row.name for row in list_trainers(connection) if row.is_live(now)]

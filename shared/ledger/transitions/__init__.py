@@ -42,7 +42,6 @@ from shared.ledger.transitions.publish import (
     announce_trainer,
     choose_algorithms,
     dismiss_trainer,
-    forget_states,
     publish,
     publish_ahead,
     record_state,
@@ -53,6 +52,7 @@ from shared.ledger.transitions.publish import (
 from shared.ledger.transitions.record import record, restore_trained
 from shared.ledger.transitions.retain import (
     VERSION_LEASE_S,
+    forget_old_states,
     give_up_files,
     lease_version,
     release_version,
@@ -77,7 +77,7 @@ __all__ = [
     "Rollback", "RunName", "Whole", "acquire_engine", "acquire_lease", "announce_trainer", "apply_feedback", "apply_to",
     "calibrate_engine", "choose_algorithms", "claim", "close_empty_batch", "close_stream", "commit", "commit_part",
     "confirm_engine", "count_load_failure", "discard_stale", "dismiss_trainer", "erase", "expect_adapter", "expire",
-    "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_states", "give_back", "give_up_files",
+    "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_old_states", "give_back", "give_up_files",
     "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts", "open_stream", "pin_version",
     "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record", "record_state",
     "reject_version", "release_engine", "release_lease", "release_version", "remember_answer", "remove", "renew_lease",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
 from shared.experience import State, choice_name
-from shared.ledger.conditions import MAX_PARAMETERS, in_parts, is_done, split_name
+from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, in_parts, is_done, split_name
 from shared.ledger.prefix import inline_prefix, lock_tokens
 from shared.ledger.queries.signals import count_signals
-from shared.ledger.tables import experiences, payloads, signals
+from shared.ledger.tables import batches, experiences, payloads, signals
 from shared.reward import EVERY_LESSON
 
 
@@ -37,7 +37,7 @@ def erase(
         one_choice = and_(experiences.c.msg_id == message, experiences.c.choice == choice)
         named.append(or_(experiences.c.msg_id == msg_id, one_choice))
     assert named, "an erasure names whose rows"
-    columns = (experiences.c[name] for name in ("id", "msg_id", "choice", "state", "consumed_version"))
+    columns = (experiences.c[name] for name in ("id", "msg_id", "choice", "state", "consumed_version", "batch_id"))
     query = select(*columns).where(experiences.c.id > after_id, *named).order_by(experiences.c.id)
     rows = list(connection.execute(query.limit(MAX_PARAMETERS).with_for_update()))  # nothing more is said of them
     ids, names = [row.id for row in rows], sorted({row.msg_id for row in rows})
@@ -50,10 +50,21 @@ def erase(
     untrained = experiences.c.state.in_((State.RECORDED, State.READY))
     connection.execute(update(experiences).where(of_them, untrained).values(state=State.DISCARDED, reason="erased"))
     _blank_later_requests(connection, [choice_name(row.msg_id, row.choice) for row in rows])
-    versions = frozenset(row.consumed_version for row in rows if row.consumed_version is not None)
+    versions = frozenset(_versions_trained_on(connection, rows))
     leased = sum(row.state == State.LEASED for row in rows)
     last_id = rows[-1].id if len(rows) == MAX_PARAMETERS else None  # fewer: what arrives later is not for this erasure
     return Erased(len(rows), versions, last_id, frozenset(names), leased)
+
+
+def _versions_trained_on(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[int]:
+    """Yield the first and the last version that was trained on each row.
+
+    Without the last one, none may be in the present line: a rollback may have rejected the first.
+    """
+    yield from (row.consumed_version for row in rows if row.consumed_version is not None)
+    batch_ids = sorted({row.batch_id for row in rows if row.batch_id is not None})
+    of_batches = (batches.c.id.in_(batch_ids), batches.c.consumed_version.is_not(None))
+    yield from connection.execute(select(batches.c.consumed_version).where(*of_batches)).scalars()
 
 
 def _blank_later_requests(connection: Connection, names: list[str]) -> None:

@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, select, update
 
 from shared.errors import LeaseLost
-from shared.experience import MAY_SERVE, BatchState, Purpose, State, VersionState
+from shared.experience import BatchState, Purpose, State, VersionState
 from shared.ledger.conditions import in_parts, is_in
 from shared.ledger.connect import database_time, insert_into, lock_rows
 from shared.ledger.queries.signals import load_signals
@@ -182,12 +182,6 @@ def choose_algorithms(connection: Connection, *, name: str, chosen: dict[str, An
     connection.execute(update(trainers).where(trainers.c.name == name).values(chosen=encoded))
 
 
-def forget_states(connection: Connection, *, trainer: str, versions: Collection[int]) -> None:
-    """Remove deleted saved states of a trainer."""
-    own = (trainer_states.c.trainer == trainer, trainer_states.c.version.in_(versions))
-    connection.execute(delete(trainer_states).where(*own))
-
-
 def report_trouble(connection: Connection, *, name: str, trouble: str | None) -> None:
     """Store why a trainer cannot publish; None: it can."""
     connection.execute(update(trainers).where(trainers.c.name == name).values(trouble=trouble))
@@ -204,7 +198,7 @@ def reset_breaker(connection: Connection, *, name: str) -> bool:
 
     Returns whether its breaker had tripped.
     """
-    newest = select(func.max(versions.c.version)).where(versions.c.state.in_(MAY_SERVE)).scalar_subquery()
+    newest = select(func.max(versions.c.version)).where(versions.c.state != VersionState.RESERVED).scalar_subquery()
     tripped = (trainers.c.name == name, trainers.c.tripped.is_not(None))
     changed = connection.execute(update(trainers).where(*tripped).values(tripped=None, resumed_version=newest))
     return bool(changed.rowcount)

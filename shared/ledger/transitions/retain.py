@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from sqlalchemy import Connection, Float, String, and_, delete, literal, or_, select, update
 
 from shared.experience import Purpose, VersionState
+from shared.ledger.conditions import in_parts
 from shared.ledger.connect import database_time, insert_into
+from shared.ledger.queries.trainers import list_states
 from shared.ledger.queries.versions import VersionRow, kept_versions
-from shared.ledger.tables import trainers, version_leases, versions
+from shared.ledger.tables import trainer_states, trainers, version_leases, versions
 from shared.ledger.transitions.leases import acquire_lease, release_lease
 from shared.ledger.transitions.versions import is_held, skip_version
 from shared.process import is_gone, is_running
@@ -164,3 +166,20 @@ def _end_leases(connection: Connection) -> None:
     may_run_out = or_(version_leases.c.owner.not_in(running), version_leases.c.purpose == Purpose.PINNED)
     run_out = and_(version_leases.c.until < database_time(connection), may_run_out)
     connection.execute(delete(version_leases).where(or_(run_out, version_leases.c.owner.in_(gone))))
+
+
+def forget_old_states(connection: Connection, *, trainer: str, current: str | None, keep: int) -> set[str]:
+    """Forget all saved states but the newest `keep` of versions that have files and are not rejected.
+
+    current: the path of the state that the trainer continues from, which is kept. So is the one that its row names,
+    from which it starts again after a rollback. Returns the paths of the states that are kept.
+    """
+    row = select(trainers.c.state_path).where(trainers.c.name == trainer)
+    paths = {current, connection.execute(row.with_for_update()).scalar()} - {None}  # a rollback locks the row, too
+    states, rows = list_states(connection, trainer), kept_versions(connection)
+    there = {one.version for one in rows if one.has_files and one.state != VersionState.REJECTED}
+    paths |= {state.path for state in [one for one in states if one.version in there][-keep:]}
+    forgotten = [state.version for state in states if state.path not in paths]
+    for part in in_parts(trainer_states.c.version, forgotten):
+        connection.execute(delete(trainer_states).where(part, trainer_states.c.trainer == trainer))
+    return {path for path in paths if path is not None}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, not_, select, update
 
 from shared.errors import CannotRollBack, RolledBack
 from shared.experience import State, VersionState
@@ -19,6 +19,7 @@ from shared.ledger.queries.versions import VersionRow, find_versions, kept_versi
 from shared.ledger.tables import experiences, trainer_states, trainers, versions
 from shared.ledger.transitions.traffic import lock_shares, move_shares
 from shared.ledger.transitions.versions import reject_versions_after
+from shared.reward import EVERY_LESSON
 from shared.versions import LARGEST_VERSION
 
 
@@ -103,7 +104,9 @@ def _make_ready(connection: Connection, to: int) -> int:
     If a later signal has made such a row READY already, its earlier signals act again, too. A leased row stays as it
     is.
     """
-    consumed = (experiences.c.consumed_version > to, experiences.c.state.in_((State.CONSUMED, State.READY)))
+    trained = experiences.c.state.in_((State.CONSUMED, State.READY))
+    is_erased = experiences.c.taught == int(EVERY_LESSON)  # it has no tokens, and stays for the lineage
+    consumed = (experiences.c.consumed_version > to, trained, not_(is_erased))
     lock_rows(connection, experiences.c.id, *consumed)
     teaches = experiences.c.teaches.bitwise_or(experiences.c.taught)
     untrained = {"teaches": teaches, "taught": 0, "last_signal": 0, "consumed_version": None, "batch_id": None}

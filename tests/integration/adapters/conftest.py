@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from shared.ledger.queries import list_versions
 from tests.support.adapters import state
 from tests.support.scripted_adapters import publish_base, write_base
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, wait_until
 
 RELOAD = {"poll_interval_s": 0.02, "retry_s": 0.1, "unpin_after_s": 60.0}
@@ -23,11 +24,12 @@ def database_url():
 
 @pytest.fixture
 def start(scripted_engine, start_explorer, tmp_path) -> Callable[..., RunningExplorer]:
-    """An explorer whose engine serves the base; `room`: for how many pins."""
+    """An explorer whose engine serves the base; `room`: for how many pins; `others`: further engines."""
 
-    def start(room: int = 6, **reload: Any) -> RunningExplorer:
+    def start(room: int = 6, others: Sequence[ScriptedEngine] = (), **reload: Any) -> RunningExplorer:
+        all_engines = [scripted_engine, *others]
         explorer = start_explorer(
-            [scripted_engine.url],
+            [one.url for one in all_engines],
             model={"kind": "lora"},
             engine={"max_loras": 2, "max_cpu_loras": room + 2},
             reload={**RELOAD, **reload},
@@ -36,7 +38,9 @@ def start(scripted_engine, start_explorer, tmp_path) -> Callable[..., RunningExp
         with explorer.ledger.read() as connection:
             is_first = not list_versions(connection)
         if is_first:
-            scripted_engine.start_on(write_base(tmp_path))
+            base = write_base(tmp_path)
+            for one in all_engines:
+                one.start_on(base)
             publish_base(explorer)
             wait_until(lambda: state(explorer, 0) == "SERVING")
         return explorer.wait_ready()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from sqlalchemy import select
 
+from explorer_service.reload.adapter_controller import AdapterController
 from explorer_service.reload.poller import VersionPoller
 from shared.errors import LedgerError
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import experiences
-from tests.support.adapters import publish_and_wait, said, state, watch_openings
+from tests.support.adapters import engine, publish_and_wait, said, state, watch_openings
 from tests.support.scripted_adapters import name_of, publish_adapter
 from tests.support.servers import RunningExplorer, served, wait_until
 
@@ -159,3 +162,36 @@ def test_an_explorer_that_starts_later_divides_them_too(divided, start, scripted
     again = start()
     wait_until(lambda: {1, 3} <= loaded(again))
     assert set(answering(again)) == {"1", "3"}
+
+
+def test_a_version_with_a_share_stays_while_requests_of_the_one_that_led_before_end(start, scripted_engine):
+    explorer = start(room=1)
+    publish_and_wait(explorer, 1, 2, 3)
+    divide(explorer, {1: 1, 2: 1})
+    wait_until(lambda: {1, 2} <= loaded(explorer) and engine(explorer).version == 1)
+    scripted_engine.script.streams_wait = True
+    asked = {"messages": [], "stream": True, "model": "agent@1"}
+    with explorer.http.stream("POST", "/chat", json=asked) as reply, observed(explorer) as rounds:
+        divide(explorer, {3: 2, 2: 1})
+        wait_until(lambda: engine(explorer).version == 3)
+        rounds.clear()
+        wait_until(lambda: len(rounds) > 3)
+        assert all(2 in versions for versions in rounds)
+        scripted_engine.script.streams_wait = False
+        reply.read()
+    wait_until(lambda: loaded(explorer) == {0, 2, 3})
+
+
+@contextmanager
+def observed(explorer: RunningExplorer) -> Iterator[list[set[int]]]:
+    """The versions that the engine serves, at each end of a round of its controller."""
+    rounds: list[set[int]] = []
+    tend = AdapterController.tend
+
+    async def watched(self: AdapterController) -> None:
+        await tend(self)
+        rounds.append(set(engine(explorer).versions))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdapterController, "tend", watched)
+        yield rounds
