@@ -29,6 +29,7 @@ class Stream:
     prompt_tokens: int = 0
     begun_at: float = 0.0  # time.monotonic(), like event_times
     event_times: list[float] = field(default_factory=list)
+    event_ends: list[int] = field(default_factory=list)  # tokens of the reply after each event
 
     @property
     def longest_gap_s(self) -> float:
@@ -38,6 +39,12 @@ class Stream:
         """The longest gap that ends after `moment`, time.monotonic()."""
         gaps = (later - earlier for earlier, later in pairwise(self.event_times) if later > moment)
         return max(gaps, default=0.0)
+
+    def tokens_before_longest_gap(self, moment: float) -> int:
+        """Tokens of prompt and reply when the longest gap that ends after `moment` began."""
+        gaps = enumerate(pairwise(self.event_times))
+        _, ends = max(((later - earlier, n) for n, (earlier, later) in gaps if later > moment), default=(0.0, -1))
+        return self.prompt_tokens + self.event_ends[ends]
 
 
 @dataclass
@@ -58,7 +65,12 @@ class Turn:
     began_at: float | None = None
     under_way_at: float = 0.0  # when every stream had its first tokens
     published: int | None = None
-    frozen_tokens: int = 0  # tokens of all streams, including prompts, when it began
+
+    @property
+    def frozen_tokens(self) -> int:
+        """Tokens of all streams, including prompts, when the reload paused them."""
+        assert self.began_at is not None
+        return sum(stream.tokens_before_longest_gap(self.began_at) for stream in self.streams)
 
 
 class Callers:
@@ -91,7 +103,6 @@ class Callers:
         while not all(len(stream.token_ids) >= UNDER_WAY or stream.failed for stream in running):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         turn.under_way_at = time.monotonic()
-        turn.frozen_tokens = sum(stream.prompt_tokens + len(stream.token_ids) for stream in running)
         happening = None
         if happen is not None:
             turn.began_at = time.monotonic()
@@ -171,3 +182,4 @@ class Callers:
             if ids := choice.get("token_ids"):
                 stream.token_ids += ids
                 stream.event_times.append(time.monotonic())
+                stream.event_ends.append(len(stream.token_ids))
