@@ -51,7 +51,7 @@ class Claimer:
         self._stop = stop
         self._vocabulary = vocabulary
         self._whole = whole
-        self._group = group_wait(config)
+        self._group = group_wait(config) if whole == "task" else {}
         self._answers = answers
         self._check = check
         self._last_event: str | None = None  # the last event that was logged
@@ -105,7 +105,7 @@ class Claimer:
                 whole=whole,
                 next_messages="hint" in config.parts and config.hint.next_message is not None,
                 at_most_behind=config.max_staleness_versions,
-                **(self._group if whole == "task" else {}),
+                **self._group,
             )
             self._unanswered = batch_id
             lease = None if batch_id is None else self._load(connection, batch_id)
@@ -139,7 +139,7 @@ class Claimer:
             if self._check is not None:
                 self._check(connection)
             after_id = self._scan_from(connection)
-            failures = queries.failures_of_oldest(connection, after_id)
+            failures = queries.failures_of_oldest(connection, after_id, **self._group)
             size = self._batch_size(failures)
             ready = queries.count_ready(connection, at_most=size, after_id=after_id)
             expired = self._any_expired(connection)

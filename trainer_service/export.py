@@ -19,7 +19,7 @@ from shared.errors import StartupError
 from shared.experience import Experience, Other, State, TrajectoryKey, choice_name, trajectory_key
 from shared.ledger.conditions import split_name
 from shared.ledger.given import UNUSABLE, choice_of, names_of, number_of, read_rows, signals_of, time_of, tokens_of
-from shared.ledger.queries.lease import check_rewards, rewarded_up_to
+from shared.ledger.queries.lease import check_rewards, rewarded_rows
 from shared.ledger.queries.preferences import prefer
 from shared.log import StageLogger
 from shared.reward import EVERY_LESSON, Lesson, Signal, credit_of, learned_kinds
@@ -120,12 +120,9 @@ def _without(row: Experience, lost: set[tuple[TrajectoryKey, Signal]]) -> Experi
 
 def _acting(rows: list[tuple[Experience, int]]) -> list[Experience]:
     """Set what acts on each row, as at a claim: all lessons, except rewards that teach nothing."""
-    rewarded, unrewarded = rewarded_up_to(rows), EVERY_LESSON & ~int(Lesson.REWARD)
+    rewarded, unrewarded = rewarded_rows(rows), EVERY_LESSON & ~int(Lesson.REWARD)
     return [
-        row
-        if row.id <= rewarded.get(trajectory_key(row), 0)
-        else replace(row, acts=unrewarded, turn_reward=None, outcome=None)
-        for row, _ in rows
+        row if row.id in rewarded else replace(row, acts=unrewarded, turn_reward=None, outcome=None) for row, _ in rows
     ]
 
 

@@ -83,9 +83,17 @@ class HintWriter:
         return cls(tokenizer, config, getattr(about, "max_position_embeddings", None))
 
     def write(self, rows: Sequence[Experience]) -> list[Experience]:
-        """Add to each row the words about it as a block of tokens, or the reason why it has none."""
+        """Add to each row the words about it as a block of tokens, or the reason why it has none.
+
+        With `top_k: 0`, not to rehearsed rows: the loss of a sampled token is a policy gradient, for new samples only.
+        """
         following = {row.parent_id: row for row in sorted(rows, key=lambda row: -row.id) if row.parent_id is not None}
-        return [self._with_hint(row, following.get(choice_name(row.msg_id, row.choice))) for row in rows]
+        return [
+            row
+            if row.is_rehearsal and not self._config.top_k
+            else self._with_hint(row, following.get(choice_name(row.msg_id, row.choice)))
+            for row in rows
+        ]
 
     def _with_hint(self, row: Experience, following: Experience | None) -> Experience:
         pieces = list(self._pieces(row, following))

@@ -1,13 +1,15 @@
 """Strict and lenient keys: a reward is compared with the mean reward of its key.
 
 A key that rejects everything does not tell which reply is better, and a strict key means less than its numbers suggest.
-With R the return of a sequence that key k scored, m the running mean of all returns and m_k that of the key,
+With R the return of a sequence that key k scored, m the running mean of all returns, and b_k the key's running mean of
+R − m, with m as it was at that time,
 
-    R ← R + m − (n_k m_k + κ m) / (n_k + κ)
+    R ← R − n_k b_k / (n_k + κ)
 
-n_k: returns behind m_k, at most WINDOW. The mean of a new key is shrunk towards m, as if it had κ such returns. The
-difference is added at the end of the sequence, so differences between turns do not change. Callers without a key count
-as one key.
+n_k: returns behind b_k, at most WINDOW. It is shrunk towards 0, as if the key had κ returns that equal m. Means of
+differences, not of returns: m covers fewer batches than the returns of a rare key, and rewards change meanwhile. The
+shift is added at the end of the sequence, so differences between turns do not change. Callers without a key count as
+one key.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ def center_keys(batch: Batch, memory: Memory) -> Batch:
         return batch
     everything = [one for found in returns.values() for one in found]
     mean, _ = running_moments(memory.setdefault("all", {}), everything, WINDOW)
-    known: dict[str, Memory] = memory.setdefault("keys", {})
+    known: dict[str, Memory] = memory.setdefault("above", {})
     sequences = list(batch.sequences)
     for key, found in returns.items():
         known[key] = known.pop(key, {})  # last in the order: the most recently seen
-        own, _ = running_moments(known[key], found, WINDOW)
+        above, _ = running_moments(known[key], [one - mean for one in found], WINDOW)
         count = known[key]["sequences"]
-        shift = mean - (count * own + SHRINKAGE * mean) / (count + SHRINKAGE)
+        shift = -count * above / (count + SHRINKAGE)
         for place in places[key]:
             rewards = sequences[place].rewards.copy()
             rewards[sequences[place].ends[-1]] += np.float32(shift)

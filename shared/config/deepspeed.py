@@ -18,7 +18,7 @@ _OTHERS = (
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "comms_logger", "tensorboard", "wandb", "csv_monitor", "aio",
 )  # fmt: skip
-_UNSAVED = ("Adafactor", "ASGD", "NAdam")  # optimizers of PyTorch whose values do not all have their weight's shape
+_UNSAVED = ("adafactor", "asgd", "muon", "nadam")  # optimizers whose values do not all have their weight's shape
 _LIKE = 0.8  # similarity above which an unknown key is a typing error: DeepSpeed has more keys than these
 
 
@@ -32,7 +32,7 @@ def check_deepspeed(keys: dict[str, Any]) -> None:
             _require_section(name, value)
             if key in ("optimizer", "scheduler") and "params" in value:
                 _require_section(f"{name}.params", value["params"])
-            if key == "optimizer" and value.get("type") in _UNSAVED:
+            if key == "optimizer" and str(value.get("type")).lower() in _UNSAVED:
                 raise ValueError(
                     f"{name}.type={value['type']}: a saved state cannot contain what it keeps for a weight; name "
                     "another one, such as AdamW"

@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, FromClause, Row, and_, func, literal_column, not_, or_, select, true
+from sqlalchemy import Column, ColumnElement, FromClause, Row, and_, case, func, literal_column, not_, or_, select, true
 
 from shared.experience import State, TrajectoryKey
-from shared.ledger.tables import experiences, payloads
+from shared.ledger.tables import experiences, payloads, signals
+from shared.reward import Lesson
 
 AnyRow = Row[*tuple[Any, ...]]
 UNGROUPED = ""  # in place of a group's name
@@ -94,3 +95,31 @@ def is_done(before: float | None = None) -> list[ColumnElement[bool]]:
     tokens = select(payloads.c.experience_id).where(payloads.c.experience_id == experiences.c.id)
     done = or_(experiences.c.state == State.DISCARDED, trained) & tokens.correlate(experiences).exists()
     return [done] if before is None else [done, experiences.c.created_at < before]
+
+
+def need_not_wait(runs_of_task: int, quiet_since: float | None) -> list[ColumnElement[bool]]:
+    """READY rows that need not wait for rewards of other runs of their task.
+
+    These are rows without a task; rows of a task with at least `runs_of_task` READY runs that have a reward, or with no
+    signal since `quiet_since` (Unix seconds; None: they wait without limit); rows of a run without a reward, whose
+    other signals need no other run; and rows of updates that failed twice, which are tried again run by run.
+    """
+    if runs_of_task <= 1:
+        return []
+    mates = experiences.alias("runs_of_task")
+    run, own_run = (func.coalesce(of.c.run_id, of.c.conversation_id, of.c.msg_id) for of in (mates, experiences))
+    rewarded = mates.c.teaches.bitwise_and(int(Lesson.REWARD)) != 0
+    enough: list[ColumnElement[bool]] = [func.count(case((rewarded, run)).distinct()) >= runs_of_task]
+    of_choice = and_(signals.c.msg_id == mates.c.msg_id, signals.c.choice == mates.c.choice)
+    if quiet_since is not None:
+        enough.append(func.coalesce(func.max(signals.c.created_at), 0.0) <= quiet_since)
+    ready_of_task = (
+        is_in(mates.c.state, State.READY),
+        mates.c.task_id == experiences.c.task_id,
+        mates.c.key_group.is_not_distinct_from(experiences.c.key_group),
+    )
+    with_signals = select(mates.c.task_id).join_from(mates, signals, of_choice, isouter=True)
+    complete = with_signals.where(*ready_of_task).group_by(mates.c.task_id).having(or_(*enough))
+    own_reward = select(mates.c.id).where(*ready_of_task, rewarded, run == own_run)
+    has_failed = experiences.c.failures >= 2
+    return [or_(experiences.c.task_id.is_(None), has_failed, complete.exists(), not_(own_reward.exists()))]

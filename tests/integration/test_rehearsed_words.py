@@ -92,3 +92,13 @@ def test_they_are_sequences_of_their_own_with_words_in_no_trajectory_and_not_cou
         (words,) = batch.words[place]
         assert (words.token_ids.tolist(), words.actions.tolist(), words.reward) == ([7, 8], [0], 0.25)
         assert batch.sequences[place].behaviour.tolist() == [-0.5] and words.key == "ann"
+
+
+def test_words_that_have_not_acted_yet_are_not_rehearsed(ledger):
+    """A comment acts once it is committed, and once: rehearsal repeats only what was trained on."""
+    about = {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": learned_kinds(config(MIX))}
+    later = [Signal("comment", text="LONGER")]
+    with ledger.write() as connection:
+        transitions.apply_feedback(connection, msg_ids=["said-0"], signals=later, key_name="ann", **about)
+    found = {row.msg_id: row for row in claimed(ledger, rehearse=4.0) if row.is_rehearsal}
+    assert [signal.text for signal in found["said-0"].signals] == ["shorter"]

@@ -230,6 +230,13 @@ def test_hints_and_reasons_go_to_other_ranks_as_arrays():
     assert (got[1].hint, got[1].unused) == (None, ("empty_words",))
 
 
+def test_a_rehearsed_row_gets_no_hint_where_the_loss_is_of_the_sampled_token():
+    said = replace(row(1, "ask", "reply", Signal("correction", text="yes")), is_rehearsal=True)
+    for top_k, has_hint in ((0, False), (4, True)):
+        written = HintWriter(TOKENIZER, HintConfig(**PLAIN, top_k=top_k), None).write([said])
+        assert (written[0].hint is not None) == has_hint
+
+
 @pytest.mark.parametrize("wording", ["no place", "{text} twice {text}", "{other}", "{text} {"])
 def test_a_wording_without_a_place_for_the_text_is_refused(wording):
     with pytest.raises(ValueError, match="comment"):

@@ -39,6 +39,15 @@ def test_a_constant_difference_between_keys_disappears():
     assert found[0] == pytest.approx(found[8], abs=0.02) and found[1] - found[0] == pytest.approx(0.5)
 
 
+def test_a_rare_key_is_worth_as_much_as_a_frequent_one_while_rewards_rise():
+    memory = {}
+    for step in range(20):
+        reward = 0.1 + 0.04 * step
+        batch = rewarded_batch([("often", reward)] * 60 + [("rare", reward)] * 4)
+        found = [float(s.rewards.sum()) for s in center_keys(batch, memory).sequences]
+    assert found[0] == pytest.approx(found[-1], abs=0.05)
+
+
 def test_what_nobody_rewarded_is_left_alone_and_counts_nowhere():
     batch, memory = rewarded_batch([("a", None), ("a", None)]), {}
     assert center_keys(batch, memory) is batch and memory == {}
@@ -49,7 +58,7 @@ def test_keys_that_were_not_seen_for_long_are_forgotten():
     center_keys(rewarded_batch([("first", 1.0), ("second", 0.0)]), memory)
     for start in range(0, MOST_KEYS, 100):
         center_keys(rewarded_batch([("second", 0.0), *((f"k{start + n}", 0.5) for n in range(100))]), memory)
-    assert len(memory["keys"]) == MOST_KEYS and "first" not in memory["keys"] and "second" in memory["keys"]
+    assert len(memory["above"]) == MOST_KEYS and "first" not in memory["above"] and "second" in memory["above"]
 
 
 def test_the_same_batch_after_the_same_memory_gives_the_same_numbers():

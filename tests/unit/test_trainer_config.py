@@ -131,6 +131,7 @@ from trainer_service.backends.deepspeed import has_bf16
         ),
         ("{deepspeed: {optimizer: null}}", "trainer.deepspeed.optimizer=None: must be a section with keys of its own"),
         ("{deepspeed: {optimizer: {params: null}}}", "trainer.deepspeed.optimizer.params=None: must be a section"),
+        ("{deepspeed: {optimizer: {type: Muon}}}", "trainer.deepspeed.optimizer.type=Muon: a saved state cannot"),
         ("{deepspeed: {optimizer: {type: NAdam}}}", "trainer.deepspeed.optimizer.type=NAdam: a saved state cannot"),
         ("{deepspeed: {zero_optimization: 3}}", "trainer.deepspeed.zero_optimization=3: must be a section with keys"),
         ("{deepspeed: {zero_optimisation: {stage: 3}}}", "no key of DeepSpeed's; did you mean 'zero_optimization'?"),

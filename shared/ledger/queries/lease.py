@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 
@@ -21,7 +21,7 @@ from shared.experience import (
     choice_name,
     trajectory_key,
 )
-from shared.ledger.conditions import AnyRow, is_in, is_ready
+from shared.ledger.conditions import AnyRow, is_in, is_ready, need_not_wait
 from shared.ledger.connect import database_time
 from shared.ledger.prefix import load_tokens
 from shared.ledger.queries.preferences import with_preferences
@@ -128,18 +128,43 @@ def held_rows(connection: Connection, batch_id: int) -> Sequence[AnyRow]:
     return connection.execute(select(*columns).where(*held)).all()
 
 
-def rewarded_up_to(taught: Iterable[tuple[AnyRow | Experience, int]]) -> dict[TrajectoryKey, float]:
-    """Return, for each trajectory, the id of the last row on which a reward acts; none if no reward acts.
+def rewarded_rows(taught: Collection[tuple[AnyRow | Experience, int]]) -> set[int]:
+    """Return the ids of the rows on which a reward acts: their own, one of a turn that they led to, or of a whole.
 
-    taught: rows with their lessons. A reward also acts on the turns that led to it; the reward of a whole acts on all
-    of its turns.
+    taught: rows with their lessons. A turn leads to all later turns of its trajectory, except those that continue
+    another answer to the same messages: another choice, or another try.
     """
-    found: dict[TrajectoryKey, float] = {}
+    by_trajectory: dict[TrajectoryKey, list[tuple[AnyRow | Experience, int]]] = defaultdict(list)
     for row, teaches in taught:
-        if teaches & Lesson.REWARD:
-            last = row.id if row.outcome is None else math.inf
-            found[trajectory_key(row)] = max(last, found.get(trajectory_key(row), last))
+        by_trajectory[trajectory_key(row)].append((row, teaches))
+    found: set[int] = set()
+    for of in by_trajectory.values():
+        rewarded = [row for row, teaches in of if teaches & Lesson.REWARD]
+        if any(row.outcome is not None for row in rewarded):
+            found |= {row.id for row, _ in of}
+        elif rewarded:
+            found |= _led_to(rewarded, sorted((row for row, _ in of), key=lambda row: row.id))
     return found
+
+
+def _led_to(rewarded: Sequence[AnyRow | Experience], rows: Sequence[AnyRow | Experience]) -> set[int]:
+    """Return the ids of the rewarded rows, and of those that led to them. rows: of the trajectory, by id."""
+    by_name = {choice_name(row.msg_id, row.choice): row for row in rows}
+    trees: dict[int, str] = {}  # by id: the name of the tree of linked turns
+    for row in rows:
+        parent = by_name.get(row.parent_id or "")
+        trees[row.id] = row.parent_id or row.msg_id if parent is None else trees[parent.id]
+    found: set[int] = set()
+    last: dict[str, int] = {}  # by tree: the last rewarded row
+    for row in rewarded:
+        last[trees[row.id]] = max(row.id, last.get(trees[row.id], 0))
+        before: AnyRow | Experience | None = row
+        while before is not None and before.id not in found:
+            found.add(before.id)
+            before = by_name.get(before.parent_id or "")
+    return found | {
+        row.id for row in rows if any(row.id < last_id for tree, last_id in last.items() if tree != trees[row.id])
+    }
 
 
 def is_to_blame(rows: Sequence[AnyRow]) -> bool:
@@ -161,9 +186,16 @@ def deaths_will_be_blamed(connection: Connection, owner: str) -> bool:
     return connection.execute(often.limit(1)).first() is not None
 
 
-def failures_of_oldest(connection: Connection, after_id: int = 0) -> int:
-    """Return the number of failed updates of the oldest row that waits for a trainer; 0 if none waits."""
-    oldest = select(experiences.c.failures).where(*is_ready(after_id)).order_by(experiences.c.id).limit(1)
+def failures_of_oldest(
+    connection: Connection, after_id: int = 0, *, runs_of_task: int = 1, wait_s: float | None = None
+) -> int:
+    """Return the number of failed updates of the oldest row that a trainer may claim; 0 if there is none.
+
+    runs_of_task, wait_s: as in `transitions.claim`.
+    """
+    quiet_since = None if wait_s is None else database_time(connection) - wait_s
+    may_be_claimed = (*is_ready(after_id), *need_not_wait(runs_of_task, quiet_since))
+    oldest = select(experiences.c.failures).where(*may_be_claimed).order_by(experiences.c.id).limit(1)
     return int(connection.execute(oldest).scalar() or 0)
 
 

@@ -50,10 +50,13 @@ def draw_rehearsal(
     query = select(experiences).order_by(experiences.c.id)
     stored = [row for mine in in_parts(experiences.c.id, ids) for row in connection.execute(query.where(mine))]
     acts = {row.id: row.taught & lessons for row in stored}
+    last_signal = {row.id: row.last_signal for row in stored}
     found, _ = load_rows(connection, stored, acts, vocabulary, kinds, max_tokens)
-    return [kept for kept in map(_as_rehearsal, found) if kept.signals]
+    return [kept for row in found if (kept := _as_rehearsal(row, last_signal[row.id])).signals]
 
 
-def _as_rehearsal(row: Experience) -> Experience:
-    kept = (one for one in row.signals if one.kind != "correction" or one.scope == "message")
+def _as_rehearsal(row: Experience, last_signal: int) -> Experience:
+    """last_signal: the last one in the log when the row was claimed; later ones have not acted yet."""
+    acted = (one for one in row.signals if one.id is None or one.id <= last_signal)
+    kept = (one for one in acted if one.kind != "correction" or one.scope == "message")
     return replace(row, signals=tuple(kept), is_rehearsal=True)

@@ -17,16 +17,15 @@ from sqlalchemy import (
     insert,
     literal,
     not_,
-    or_,
     select,
     union_all,
     update,
 )
 
-from shared.experience import MAY_SERVE, BatchState, State, choice_name, trajectory_key
-from shared.ledger.conditions import in_parts, is_in, is_ready, names_a_run
+from shared.experience import MAY_SERVE, BatchState, State, choice_name
+from shared.ledger.conditions import in_parts, is_in, is_ready, names_a_run, need_not_wait
 from shared.ledger.connect import database_time
-from shared.ledger.queries.lease import held_rows, rewarded_up_to
+from shared.ledger.queries.lease import held_rows, rewarded_rows
 from shared.ledger.tables import batches, experiences, signals, trainers, versions
 from shared.ledger.transitions.failures import count_death
 from shared.reward import Lesson
@@ -69,11 +68,10 @@ def claim(
     eligible: list[ColumnElement[bool]] = [_IS_READY]
     if at_most_behind is not None:
         eligible.append(not_(_is_stale(at_most_behind)))
-    if share_per_key < 1:
-        eligible.append(experiences.c.id.in_(_first_of_each_key(max(1, int(share_per_key * at_most)))))
     now = database_time(connection)
-    if runs_of_task > 1:
-        eligible.append(_has_runs(runs_of_task, None if wait_s is None else now - wait_s))
+    eligible += need_not_wait(runs_of_task, None if wait_s is None else now - wait_s)
+    if share_per_key < 1:
+        eligible.append(experiences.c.id.in_(_first_of_each_key(max(1, int(share_per_key * at_most)), eligible)))
     batch = {"owner": owner, "state": BatchState.LEASED, "lease_until": now + lease_s, "created_at": now}
     oldest = _oldest(eligible, at_most, after_id)
     mates = _mates(oldest.with_for_update(skip_locked=True), eligible, group_rows, whole)
@@ -99,7 +97,7 @@ def _claim_mates(connection: Connection, batch: dict[str, Any], mates: CTE, at_l
 
 
 def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) -> None:
-    """Set the lessons that act on each row: those that have not acted yet; for rewards see `rewarded_up_to`.
+    """Set the lessons that act on each row: those that have not acted yet; for rewards see `rewarded_rows`.
 
     Later signals about a row have larger ids in the log, because its rows are locked.
     """
@@ -110,11 +108,11 @@ def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) 
     connection.execute(update(batches).where(batches.c.id == batch_id).values(last_signal=last_signal))
     rows = held_rows(connection, batch_id)
     continued = {row.parent_id for row in rows if row.parent_id is not None} if next_messages else set()
-    rewarded = rewarded_up_to((row, row.teaches) for row in rows)
+    rewarded = rewarded_rows([(row, row.teaches) for row in rows])
     more: dict[int, list[int]] = defaultdict(list)  # rows with further lessons than those of their own signals
     for row in rows:
         acts = row.teaches
-        if row.id <= rewarded.get(trajectory_key(row), 0) and not row.taught & Lesson.REWARD:
+        if row.id in rewarded and not row.taught & Lesson.REWARD:
             acts |= Lesson.REWARD
         if choice_name(row.msg_id, row.choice) in continued:
             acts |= Lesson.NEXT_MESSAGE & ~row.taught
@@ -123,30 +121,6 @@ def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) 
     for acts, ids in more.items():
         for mine in in_parts(experiences.c.id, ids):
             connection.execute(update(experiences).where(mine).values(acts=int(acts)))
-
-
-def _has_runs(at_least: int, quiet_since: float | None) -> ColumnElement[bool]:
-    """Rows that need not wait for rewards of other runs.
-
-    These are rows without a task, rows of a task with enough READY runs that have a reward, or with no signal since
-    `quiet_since`, and rows of a run without a reward, whose other signals need no other run.
-    """
-    mates = experiences.alias("runs_of_task")
-    run, own_run = (func.coalesce(of.c.run_id, of.c.conversation_id, of.c.msg_id) for of in (mates, experiences))
-    rewarded = mates.c.teaches.bitwise_and(int(Lesson.REWARD)) != 0
-    enough: list[ColumnElement[bool]] = [func.count(case((rewarded, run)).distinct()) >= at_least]
-    of_choice = and_(signals.c.msg_id == mates.c.msg_id, signals.c.choice == mates.c.choice)
-    if quiet_since is not None:
-        enough.append(func.coalesce(func.max(signals.c.created_at), 0.0) <= quiet_since)
-    ready_of_task = (
-        is_in(mates.c.state, State.READY),
-        mates.c.task_id == experiences.c.task_id,
-        mates.c.key_group.is_not_distinct_from(experiences.c.key_group),
-    )
-    with_signals = select(mates.c.task_id).join_from(mates, signals, of_choice, isouter=True)
-    complete = with_signals.where(*ready_of_task).group_by(mates.c.task_id).having(or_(*enough))
-    own_reward = select(mates.c.id).where(*ready_of_task, rewarded, run == own_run)
-    return or_(experiences.c.task_id.is_(None), complete.exists(), not_(own_reward.exists()))
 
 
 def _oldest(eligible: list[ColumnElement[bool]], at_most: int, after_id: int) -> Select[Any]:
@@ -224,10 +198,10 @@ def _claim_in_one_statement(batch: dict[str, Any], mates: CTE, at_least: int, at
     )
 
 
-def _first_of_each_key(at_most: int) -> Select[Any]:
-    """Select ids of the oldest READY rows of each key that set a reward."""
+def _first_of_each_key(at_most: int, eligible: list[ColumnElement[bool]]) -> Select[Any]:
+    """Select ids of the oldest eligible rows of each key that set a reward."""
     rank = func.row_number().over(partition_by=experiences.c.feedback_key, order_by=experiences.c.id).label("rank")
-    ranked = select(experiences.c.id, rank).where(experiences.c.state == State.READY).subquery()
+    ranked = select(experiences.c.id, rank).where(experiences.c.state == State.READY, *eligible).subquery()
     return select(ranked.c.id).where(ranked.c.rank <= at_most)
 
 
@@ -243,8 +217,10 @@ def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int 
 
 
 def _is_stale(at_most_behind: int) -> ColumnElement[bool]:
+    """Rows that a version too far behind sampled; no version sampled a demonstration."""
     newest = select(func.max(versions.c.version)).where(versions.c.state.in_(MAY_SERVE)).scalar_subquery()
-    return experiences.c.version < func.coalesce(newest, 0) - at_most_behind
+    is_sampled = experiences.c.teaches.bitwise_and(int(Lesson.DEMONSTRATION)) == 0
+    return and_(experiences.c.version < func.coalesce(newest, 0) - at_most_behind, is_sampled)
 
 
 def close_empty_batch(connection: Connection, batch_id: int) -> None:

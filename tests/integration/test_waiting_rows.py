@@ -1,0 +1,81 @@
+"""Rows that wait for other runs of their task stand in nobody's way; demonstrations do not grow stale."""
+
+from __future__ import annotations
+
+from shared.config import RewardConfig, TrainerConfig
+from shared.ledger import transitions
+from shared.ledger.connect import Ledger
+from shared.ledger.queries import count_by_state, quarantined
+from shared.reward import SCORES, Signal
+from shared.stop_request import StopRequest
+from tests.support.samples import sample
+from trainer_service.claim import Claimer
+
+GROUPS = {"algorithm": "grpo", "grpo": {"group_timeout_s": None}, "batch_size": 8, "poll_interval_s": 0.02}
+UP = Signal("reward", value=1.0)
+
+
+def make_ready(ledger: Ledger, names: list[str], signal: Signal = UP, key: str | None = None, **about: str) -> None:
+    given = {"rule": RewardConfig(), "learned": SCORES | {"demonstration"}, "task_id": None, "run_id": None}
+    with ledger.write() as connection:
+        transitions.record(connection, [sample(name, **about) for name in names])
+        for name in names:
+            transitions.apply_feedback(connection, msg_ids=[name], signals=[signal], key_name=key, **given)
+        transitions.commit(connection)
+
+
+def claimer(ledger: Ledger, **config: object) -> Claimer:
+    return Claimer(ledger, TrainerConfig.model_validate({**GROUPS, **config}), StopRequest(), whole="task")
+
+
+def test_a_batch_that_fails_is_halved_beside_an_older_run_that_waits_for_others(ledger):
+    make_ready(ledger, ["lonely"], task_id="waits", run_id="0")
+    for task in range(4):
+        for run in range(2):
+            make_ready(ledger, [f"{task}-{run}"], task_id=str(task), run_id=str(run))
+    mine, trained, version = claimer(ledger), [], 0
+    while len(trained) < 7:
+        lease = mine.next()
+        assert lease is not None
+        names = [row.msg_id for row in lease.rows]
+        version += 1
+        assert version < 20, "it is not halved"
+        with ledger.write() as connection:
+            if "2-1" in names:
+                transitions.fail_update(connection, lease.batch_id, "it is bad")
+            else:
+                trained += names
+                about = {"version": version, "parent": None, "kind": "full", "step": 1, "trainer": "trainer"}
+                transitions.publish(connection, **about, batch_ids=[lease.batch_id])
+        mine.search_anew()
+    assert "lonely" not in trained
+    assert ledger.fetch(quarantined) == {"quarantined: the update failed with it alone: it is bad": 1}
+    assert ledger.fetch(count_by_state)["READY"] == 1
+
+
+def test_a_run_that_waits_takes_no_place_of_its_key_s_share(ledger):
+    for number in range(4):
+        make_ready(ledger, [f"lonely-{number}"], key="a", task_id=f"lonely-{number}", run_id="0")
+    for key in ("a", "b"):
+        for task in range(3):
+            for run in range(2):
+                make_ready(ledger, [f"{key}-{task}-{run}"], key=key, task_id=f"{key}-{task}", run_id=str(run))
+    lease = claimer(ledger, max_share_per_key=0.5, max_staleness_versions=16).next()
+    assert lease is not None
+    assert sorted(row.msg_id for row in lease.rows) == [
+        f"{k}-{t}-{r}" for k in "ab" for t in range(2) for r in range(2)
+    ]
+
+
+def test_a_demonstration_does_not_grow_stale(ledger):
+    make_ready(ledger, [f"shown-{number}" for number in range(3)], Signal("demonstration"))
+    make_ready(ledger, ["sampled"])
+    with ledger.write() as connection:
+        for version in range(8):
+            transitions.publish(connection, version=version, parent=None, kind="full", step=version)
+            transitions.serve_version(connection, version, by="an engine")
+    config = {"algorithms": {"reinforce_pp": 1.0, "sft": 0.2}, "batch_size": 3, "max_staleness_versions": 2}
+    lease = Claimer(ledger, TrainerConfig.model_validate({**config, "poll_interval_s": 0.02}), StopRequest()).next()
+    assert lease is not None
+    assert [row.msg_id for row in lease.rows] == ["shown-0", "shown-1", "shown-2"]
+    assert ledger.fetch(count_by_state)["DISCARDED"] == 1
