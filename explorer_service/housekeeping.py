@@ -24,8 +24,8 @@ log = StageLogger("housekeeping")
 
 KEEP_ANSWERS_S = 24 * 3600.0  # how long an Idempotency-Key is stored
 FORGET_EVERY_S = 600.0
+READ_AT_ONCE = 10_000  # keys
 FORGOTTEN_AT_ONCE = 2000  # keys
-FIND_S = 60.0  # time limit of the search for old keys, which reads all of them
 EXPIRE_EVERY_S = 30.0
 MERGE_EVERY_S = 10.0
 
@@ -86,8 +86,11 @@ class Housekeeper:
 
     async def _forget(self) -> None:
         before = await self._reader.read(database_time) - KEEP_ANSWERS_S
-        old = await self._reader.read(partial(queries.answers_before, before=before), FIND_S)
         parts = WriteInParts(self._writer)
-        for start in range(0, len(old), FORGOTTEN_AT_ONCE):
-            keys = old[start : start + FORGOTTEN_AT_ONCE]
-            await parts.write(partial(transitions.forget_answers, keys=keys, before=before))
+        after: str | None = ""
+        while after is not None:
+            find = partial(queries.answers_before, before=before, after=after, at_most=READ_AT_ONCE)
+            old, after = await self._reader.read(find)
+            for start in range(0, len(old), FORGOTTEN_AT_ONCE):
+                keys = old[start : start + FORGOTTEN_AT_ONCE]
+                await parts.write(partial(transitions.forget_answers, keys=keys, before=before))

@@ -122,7 +122,7 @@ def parse_chat(
     """
     received_at = time.perf_counter()
     body = decode_body(raw)
-    messages = body.get("messages")
+    messages = body.get("messages") if surface.has_messages else None
     if isinstance(messages, list) and len(messages) > config.max_messages:
         raise bad_request(f"at most {config.max_messages} messages in one chat (explorer.max_messages)", "messages")
     affinity = conversation_affinity(messages) if router.uses_affinity else 0
@@ -137,9 +137,9 @@ def parse_chat(
         stream=_is_true(body.get("stream")),
         wants_logprobs=_is_true(logprobs) if surface.has_messages else logprobs is not None,
         wants_token_ids=_is_true(body.get("return_token_ids")),
-        choices=_count_choices(body, config.max_choices),
+        choices=_count_choices(surface, body, config.max_choices),
         sampling=_read_sampling(body),
-        attribution=_attribute(body, headers, names, caller),
+        attribution=_attribute(body, messages, headers, names, caller),
         received_at=received_at,
         created_at=time.time(),
     )
@@ -171,9 +171,9 @@ def _is_strict(tool: Any) -> bool:
     return isinstance(function, dict) and bool(function.get("strict"))
 
 
-def _count_choices(body: dict[str, Any], most: int) -> int:
+def _count_choices(surface: Surface, body: dict[str, Any], most: int) -> int:
     """Return the number of choices: `n` for each prompt of a list. Raises ApiError 400 for more than `most`."""
-    prompts = body.get("prompt")
+    prompts = None if surface.has_messages else body.get("prompt")
     if body.get("n") is None and not isinstance(prompts, list):
         return 1
     asked = _number(body, "n") or 1
@@ -185,7 +185,7 @@ def _count_choices(body: dict[str, Any], most: int) -> int:
 
 
 def _attribute(
-    body: dict[str, Any], headers: Mapping[str, str], names: Mapping[str, str], caller: Caller
+    body: dict[str, Any], messages: Any, headers: Mapping[str, str], names: Mapping[str, str], caller: Caller
 ) -> Attribution:
     metadata = body.get("metadata")
     if metadata is None:
@@ -195,7 +195,7 @@ def _attribute(
     task, run = (_from_path(names, name) or _header_text(headers, f"x-flywheel-{name}") for name in ("task", "run"))
     task_id = read_id(task or metadata.get("task_id"), "task_id")
     run_id = read_id(run or metadata.get("run_id"), "run_id")
-    digest, extends = read_prompt(body.get("messages"), caller.name, task_id, run_id)
+    digest, extends = read_prompt(messages, caller.name, task_id, run_id)
     return Attribution(task_id, run_id, caller, digest, extends)
 
 

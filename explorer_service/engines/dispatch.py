@@ -26,6 +26,7 @@ from explorer_service.errors import (
     AdapterForgotten,
     EngineLost,
     EngineUnavailable,
+    NoEngine,
     VersionNotServed,
     WeightsUnproven,
 )
@@ -210,7 +211,7 @@ class Dispatcher:
     async def _acquire(self, request: EngineRequest, avoid: list[str]) -> EngineSlot:
         acquire = partial(self.pool.acquire, seeded=request.seeded, affinity=request.affinity, avoid=avoid)
         if request.preferred is not None and self.pool.serves(request.preferred, avoid):
-            with suppress(VersionNotServed):  # it went out of service while the request waited for it
+            with suppress(VersionNotServed, NoEngine):  # it went out of service, or no engine with it became free
                 return await acquire(request.preferred)
         return await acquire(request.version)
 

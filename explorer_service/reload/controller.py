@@ -25,6 +25,7 @@ from explorer_service.reload.follow import EngineFollower
 from explorer_service.reload.health import HEALTH_INTERVAL_S, EngineHealth, while_open
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.ownership import POLL_S
+from explorer_service.reload.probe import read_defaults_before
 from explorer_service.reload.recovery import Recovery
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import FullTakeUp, TakeUp
@@ -151,7 +152,8 @@ class EngineController:
         elif engine.state is not EngineState.SERVING:
             await self._admin.resume()
             await self._leases.announce(engine.url, EngineState.SERVING, 0)
-            self._pool.serve(engine, self._take_up.names(0), engine.sampling_defaults, version=0)
+            defaults = await asyncio.to_thread(read_defaults_before, self._reloading.config.model.path)
+            self._pool.serve(engine, self._take_up.names(0), defaults, version=0)
 
     async def _distrust(self, reason: str) -> None:
         """Spoil requests in flight: after a foreign load or a restart, any version may have sampled them."""

@@ -6,7 +6,7 @@ import asyncio
 
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.engine import Engine, EngineState
-from explorer_service.reload.probe import read_sampling_defaults
+from explorer_service.reload.probe import read_defaults_before, read_sampling_defaults
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import LOADING
 from shared.errors import VersionMissing
@@ -91,7 +91,7 @@ class EngineFollower:
             return await asyncio.to_thread(read_sampling_defaults, self._reloading.config.root / version_path(version))
         except VersionMissing as error:
             if not await self._reloading.fetch(queries.any_published):
-                return Sampling()  # the engine serves what it was started with
+                return await asyncio.to_thread(read_defaults_before, self._reloading.config.model.path)
             if self._missing != version:
                 log.warning("an engine gets no chats until its version's folder appears", reason=str(error))
             self._missing = version

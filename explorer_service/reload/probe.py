@@ -126,6 +126,17 @@ def read_sampling_defaults(folder: Path) -> Sampling:
     return Sampling(**{**given, "top_k": max(0, found.top_k or 0)})
 
 
+def read_defaults_before(model: str) -> Sampling:
+    """Read the same before any version was published, from the folder of model.path, if this machine has it.
+
+    Raises VersionError.
+    """
+    try:
+        return read_sampling_defaults(Path(model))
+    except VersionMissing:
+        return Sampling()
+
+
 class _GenerationConfig(msgspec.Struct):
     """The fields that vLLM uses as defaults (vllm/config/model.py, get_diff_sampling_param)."""
 

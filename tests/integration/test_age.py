@@ -100,6 +100,18 @@ def test_daily_work_reads_nothing_of_the_past(aging, name):
     assert young > 0 and _steps(aging, WORK[name]) < 2 * young
 
 
+def test_an_expiry_reads_no_rows_that_are_too_young(aging):
+    def expire(connection: Connection) -> None:
+        assert transitions.expire(connection, before=1.0) == 0
+
+    steps = []
+    for count in (1, PAST):
+        with aging.write() as connection:
+            transitions.record(connection, [sample(f"young-{count}-{number}") for number in range(count)])
+        steps.append(_steps(aging, expire))
+    assert steps[1] < 2 * steps[0]
+
+
 def test_the_status_reads_no_row_for_each_old_version(aging):
     _grow_old(aging)
     read = 0

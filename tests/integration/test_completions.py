@@ -174,3 +174,13 @@ def test_an_adapter_that_the_engine_knows_by_name_is_not_reached_by_it(explorer,
     scripted_engine.script.models.add("v000001")
     assert complete(explorer, model="v000001", stream=stream).status_code == 404
     assert rows(explorer) == []
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", {"messages": MESSAGES}), COMPLETION])
+def test_a_field_of_the_other_surface_counts_for_nothing(explorer, path, body):
+    """vLLM ignores it: it makes no choices, and links no completion to a chat."""
+    said = explorer.chat(messages=MESSAGES).json()["choices"][0]["message"]
+    others = {"prompt": ["x"] * 65} if "messages" in body else {"messages": [*MESSAGES, said, *MESSAGES]}
+    reply = explorer.http.post(path, json={**body, **others})
+    assert reply.status_code == 200, reply.text
+    assert [row["parent_id"] for row in rows(explorer)] == [None, None]

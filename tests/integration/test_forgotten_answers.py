@@ -48,7 +48,8 @@ def beside_a_writer(query: Callable[..., Any], config: Config) -> Callable[..., 
 
 
 def test_answers_are_forgotten_after_a_day(ledger, config, monkeypatch):
-    monkeypatch.setattr(housekeeping, "FORGOTTEN_AT_ONCE", 4)
+    monkeypatch.setattr(housekeeping, "FORGOTTEN_AT_ONCE", 2)
+    monkeypatch.setattr(housekeeping, "READ_AT_ONCE", 3)
     monkeypatch.setattr(queries, "answers_before", beside_a_writer(queries.answers_before, config))
     remember(ledger, [f"old{number}" for number in range(10)], at=time.time() - housekeeping.KEEP_ANSWERS_S - 60)
     remember(ledger, ["new"], at=time.time())

@@ -17,6 +17,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.tables import batches, experiences, payloads, signals
 from shared.reward import Lesson, Signal
 from tests.support.experiences import record_ready, rows
+from tests.support.samples import sample
 
 
 @pytest.fixture
@@ -66,6 +67,17 @@ def test_all_queries_of_a_reader_see_the_same_rows(ledger):
         assert queries.count_rows(connection) == before
     with ledger.read() as connection:
         assert queries.count_rows(connection) == before - 1
+
+
+def test_two_runs_that_begin_alike_are_continued_once_each(ledger):
+    """Two explorers record the second turns of two runs with the same first turn, at the same moment."""
+    with ledger.write() as connection:
+        transitions.record(connection, [sample(name, exchange=b"1" * 8) for name in ("a1", "b1")])
+    turns = [sample(name, exchange=b"2" * 8, extends=(b"1" * 8,)) for name in ("a2", "b2")]
+    meet(ledger, *(partial(transitions.record, samples=[turn]) for turn in turns))
+    parents = select(experiences.c.msg_id, experiences.c.parent_id).where(experiences.c.parent_id.is_not(None))
+    with ledger.read() as connection:
+        assert dict(connection.execute(parents).all()) == {"a2": "a1", "b2": "b1"}
 
 
 def claim(ledger: Ledger) -> int:

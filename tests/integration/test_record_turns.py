@@ -8,6 +8,7 @@ from sqlalchemy import select
 from shared.experience import Sample
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.queries import version_of_exchange
 from shared.ledger.tables import experiences
 from tests.support.samples import sample
 
@@ -44,3 +45,13 @@ def test_the_choices_of_a_message_continue_the_same_one(ledger):
     record(ledger, [sample(name, exchange=b"1") for name in ("a1", "b1")], together=True)
     record(ledger, [sample("a2", choice=choice, extends=(b"1",)) for choice in range(2)], together=True)
     assert links(ledger) == {"a1": (None, "a1"), "a2": ("a1", "a1"), "b1": (None, None)}
+
+
+def test_the_version_of_a_conversation_is_that_of_the_exchange_that_it_will_be_linked_to(ledger):
+    """Of two that begin alike, at two versions, each second turn gets the version of its own first one."""
+    first = [sample(name, version=version, exchange=b"1") for name, version in (("a1", 1), ("b1", 3))]
+    record(ledger, first, together=True)
+    for name, version in (("a2", 1), ("b2", 3)):
+        assert ledger.fetch(lambda connection: version_of_exchange(connection, (b"1",))) == version
+        record(ledger, [sample(name, version=version, exchange=b"2", extends=(b"1",))], together=True)
+    assert {name: parent for name, (parent, _) in links(ledger).items() if parent} == {"a2": "a1", "b2": "b1"}

@@ -79,3 +79,11 @@ def test_settings_that_cannot_be_read_here_reject_no_version(scripted_engine, st
     monkeypatch.undo()
     wait_until(lambda: shown(again)["state"] == "serving" and shown(again)["version"] == 1)
     assert again.deps.pool.engines[0].sampling_defaults.temperature == 0.25
+
+
+@pytest.mark.usefixtures("lasting_leases")
+def test_before_a_version_is_published_the_defaults_are_those_of_the_model(scripted_engine, start_explorer, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/generation_config.json").write_text('{"temperature": 0.25}')
+    for explorer in [start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready() for _ in range(2)]:
+        assert explorer.deps.pool.engines[0].sampling_defaults.temperature == 0.25

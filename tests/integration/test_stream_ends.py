@@ -45,8 +45,10 @@ def stored(explorer: RunningExplorer) -> int:
         return connection.execute(select(func.count()).select_from(experiences)).scalar_one()
 
 
-def test_a_caller_that_leaves_at_the_last_finish_reason_has_all_its_rows(explorer):
-    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "n": 2}
+@pytest.mark.parametrize("more", [{}, {"prompt": ["a", "b"]}])
+def test_a_caller_that_leaves_at_the_last_finish_reason_has_all_its_rows(explorer, more):
+    """Also with a field of completions, which chats ignore."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "n": 2, **more}
     for chats in range(1, 11):
         with explorer.http.stream("POST", "/v1/chat/completions", json=body) as reply:
             ends = (line for line in reply.iter_lines() if FINISHED in line)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from explorer_service.engines.dispatch import Dispatcher, EngineRequest
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.pool import EnginePool
 from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven
@@ -191,3 +192,14 @@ async def test_a_chat_that_lost_its_engine_waits_for_the_engine_that_is_being_re
     await asyncio.sleep(0)
     pool.serve(other, {9: "agent"}, Sampling(), version=9)
     assert (await waiting).engine is other
+
+
+async def test_a_chat_of_a_share_whose_engine_is_full_is_answered_by_the_leading_version():
+    engines = [EngineAddress(name=name, url=f"http://{name}") for name in ("e0", "e1")]
+    pool = EnginePool(engines, 0.01, max_in_flight=1, adapters=True, wanted=lambda: 12)
+    pool.serve(pool.engines[0], {12: "agent@12", 13: "agent@13"}, Sampling(), version=12)
+    pool.serve(pool.engines[1], {12: "agent@12"}, Sampling(), version=12)
+    dispatcher = Dispatcher(pool, None, None, {})
+    request = EngineRequest("/v1/chat/completions", {}, "id", preferred=13)
+    slots = [await dispatcher._acquire(request, []) for _ in range(2)]
+    assert [(slot.version, slot.engine.name) for slot in slots] == [(13, "e0"), (12, "e1")]

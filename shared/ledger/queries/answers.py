@@ -27,9 +27,15 @@ def remembered_answer(connection: Connection, key: str) -> tuple[bytes, bytes] |
     return None if row is None else (row.body, row.response)
 
 
-def answers_before(connection: Connection, before: float) -> list[str]:
-    """Return the idempotency keys from before this time, Unix seconds."""
-    return list(connection.execute(select(idempotency.c.key).where(idempotency.c.created_at < before)).scalars())
+def answers_before(connection: Connection, before: float, after: str, at_most: int) -> tuple[list[str], str | None]:
+    """Read some idempotency keys, in their order; return those from before this time (Unix seconds), and the last one.
+
+    after: the last one of the previous call; at first an empty text. The last one is None after the last call. No call
+    reads the whole table: with many keys, that would take longer than a statement may.
+    """
+    query = select(idempotency.c.key, idempotency.c.created_at).where(idempotency.c.key > after)
+    rows = connection.execute(query.order_by(idempotency.c.key).limit(at_most)).all()
+    return [row.key for row in rows if row.created_at < before], rows[-1].key if len(rows) == at_most else None
 
 
 def answers_about(connection: Connection, names: Set[str]) -> list[str]:

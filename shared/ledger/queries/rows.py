@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sqlalchemy import Connection, func, select, text
 
 from shared.experience import State, choice_name
-from shared.ledger.conditions import in_group, in_scope, is_done, is_ready
+from shared.ledger.conditions import AnyRow, in_group, in_scope, is_done, is_ready
 from shared.ledger.connect import placeholder
 from shared.ledger.tables import experiences, row_counts
+
+_MAX_ALIKE = 32  # number of equal exchanges, newest first, among which a parent is chosen
+_ALIKE = {
+    mark: f"SELECT id, msg_id, choice, conversation_id, version FROM {experiences.name} WHERE exchange = {mark}"
+    f" ORDER BY id DESC LIMIT {_MAX_ALIKE}"
+    for mark in ("?", "%s")
+}
 
 
 def count_rows(connection: Connection) -> int:
@@ -52,7 +60,39 @@ def known_choices(connection: Connection, msg_ids: list[str]) -> set[tuple[str, 
     return {(row.msg_id, row.choice) for row in connection.execute(query)}
 
 
-def longest_stored(connection: Connection, extends: Sequence[bytes]) -> Iterator[bytes]:
+@dataclass(slots=True)
+class Alike:
+    """Equal exchanges, oldest first."""
+
+    exchange: bytes = b""  # their digest
+    rows: Sequence[AnyRow] = ()
+    turns: Counter[str | None] = field(default_factory=Counter)  # next turns, by the name of what they continue
+
+    def continue_one(self) -> AnyRow | None:
+        """Return the exchange that a new turn continues: the oldest of those with the fewest next turns; count it."""
+        chosen = min(self.rows, key=lambda row: self.turns[choice_name(row.msg_id, row.choice)], default=None)
+        if chosen is not None:
+            self.turns[choice_name(chosen.msg_id, chosen.choice)] += 1
+        return chosen
+
+
+def find_alike(connection: Connection, extends: Sequence[bytes]) -> Alike:
+    """Find the rows of the longest stored exchange, and their next turns if there are several rows.
+
+    extends: digests of exchanges, the longest first, at least one.
+    """
+    for exchange in _longest_stored(connection, extends):
+        rows = connection.exec_driver_sql(_ALIKE[placeholder(connection)], (exchange,)).all()
+        if len(rows) == 1:
+            return Alike(exchange, rows)
+        if rows:
+            names = [choice_name(row.msg_id, row.choice) for row in rows]
+            continued = select(experiences.c.parent_id).where(experiences.c.parent_id.in_(names))
+            return Alike(exchange, rows[::-1], Counter(connection.execute(continued).scalars()))
+    return Alike()
+
+
+def _longest_stored(connection: Connection, extends: Sequence[bytes]) -> Iterator[bytes]:
     """Yield the longest exchange, which usually is stored; then, by one query, the first stored one of the others."""
     yield extends[0]
     others = extends[1:]
@@ -70,16 +110,9 @@ def longest_stored(connection: Connection, extends: Sequence[bytes]) -> Iterator
 
 
 def version_of_exchange(connection: Connection, extends: Sequence[bytes]) -> int | None:
-    """Return the version that answered last in the longest stored exchange; None if none is stored.
-
-    extends: digests of exchanges, the longest first, at least one.
-    """
-    for exchange in longest_stored(connection, extends):
-        same = select(experiences.c.version).where(experiences.c.exchange == exchange)
-        version: int | None = connection.execute(same.order_by(experiences.c.id.desc()).limit(1)).scalar()
-        if version is not None:
-            return version
-    return None
+    """Return the version that answered last in the exchange that a chat continues; None if none is stored."""
+    row = find_alike(connection, extends).continue_one()
+    return None if row is None else int(row.version)
 
 
 @dataclass(frozen=True, slots=True)

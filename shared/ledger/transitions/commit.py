@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, exists, not_, or_, select, text, update
+from sqlalchemy import ColumnElement, Connection, exists, func, not_, or_, select, text, update
 
 from shared.experience import State, TrajectoryKey, trajectory_key
 from shared.ledger.conditions import AnyRow, in_group, in_parts, in_scope, in_trajectories, is_in, names_a_run
@@ -23,6 +23,7 @@ from shared.reward import Lesson
 
 _AT_ONCE = 100  # rows with signals whose trajectories become READY together
 _EXPIRED_AT_ONCE = 2_000  # rows
+_LARGEST_ID = 2**63 - 1
 _COLUMNS = ("id", "task_id", "run_id", "key_group", "conversation_id", "state", "teaches", "taught", "feedback_key")
 _MAY_WAIT = (State.RECORDED, State.CONSUMED)
 
@@ -111,7 +112,11 @@ def expire(connection: Connection, *, before: float) -> int:
     Returns their number, up to _EXPIRED_AT_ONCE, so that no transaction blocks writers for long.
     """
     silent = experiences.c.teaches == 0
-    old = (experiences.c.state == State.RECORDED, silent, experiences.c.created_at < before, *_has_no_taught_mate())
+    recorded = experiences.c.state == State.RECORDED
+    young = select(experiences.c.id).where(recorded, experiences.c.created_at >= before)
+    first_young = young.order_by(experiences.c.id).limit(1).scalar_subquery()  # the rows after it are not read
+    older = experiences.c.id < func.coalesce(first_young, _LARGEST_ID)
+    old = (recorded, silent, older, experiences.c.created_at < before, *_has_no_taught_mate())
     query = select(experiences.c.id).where(*old).order_by(experiences.c.id).limit(_EXPIRED_AT_ONCE)
     reason = "expired: nothing that is learned from was said in time"
     ids = connection.execute(query).scalars().all()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -14,13 +13,11 @@ from shared.experience import Sample, Sampling, State, choice_name
 from shared.ledger.conditions import AnyRow, is_in
 from shared.ledger.connect import copy_rows, placeholder
 from shared.ledger.prefix import share_prefix
-from shared.ledger.queries.rows import longest_stored
+from shared.ledger.queries.rows import Alike, find_alike
 from shared.ledger.tables import experiences, payloads, signals, versions
 
 _COPY_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
-_MAX_ALIKE = 32  # number of equal exchanges, newest first, among which a parent is chosen
-_Alike = tuple[Sequence[AnyRow], Counter[str | None]]  # equal exchanges, and their next turns by name
-_NONE: _Alike = ((), Counter())
+Extends = tuple[bytes, ...]  # digests of exchanges that a chat may continue
 
 _OF_SAMPLE = [field.name for field in fields(Sample) if field.name in experiences.c]
 _OF_SAMPLING = [field.name for field in fields(Sampling)]
@@ -125,29 +122,23 @@ def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> No
 def _find_parents(connection: Connection, samples: Sequence[Sample]) -> list[AnyRow | None]:
     """Return the exchange that each sample continues: the longest; among equal ones, one without a next turn."""
     asked = {sample.extends for sample in samples if sample.extends}
-    found = {extends: _find_alike(connection, extends) for extends in asked}
+    found = {extends: find_alike(connection, extends) for extends in asked}
+    if connection.dialect.name == "postgresql":
+        found |= _find_again(connection, found)
     chosen: dict[str, AnyRow | None] = {}  # by message: its choices continue the same one
     for sample in samples:
         if sample.msg_id not in chosen:
-            rows, turns = found.get(sample.extends, _NONE)
-            parent = min(rows, key=lambda row: turns[choice_name(row.msg_id, row.choice)], default=None)
-            chosen[sample.msg_id] = parent
-            if parent is not None:
-                turns[choice_name(parent.msg_id, parent.choice)] += 1
+            chosen[sample.msg_id] = found[sample.extends].continue_one() if sample.extends else None
     return [chosen[sample.msg_id] for sample in samples]
 
 
-def _find_alike(connection: Connection, extends: Sequence[bytes]) -> _Alike:
-    """Return the rows of the longest stored exchange, oldest first, and how many next turns each has."""
-    for exchange in longest_stored(connection, extends):
-        rows = connection.exec_driver_sql(_ALIKE[placeholder(connection)], (exchange,)).all()
-        if len(rows) == 1:
-            return rows, Counter()
-        if rows:
-            names = [choice_name(row.msg_id, row.choice) for row in rows]
-            continued = select(experiences.c.parent_id).where(experiences.c.parent_id.in_(names))
-            return rows[::-1], Counter(connection.execute(continued).scalars())
-    return _NONE
+def _find_again(connection: Connection, found: Mapping[Extends, Alike]) -> dict[Extends, Alike]:
+    """Find equal exchanges again, once no other transaction chooses among them."""
+    several = {extends: alike for extends, alike in found.items() if len(alike.rows) > 1}
+    for exchange in sorted({alike.exchange for alike in several.values()}):  # in one order, so that none deadlock
+        key = int.from_bytes(exchange[:8], "big", signed=True)
+        connection.exec_driver_sql("SELECT pg_advisory_xact_lock(%s)", (key,))
+    return {extends: find_alike(connection, extends) for extends in several}
 
 
 def _insert_statements(mark: str) -> tuple[str, str]:
@@ -161,8 +152,3 @@ def _insert_statements(mark: str) -> tuple[str, str]:
 
 
 _INSERTS = {mark: _insert_statements(mark) for mark in ("?", "%s")}
-_ALIKE = {
-    mark: f"SELECT id, msg_id, choice, conversation_id FROM {experiences.name} WHERE exchange = {mark}"
-    f" ORDER BY id DESC LIMIT {_MAX_ALIKE}"
-    for mark in ("?", "%s")
-}
