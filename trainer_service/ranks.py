@@ -104,8 +104,8 @@ class Ranks:
         key, waited_s = f"order-{self._ordered}", 0.0
         while (order := self._read_order(key)) is None:
             waited_s += _LOOK_EVERY_S if stop else 0.0
-            if waited_s > PATIENCE_S:
-                raise RankLost(f"rank 0 gave no order for {PATIENCE_S:g} s after a request to stop")
+            if waited_s > max(PATIENCE_S, self._timeout_s):  # it may be writing a version or a state
+                raise RankLost(f"rank 0 gave no order for {waited_s:g} s after a request to stop")
         self._ordered += 1
         name, arguments = msgspec.msgpack.decode(order)
         return name, arguments

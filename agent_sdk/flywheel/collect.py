@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from flywheel.collection import Row, end_cut_line, merge
-from flywheel.connections import for_transport
+from flywheel.connections import AsyncProxiedTransport, ProxiedTransport, for_transport
 from flywheel.errors import ConfigError, describe
 from flywheel.forks import renew_after_fork
 from flywheel.replies import read_reply, thoughts_of, tool_calls_of
@@ -27,6 +27,7 @@ from flywheel.wire import check_number, to_number
 
 FIELDS = ("messages", "thoughts", "tool_calls", "rewards", "user_feedback")
 _MOST_BYTES = 16 * 2**20  # maximum size of one reply
+_AS_OPENAI: dict[str, Any] = {"timeout": httpx.Timeout(600.0, connect=5.0), "follow_redirects": True}
 
 
 @dataclass
@@ -106,16 +107,17 @@ class Collector:
             self._begin()
 
     def http_client(self, **options: Any) -> httpx.Client:
-        """Return an httpx client for the agent's client: openai.OpenAI(http_client=…). options: of httpx.Client."""
-        options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
-        inner = httpx.HTTPTransport(**for_transport(options))
-        return httpx.Client(transport=_Collecting(inner, self._offer), **options)
+        """Return an httpx client for the agent's client: openai.OpenAI(http_client=…). options: of httpx.Client.
+
+        The defaults are those of openai's own client. The environment's proxy is used.
+        """
+        inner = ProxiedTransport(for_transport(options))
+        return httpx.Client(transport=_Collecting(inner, self._offer), **{**_AS_OPENAI, **options})
 
     def async_http_client(self, **options: Any) -> httpx.AsyncClient:
         """Return an httpx client for asyncio."""
-        options.setdefault("timeout", httpx.Timeout(600.0, connect=5.0))
-        inner = httpx.AsyncHTTPTransport(**for_transport(options))
-        return httpx.AsyncClient(transport=_AsyncCollecting(inner, self._offer), **options)
+        inner = AsyncProxiedTransport(for_transport(options))
+        return httpx.AsyncClient(transport=_AsyncCollecting(inner, self._offer), **{**_AS_OPENAI, **options})
 
     def reward(self, msg_id: str, **parts: float) -> None:
         """Record named rewards of a reply, such as task_completion=0.8; their sum is the row's reward."""

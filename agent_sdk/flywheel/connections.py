@@ -47,6 +47,46 @@ def proxy_for(url: str) -> str | None:
     return found if "://" in found else f"http://{found}"
 
 
+class ByProxy:
+    """Transports for the proxies that the environment names, created on first use."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """options: of the transports. With `proxy`, this one is used for all URLs."""
+        self._options = {"limits": _LIMITS, "verify": tls_context(), **options}
+        self._by_proxy: dict[str | None, Any] = {}
+
+    def _find(self, make: Callable[..., Any], url: httpx.URL) -> Any:
+        proxy = self._options.get("proxy") or proxy_for(str(url))
+        if proxy not in self._by_proxy:
+            self._by_proxy[proxy] = make(**{**self._options, "proxy": proxy})
+        return self._by_proxy[proxy]
+
+
+class ProxiedTransport(ByProxy, httpx.BaseTransport):
+    """Sends over the proxy that the environment names, like a client of httpx without a transport of one's own."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response: httpx.Response = self._find(httpx.HTTPTransport, request.url).handle_request(request)
+        return response
+
+    def close(self) -> None:
+        for one in self._by_proxy.values():
+            one.close()
+
+
+class AsyncProxiedTransport(ByProxy, httpx.AsyncBaseTransport):
+    """The same for asyncio."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        transport = self._find(httpx.AsyncHTTPTransport, request.url)
+        response: httpx.Response = await transport.handle_async_request(request)
+        return response
+
+    async def aclose(self) -> None:
+        for one in self._by_proxy.values():
+            await one.aclose()
+
+
 def for_transport(options: dict[str, Any]) -> dict[str, Any]:
     """Take out the options that the transport itself needs: a client ignores them, and its proxy would bypass it."""
     return {name: options.pop(name) for name in _OF_TRANSPORT if name in options}

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -127,8 +126,7 @@ class SimulatedUser:
     """
 
     def __init__(self, model: Model, *, timeout_s: float = 60.0) -> None:
-        own = replace(model, connections=None)  # its own connections: it runs on the runner's loop
-        self._model = model if model.connections is None else own.untrained()
+        self._model = model if model.connections is None else model.untrained()
         self._timeout_s = timeout_s
 
     def prompt(self, recorded: Sequence[Message]) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 from flywheel.errors import NothingKnown
-from flywheel.wire import Steps, send_feedback
+from flywheel.wire import Steps, encode, send_feedback
 
 log = logging.getLogger("flywheel")
 Feedback = tuple[str, dict[str, Any]]  # Idempotency-Key and body
@@ -18,6 +17,8 @@ Feedback = tuple[str, dict[str, Any]]  # Idempotency-Key and body
 def keyed(name: str, bodies: Sequence[dict[str, Any]]) -> list[Feedback]:
     """Return the bodies with Idempotency-Keys; another body has another key, because one key stands for one request.
 
+    Raises ConfigError for a body that is no JSON.
+
     >>> keyed("run", [{"reward": 1.0}]) == keyed("run", [{"reward": 1.0}]) != keyed("run", [{"reward": 0.5}])
     True
     """
@@ -25,7 +26,7 @@ def keyed(name: str, bodies: Sequence[dict[str, Any]]) -> list[Feedback]:
 
 
 def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(encode(body)).hexdigest()[:16]
 
 
 def send_all(feedback: Sequence[Feedback], retry_s: float) -> Steps[bool]:

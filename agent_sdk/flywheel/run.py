@@ -100,7 +100,14 @@ class Run:
 
     @property
     def path_url(self) -> str:
-        """An OpenAI base URL that names this run, for programs that can only set a base URL."""
+        """An OpenAI base URL that names this run, for programs that can only set a base URL.
+
+        Raises ConfigError in an evaluation, whose chats are pinned and unrecorded: a path cannot contain that.
+        """
+        if self.is_trial:
+            raise ConfigError(
+                "run.path_url in an evaluation cannot pin a version: use run.model, or evaluate without it"
+            )
         self._is_named = True
         return path_url(self._explorer.url, self.task_id, self.run_id)
 

@@ -225,6 +225,7 @@ class Shadow:
         token = current_run.set(run)
         try:
             reply = await self._answer(replay, run, guard)
+            guard.is_over = True
             result = await within(self._reward(run, reply, replay.call), self._options.timeout_s)
             reward = read_reward(result) or run.outcome
         finally:

@@ -236,7 +236,7 @@ class SubstituteTools(ReadOnlyTools):
 
 
 class ShadowGuard:
-    """The guard of one shadow run, used by the transport and the tools. After one refusal, it refuses everything."""
+    """The guard of a shadow run, for transport and tools. After a refusal, it refuses all until the agent has ended."""
 
     def __init__(self, run: Run, policy: ReadOnlyTools, recorded: Recording) -> None:
         self.unsafe: UnsafeTool | None = None
@@ -244,10 +244,12 @@ class ShadowGuard:
         self._policy = policy
         self._recorded = recorded
         self.rewards = False  # whether the reward function gets the run although it was ended
+        self.is_over = False  # whether the agent has ended: the reward function may chat, for example with a judge
 
     def attempt(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Answer a call of a declared writing tool. Raises UnsafeTool."""
-        self._again()
+        if self.unsafe is not None:
+            raise self.unsafe
         self._run.attempts.append((name, dict(arguments)))
         try:
             return self._policy.answer(name, arguments, self._recorded)
@@ -260,7 +262,7 @@ class ShadowGuard:
         """Check a chat before it is sent. Raises UnsafeTool for an undeclared tool."""
         self._again()
         offered = [one.get("function", one) for one in body.get("tools") or []] + list(body.get("functions") or [])
-        for one in offered:
+        for one in () if self.is_over else offered:
             name = str(one.get("name") or one.get("type") or "")
             if name not in _declared:
                 self._refuse(
@@ -270,11 +272,8 @@ class ShadowGuard:
                 )
 
     def watch_reply(self) -> Callable[[bytes], None]:
-        """Return a check for the pieces of a reply, which stops writing calls if the policy answers none.
-
-        The check raises UnsafeTool.
-        """
-        if self._policy.answers_writes:
+        """Return a check for a reply's pieces, which raises UnsafeTool at a writing call if the policy answers none."""
+        if self._policy.answers_writes or self.is_over:
             return lambda piece: None
         tail = ""
 
@@ -296,5 +295,5 @@ class ShadowGuard:
         raise self.unsafe
 
     def _again(self) -> None:
-        if self.unsafe is not None:
+        if self.unsafe is not None and not self.is_over:
             raise self.unsafe

@@ -59,6 +59,11 @@ class EngineAddress(Section):
         return urlsplit(self.url).hostname or ""
 
     @property
+    def machine(self) -> str:
+        """The host; one name for all loopback addresses."""
+        return "localhost" if is_loopback(self.host) else self.host
+
+    @property
     def port(self) -> int:
         parts = urlsplit(self.url)
         return parts.port or (443 if parts.scheme == "https" else 80)

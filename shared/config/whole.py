@@ -51,18 +51,20 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_devices(self) -> Config:
-        users = {f"explorer.engines {engine.name!r}": engine.devices or () for engine in self.explorer.engines}
-        users["trainer.devices"] = self.trainer.devices or ()
-        owner: dict[int, str] = {}
-        for name, devices in users.items():
+        """Engines of other machines have other GPUs; the trainer may run on the machine of any engine."""
+        users = [(f"explorer.engines {one.name!r}", one.machine, one.devices or ()) for one in self.explorer.engines]
+        machines = sorted({machine for _, machine, _ in users})
+        users += [("trainer.devices", machine, self.trainer.devices or ()) for machine in machines or [""]]
+        owner: dict[tuple[str, int], str] = {}
+        for name, machine, devices in users:
             require_distinct(f"devices of {name}", map(str, devices))
             for device in devices:
-                if device in owner and self.engine.gpu_share is None:
+                if (machine, device) in owner and self.engine.gpu_share is None:
                     raise ValueError(
-                        f"{owner[device]} and {name} both name GPU {device}, of which an engine takes 0.9; set "
-                        "engine.gpu_share to what an engine may take, or name another GPU"
+                        f"{owner[machine, device]} and {name} both name GPU {device}, of which an engine takes 0.9; "
+                        "set engine.gpu_share to what an engine may take, or name another GPU"
                     )
-                owner[device] = name
+                owner[machine, device] = name
         return self
 
     @model_validator(mode="after")

@@ -154,3 +154,25 @@ def test_the_explorer_is_reached_without_the_proxy_of_the_environment(explorer, 
     with pytest.raises(httpx.TransportError):
         httpx.get(explorer.url)
     assert [row.reward for row in rows(explorer)] == [0.5]
+
+
+@pytest.mark.parametrize("child", [False, True])
+def test_an_evaluation_refuses_a_run_s_path_which_can_pin_no_version(explorer, child):
+    async def workflow(task: Any, model: flywheel.Model, run: flywheel.AsyncRun) -> float:
+        return float(bool((run.child("a") if child else run).path_url))
+
+    with pytest.raises(flywheel.ConfigError, match="path_url"):
+        flywheel.evaluate(workflow, TASKS[:1], model=0, url=explorer.url)
+
+
+def test_metrics_with_names_of_several_types_are_sent(client, explorer):
+    with client.run() as run:
+        say(run.model)
+        run.reward(0.5, metrics={"steps": 4, 1: 0.5})  # type: ignore[dict-item]
+    assert [row.reward for row in rows(explorer)] == [0.5]
+
+
+def test_a_comment_that_is_no_text_is_a_config_error(client):
+    with pytest.raises(flywheel.ConfigError, match="no JSON"), client.run() as run:
+        say(run.model)
+        run.reward(0.5, comment=ValueError("x"))  # type: ignore[arg-type]

@@ -167,3 +167,13 @@ def test_a_last_reply_without_content_is_no_error_of_production(explorer):
         assert chat.say("hello") == calls_a_tool
         chat.end()
     assert runner.stats.seen == 1
+
+
+def test_a_simulated_user_of_the_explorer_uses_no_proxy(explorer, monkeypatch):
+    monkeypatch.setattr("flywheel.connections._LOOPBACK", ())  # as if the explorer were on another machine
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with flywheel.Client(explorer.url) as client:
+        user = flywheel.SimulatedUser(client.model(0))
+        assert talk(explorer, lambda run, reply: 1.0, user=user, turns=2).stats.rewarded == 1

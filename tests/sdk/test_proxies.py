@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import flywheel
+import openai
 import pytest
 from flywheel.connections import proxy_for
 
@@ -64,3 +66,15 @@ def test_the_proxy_of_a_url(url, proxy, monkeypatch, asked):
     monkeypatch.setenv("http_proxy", "proxy:3128")
     monkeypatch.setenv("no_proxy", ".inside")
     assert proxy_for(url) == proxy
+
+
+async def test_a_collected_client_is_reached_over_the_proxy(asked, tmp_path):
+    url, body = "http://judge.invalid/v1", {**CHAT, "temperature": 0}
+    with flywheel.Collector(tmp_path / "chats.jsonl") as collector:
+        given: dict[str, Any] = {"base_url": url, "api_key": "k", "max_retries": 0}
+        with openai.OpenAI(http_client=collector.http_client(), **given) as client:
+            client.chat.completions.create(**body)
+        async with openai.AsyncOpenAI(http_client=collector.async_http_client(), **given) as client:
+            await client.chat.completions.create(**body)
+    assert asked == ["http://judge.invalid/v1/chat/completions"] * 2
+    assert collector.stats.rows == 2

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import flywheel
 
-from tests.sdk.conftest import say
+from tests.sdk.conftest import say, say_async
 from tests.sdk.test_runner import PRODUCTION, agent, ask
 
 
@@ -47,3 +48,24 @@ def test_metrics_that_the_explorer_weights_are_no_reward_of_0_in_the_counters(ex
         ask(runner.watch(agent, production=PRODUCTION), 2)
     stats = runner.stats
     assert (stats.rewarded, stats.reward_mean, stats.unrewarded, stats.committed) == (0, None, 2, 2)
+
+
+def test_a_reward_function_may_ask_a_version_about_a_run_that_ended_at_a_tool(explorer):
+    refund = flywheel.tool(read_only=False, name="refund_with_a_judge")(lambda order: f"refunded {order}")
+
+    async def agent(request: str, model: flywheel.Model | None) -> str:
+        if model is not None:
+            await say_async(model)
+        return str(refund("A1" if model is None else "B2"))
+
+    with flywheel.Client(explorer.url) as client:
+        judge = client.model(0).untrained()
+
+        async def reward(run: flywheel.Run, reply: Any) -> float:
+            await say_async(judge)
+            return -1.0
+
+        given: dict[str, Any] = {"tools": flywheel.RecordedTools(), "select": flywheel.SamplingRate(1.0)}
+        with flywheel.TrainingRunner(explorer.url, reward=reward, **given) as runner:
+            asyncio.run(runner.watch(agent)("please refund A1"))
+    assert (runner.stats.rewarded, dict(runner.stats.failed)) == (1, {})

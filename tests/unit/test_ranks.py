@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from shared.ports import free_port
 from shared.process import visible_devices
 from shared.stop_request import StopRequest
 from tests.support.experiences import rows
+from trainer_service import ranks
 from trainer_service.broadcast import pack_arrays, pack_rows, unpack_arrays, unpack_rows
 from trainer_service.errors import RankLost
 from trainer_service.ranks import Ranks, join_ranks
@@ -157,3 +159,20 @@ def test_an_engine_takes_its_gpus_and_its_share_of_them(monkeypatch, tmp_path):
     assert "--gpu-memory-utilization 0.4" in line and "--tensor-parallel-size 2" in line
     assert visible_devices(address.devices) == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert visible_devices(None) == {}
+
+
+def test_engines_of_two_machines_may_name_the_same_gpu():
+    two = [{"name": f"e{n}", "url": f"http://10.0.0.{n + 1}:8101", "devices": [0]} for n in range(2)]
+    config(explorer={"engines": two})
+    loopback = [{"name": f"e{n}", "url": f"http://127.0.0.{n + 1}:8101", "devices": [0]} for n in range(2)]
+    with pytest.raises(ValidationError, match="both name GPU 0"):
+        config(explorer={"engines": loopback})
+
+
+def test_after_a_request_to_stop_a_rank_waits_as_long_as_rank_0_may_write(monkeypatch):
+    store, stop = dist.HashStore(), StopRequest()
+    monkeypatch.setattr(ranks, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(ranks, "_LOOK_EVERY_S", 0.05)
+    stop.set()
+    Timer(0.5, lambda: store.set("order-0", msgspec.msgpack.encode(("join_save", ())))).start()
+    assert ranks.Ranks(1, 2, store, 60.0)._next_order(stop)[0] == "join_save"
