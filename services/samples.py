@@ -193,7 +193,7 @@ def store(
         if (sample.msg_id, sample.choice) in known:
             continue
         known.add((sample.msg_id, sample.choice))  # a file may contain a row twice
-        transitions.record(connection, [sample])  # one at a time: a turn is linked to the previous turn
+        transitions.record(connection, [sample], waits=False)  # one at a time: a turn is linked to the previous turn
         stored += 1
         is_silent = all(signals == [_DEMONSTRATION] for _, signals in signals_by_key)
         for (key_name, scope), signals in [*signals_by_key, *(default if is_silent else ())]:

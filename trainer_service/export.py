@@ -120,7 +120,8 @@ def _without(row: Experience, lost: set[tuple[TrajectoryKey, Signal]]) -> Experi
 
 def _acting(rows: list[tuple[Experience, int]]) -> list[Experience]:
     """Set what acts on each row, as at a claim: all lessons, except rewards that teach nothing."""
-    rewarded, unrewarded = rewarded_rows(rows), EVERY_LESSON & ~int(Lesson.REWARD)
+    rewarded = rewarded_rows(rows, lambda first: {row.id: row.tokens.prompt_ids.tobytes() for row in first})
+    unrewarded = EVERY_LESSON & ~int(Lesson.REWARD)
     return [
         row if row.id in rewarded else replace(row, acts=unrewarded, turn_reward=None, outcome=None) for row, _ in rows
     ]

@@ -210,10 +210,12 @@ class Dispatcher:
 
     async def _acquire(self, request: EngineRequest, avoid: list[str]) -> EngineSlot:
         acquire = partial(self.pool.acquire, seeded=request.seeded, affinity=request.affinity, avoid=avoid)
+        wait_s = self.pool.wait_s
         if request.preferred is not None and self.pool.serves(request.preferred, avoid):
+            wait_s /= 2  # for each of the two
             with suppress(VersionNotServed, NoEngine):  # it went out of service, or no engine with it became free
-                return await acquire(request.preferred)
-        return await acquire(request.version)
+                return await acquire(request.preferred, wait_s)
+        return await acquire(request.version, wait_s)
 
     async def _check_error(self, slot: EngineSlot, request: EngineRequest, response: EngineResponse) -> None:
         """Raise if the engine caused the error response, not the request."""

@@ -44,7 +44,7 @@ class EnginePool:
         on. note: called with each engine now, and at every change of its state.
         """
         self.engines = [Engine(address.name, address.url) for address in addresses]
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._max_in_flight = max_in_flight
         self._max_waiting = max_waiting
         self.waiting = 0  # chats waiting for an engine
@@ -62,20 +62,25 @@ class EnginePool:
     # ------------------------------------------------------------------ for chats
 
     async def acquire(
-        self, version: int | None, *, seeded: bool = False, affinity: int = 0, avoid: Collection[str] = ()
+        self,
+        version: int | None,
+        wait_s: float | None = None,
+        *,
+        seeded: bool = False,
+        affinity: int = 0,
+        avoid: Collection[str] = (),
     ) -> EngineSlot:
         """Take a slot at a serving engine, and wait while all are reloading or full. Release it afterwards.
 
-        version: the version that must answer; None: any. affinity: chats with the same number prefer the same engine,
-        whose cache has their prefix. avoid: names of engines that lost this chat already. Raises NoEngine if all
-        engines are unavailable or too many chats wait; VersionNotServed.
+        version: the version that must answer; None: any. wait_s: None: the configured time. affinity: chats with the
+        same number prefer the same engine, whose cache has their prefix. avoid: names of engines that lost this chat
+        already. Raises NoEngine if all engines are unavailable or too many chats wait; VersionNotServed.
         """
         engine = self._choose(version, affinity, avoid)  # without lock and timer in the common case
         if engine is None:
-            engine = await self._wait_for(version, affinity, avoid)
-        served = version
-        if served is None:
-            served = engine.version if self._current is None else self._current
+            engine = await self._wait_for(version, self.wait_s if wait_s is None else wait_s, affinity, avoid)
+        current = engine.version if self._current is None else self._current
+        served = current if version is None else version
         assert served is not None
         engine.in_flight += 1
         engine.in_flight_of[served] = engine.in_flight_of.get(served, 0) + 1
@@ -93,12 +98,12 @@ class EnginePool:
         if self.waiting or not engine.is_open:
             self._announce()
 
-    async def _wait_for(self, version: int | None, affinity: int, avoid: Collection[str]) -> Engine:
+    async def _wait_for(self, version: int | None, wait_s: float, affinity: int, avoid: Collection[str]) -> Engine:
         if self.waiting >= self._max_waiting:
             raise NoEngine(f"chats that already wait for an engine: {self.waiting}; try again", "overloaded")
         self.waiting += 1
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(wait_s):
                 while (engine := self._choose(version, affinity, avoid)) is None:
                     self._raise_unless_soon(version, avoid)
                     await self._changed.wait()
@@ -107,7 +112,7 @@ class EnginePool:
             if time.monotonic() >= self.known_until:
                 message = "the explorer does not know what engines serve now: is the database up? Try again"
                 raise NoEngine(message, "engines_unavailable") from None
-            message = f"no engine was free for this chat within {self._wait_s:g} s; try again"
+            message = f"no engine was free for this chat within {self.wait_s:g} s; try again"
             raise NoEngine(message, "engines_busy") from None
         finally:
             self.waiting -= 1
@@ -116,8 +121,7 @@ class EnginePool:
         """Return the least loaded engine, or the conversation's preferred one if its load is not much higher."""
         if time.monotonic() >= self.known_until:
             return None
-        if version is None:
-            version = self._current
+        version = self._current if version is None else version
         free = [
             e
             for e in self.engines
@@ -159,7 +163,7 @@ class EnginePool:
 
     def is_ready(self) -> bool:
         """Whether a chat would be answered: an engine serves, or does so again after a take-up that chats wait for."""
-        waited_for = time.monotonic() - self._wait_s
+        waited_for = time.monotonic() - self.wait_s
         return any(
             e.is_open or (e.state is EngineState.RELOADING and bool(e.versions) and e.closed_at > waited_for)
             for e in self.engines
@@ -167,8 +171,7 @@ class EnginePool:
 
     def has_other(self, lost: Collection[str]) -> bool:
         """Whether any other engine serves, or is reloading."""
-        soon = (*OPEN, EngineState.RELOADING)
-        return any(e.name not in lost and e.state in soon for e in self.engines)
+        return any(e.name not in lost and (e.is_open or e.state is EngineState.RELOADING) for e in self.engines)
 
     @property
     def serving(self) -> list[Engine]:
@@ -181,7 +184,7 @@ class EnginePool:
     async def wait_awake(self) -> None:
         """Wait until it is known which weights sampled the received data. Raises WeightsUnproven after `wait_s`."""
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(self.wait_s):
                 while time.monotonic() >= self.awake_until:
                     await self._changed.wait()
         except TimeoutError:

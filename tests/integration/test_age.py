@@ -6,7 +6,9 @@ SQLite counts the steps of a statement, so no clock is needed.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -152,3 +154,11 @@ def test_no_transaction_of_an_archive_removes_more_than_a_thousand_rows(ledger, 
         event.remove(Engine, "commit", count)
     assert left[-1] == 0
     assert max(before - after for before, after in pairwise(left)) <= 1000
+
+
+def test_a_row_from_the_future_keeps_no_later_row_from_expiring(ledger):
+    """Its clock was ahead, or an import gave its time in milliseconds."""
+    with ledger.write() as connection:
+        transitions.record(connection, [replace(sample("future"), created_at=1.7e12)])
+        transitions.record(connection, [replace(sample("old"), created_at=1.0)])
+        assert transitions.expire(connection, before=time.time() - 3600) == 1

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, func, insert, select
 
+from services.samples import ImportedRow, store
 from shared.config import RewardConfig
 from shared.errors import CannotServe, RolledBack
 from shared.ledger import queries, transitions
@@ -221,3 +222,17 @@ def test_a_rollback_during_a_promotion_takes_the_chats_back(served):
     promote = partial(transitions.share_traffic, weights={2: 1.0}, at_most=1, by="operator")
     meet(served, promote, partial(transitions.roll_back, to=1, by="operator"))
     assert served.fetch(queries.shares_of_traffic) == {1: 1.0}
+
+
+def test_an_import_holds_up_no_chat_that_continues_an_equal_exchange(ledger):
+    one = b"1" * 8
+    with ledger.write() as connection:  # two equal exchanges that both have a next turn
+        transitions.record(connection, [sample(name, exchange=one) for name in ("a1", "b1")])
+        for name in ("a2", "b2"):
+            transitions.record(connection, [sample(name, exchange=name.encode() * 4, extends=(one,))])
+    given = {"rule": RewardConfig(), "learned": frozenset(("reward",)), "default_reward": None}
+    with ledger.write() as importing:
+        store(importing, [ImportedRow(sample("i2", extends=(one,)), [], None)], **given)
+        with ledger.write() as chat:
+            chat.exec_driver_sql("SET LOCAL lock_timeout = '5s'")
+            transitions.record(chat, [sample("c2", extends=(one,))])

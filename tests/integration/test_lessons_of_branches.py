@@ -42,3 +42,15 @@ def test_turns_that_no_messages_link_lead_to_later_ones_of_their_run(ledger):
     say(ledger, "c", UP)
     train(ledger, 1)
     assert dict(stands(ledger, "msg_id", "taught")) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_another_try_of_a_first_turn_keeps_its_own_rating(ledger):
+    """Nothing links two answers to the same first messages, but their prompts are equal."""
+    record(ledger, "a", "b", prompt="the same", **RUN)
+    record(ledger, "other", **RUN)
+    say(ledger, "b", UP)
+    train(ledger, 1)
+    assert dict(stands(ledger, "msg_id", "taught")) == {"a": 0, "b": 1, "other": 0}
+    assert say(ledger, "a", UP) == "applied"
+    train(ledger, 2)
+    assert dict(stands(ledger, "msg_id", "taught")) == {"a": 1, "b": 1, "other": 0}

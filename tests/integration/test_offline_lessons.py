@@ -98,3 +98,11 @@ def test_a_correction_of_a_whole_whose_last_reply_is_longer_than_the_context_is_
     trainer = SimpleNamespace(_config=config, _learner=learner, _base_folder=model)
     (read,) = OfflineTrainer._require_known(trainer, [first, last])
     assert read is first
+
+
+def test_a_turn_before_its_parent_in_the_file_is_read_and_so_are_repeated_rows(tmp_path, model):
+    config = trainer_config(tmp_path, model, algorithm="reinforce_pp")
+    child, parent = {**ROW, "msg_id": "m2", "parent_id": "m1", "reward": 1.0}, {**ROW, "msg_id": "m1"}
+    for order in ([child, parent], [parent, child, parent, child]):
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, order)))
+        assert len(read_export(tmp_path / "rows.jsonl", config, model)) >= 2

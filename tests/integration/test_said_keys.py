@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.config import HintConfig, RewardConfig, TrainerConfig
+from shared.config import RewardConfig, TrainerConfig
 from shared.experience import Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
@@ -56,7 +56,7 @@ def batch_of(ledger: Ledger, **trainer: Any) -> Batch:
     config = TrainerConfig.model_validate({**MIX, "batch_size": 1, "batch_timeout_s": 0.01, **trainer})
     lease = Claimer(ledger, config, StopRequest(), answers=ANSWERS).next()
     assert lease is not None
-    rows = HintWriter(TOKENIZER, HintConfig.model_validate(MIX["hint"]), None).write(lease.rows)
+    rows = HintWriter(TOKENIZER, config.hint, None).write(lease.rows)
     return make_batch(unpack_rows(pack_rows(rows)))
 
 
@@ -151,7 +151,7 @@ def test_what_is_rehearsed_stays_its_key_s(ledger):
         transitions.publish(connection, **about, batch_ids=[1])
     record(ledger, "new")
     say(ledger, "new", "bob", Signal("comment", text="short"))
-    batch = batch_of(ledger, rehearse=4)
+    batch = batch_of(ledger, rehearse=4, hint={**MIX["hint"], "top_k": 4})  # with 0, only answers are rehearsed
     assert len(batch.rehearsed) == 4
     assert set(weights(batch, "sft", 1.0)) == {"ann", None}
     assert set(weights(batch, "hint", 1.0)) == {"bob", "ann", None}

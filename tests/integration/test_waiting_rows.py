@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from sqlalchemy import select
+
 from shared.config import RewardConfig, TrainerConfig
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state, quarantined
+from shared.ledger.tables import experiences
 from shared.reward import SCORES, Signal
 from shared.stop_request import StopRequest
 from tests.support.samples import sample
@@ -79,3 +82,18 @@ def test_a_demonstration_does_not_grow_stale(ledger):
     assert lease is not None
     assert [row.msg_id for row in lease.rows] == ["shown-0", "shown-1", "shown-2"]
     assert ledger.fetch(count_by_state)["DISCARDED"] == 1
+
+
+def test_a_comment_leaves_a_reward_with_the_key_that_set_it(ledger):
+    learned = SCORES | {"comment"}
+    given = {"rule": RewardConfig(), "learned": learned, "task_id": None, "run_id": None}
+    with ledger.write() as connection:
+        for number in range(4):
+            transitions.record(connection, [sample(f"m{number}")])
+            for key, signal in (("a", UP), (f"b{number}", Signal("comment", text="shorter"))):
+                transitions.apply_feedback(connection, msg_ids=[f"m{number}"], signals=[signal], key_name=key, **given)
+        transitions.commit(connection)
+        keys = connection.execute(select(experiences.c.feedback_key)).scalars().all()
+        assert keys == ["a"] * 4
+        half = {"owner": "t", "at_least": 4, "at_most": 4, "lease_s": 60, "share_per_key": 0.5}
+        assert transitions.claim(connection, **half) is None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from sqlalchemy import select
 
 from shared.config import RewardConfig
-from shared.experience import Lease
+from shared.experience import Lease, Tokens
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences
@@ -19,9 +20,13 @@ UP, COMMENT = Signal("rating", text="up"), Signal("comment", text="too long")
 RUN = {"task_id": "t", "run_id": "1"}
 
 
-def record(ledger: Ledger, *names: str, **about: Any) -> None:
+def record(ledger: Ledger, *names: str, prompt: str | None = None, **about: Any) -> None:
+    """prompt: of all of them; None: each has its own."""
     with ledger.write() as connection:
-        transitions.record(connection, [sample(name, **about) for name in names])
+        for name in names:
+            ids = np.frombuffer((prompt or name).encode(), np.uint8).astype(np.int32)
+            tokens = Tokens(ids, np.array([3], np.int32), np.array([-0.5], np.float32))
+            transitions.record(connection, [sample(name, **{"tokens": tokens, **about})])
 
 
 def say(ledger: Ledger, name: str, *signals: Signal, **about: Any) -> str:

@@ -203,3 +203,19 @@ async def test_a_chat_of_a_share_whose_engine_is_full_is_answered_by_the_leading
     request = EngineRequest("/v1/chat/completions", {}, "id", preferred=13)
     slots = [await dispatcher._acquire(request, []) for _ in range(2)]
     assert [(slot.version, slot.engine.name) for slot in slots] == [(13, "e0"), (12, "e1")]
+
+
+async def test_a_chat_of_a_share_waits_no_longer_than_others(monkeypatch):
+    pool = EnginePool([EngineAddress(name="e0", url="http://e0")], 8.0, max_in_flight=1, adapters=True)
+    pool.serve(pool.engines[0], {12: "agent@12", 13: "agent@13"}, Sampling(), version=12)
+    waits: list[float] = []
+
+    async def wait_for(self: EnginePool, version: int | None, wait_s: float, *_: object) -> None:
+        waits.append(wait_s)
+        raise NoEngine("no engine was free", "engines_busy")
+
+    await pool.acquire(None)
+    monkeypatch.setattr(EnginePool, "_wait_for", wait_for)
+    with pytest.raises(NoEngine):
+        await Dispatcher(pool, None, None, {})._acquire(EngineRequest("/v1/completions", {}, "id", preferred=13), [])
+    assert sum(waits) == 8.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 
@@ -21,7 +21,7 @@ from shared.experience import (
     choice_name,
     trajectory_key,
 )
-from shared.ledger.conditions import AnyRow, is_in, is_ready, need_not_wait
+from shared.ledger.conditions import AnyRow, is_in, is_ready, need_not_wait, split_name
 from shared.ledger.connect import database_time
 from shared.ledger.prefix import load_tokens
 from shared.ledger.queries.preferences import with_preferences
@@ -123,16 +123,21 @@ def _check(tokens: Tokens | CorruptTokens | None, vocabulary: int | None, max_to
 def held_rows(connection: Connection, batch_id: int) -> Sequence[AnyRow]:
     """Return a batch's rows: their names, signals, failures and deaths."""
     place = ("id", "msg_id", "choice", "parent_id", "task_id", "run_id", "key_group", "conversation_id")
-    columns = (experiences.c[name] for name in (*place, "teaches", "taught", "outcome", "failures", "deaths"))
+    more = ("teaches", "taught", "outcome", "failures", "deaths", "n_prompt")
+    columns = (experiences.c[name] for name in (*place, *more))
     held = (experiences.c.batch_id == batch_id, is_in(experiences.c.state, State.LEASED))
     return connection.execute(select(*columns).where(*held)).all()
 
 
-def rewarded_rows(taught: Collection[tuple[AnyRow | Experience, int]]) -> set[int]:
+def rewarded_rows(
+    taught: Collection[tuple[AnyRow | Experience, int]],
+    prompts_of: Callable[[Sequence[AnyRow | Experience]], Mapping[int, bytes]],
+) -> set[int]:
     """Return the ids of the rows on which a reward acts: their own, one of a turn that they led to, or of a whole.
 
     taught: rows with their lessons. A turn leads to all later turns of its trajectory, except those that continue
-    another answer to the same messages: another choice, or another try.
+    another answer to the same messages: another choice, or another try. prompts_of: the prompts of first turns, by id;
+    absent for a prompt that no other one equals.
     """
     by_trajectory: dict[TrajectoryKey, list[tuple[AnyRow | Experience, int]]] = defaultdict(list)
     for row, teaches in taught:
@@ -143,28 +148,48 @@ def rewarded_rows(taught: Collection[tuple[AnyRow | Experience, int]]) -> set[in
         if any(row.outcome is not None for row in rewarded):
             found |= {row.id for row, _ in of}
         elif rewarded:
-            found |= _led_to(rewarded, sorted((row for row, _ in of), key=lambda row: row.id))
+            found |= _led_to(rewarded, sorted((row for row, _ in of), key=lambda row: row.id), prompts_of)
     return found
 
 
-def _led_to(rewarded: Sequence[AnyRow | Experience], rows: Sequence[AnyRow | Experience]) -> set[int]:
+def _led_to(
+    rewarded: Sequence[AnyRow | Experience],
+    rows: Sequence[AnyRow | Experience],
+    prompts_of: Callable[[Sequence[AnyRow | Experience]], Mapping[int, bytes]],
+) -> set[int]:
     """Return the ids of the rewarded rows, and of those that led to them. rows: of the trajectory, by id."""
     by_name = {choice_name(row.msg_id, row.choice): row for row in rows}
-    trees: dict[int, str] = {}  # by id: the name of the tree of linked turns
+    named = {row.id: by_name.get(row.parent_id or "") for row in rows}
+    parents = {row_id: None if one is None or one.id >= row_id else one for row_id, one in named.items()}
+    first = [row for row in rows if parents[row.id] is None]
+    prompts = prompts_of(first) if len(first) > 1 else {}
+    trees: dict[int, str | bytes] = {}  # by id: the name of the tree of linked turns, or of tries
     for row in rows:
-        parent = by_name.get(row.parent_id or "")
-        trees[row.id] = row.parent_id or row.msg_id if parent is None else trees[parent.id]
+        parent = parents[row.id]
+        if parent is not None:
+            trees[row.id] = trees[parent.id]
+        elif row.parent_id is not None:
+            trees[row.id] = split_name(row.parent_id)[0]
+        else:
+            trees[row.id] = prompts.get(row.id, row.msg_id)
     found: set[int] = set()
-    last: dict[str, int] = {}  # by tree: the last rewarded row
+    last: dict[str | bytes, int] = {}  # by tree: the last rewarded row
     for row in rewarded:
         last[trees[row.id]] = max(row.id, last.get(trees[row.id], 0))
         before: AnyRow | Experience | None = row
         while before is not None and before.id not in found:
             found.add(before.id)
-            before = by_name.get(before.parent_id or "")
+            before = parents[before.id]
     return found | {
         row.id for row in rows if any(row.id < last_id for tree, last_id in last.items() if tree != trees[row.id])
     }
+
+
+def equal_prompts(connection: Connection, rows: Sequence[AnyRow]) -> dict[int, bytes]:
+    """Return the prompts of rows whose prompt has as many tokens as another one's, by id."""
+    lengths = Counter(row.n_prompt for row in rows)
+    tokens = load_tokens(connection, [row.id for row in rows if lengths[row.n_prompt] > 1])
+    return {row_id: one.prompt_ids.tobytes() for row_id, one in tokens.items() if isinstance(one, Tokens)}
 
 
 def is_to_blame(rows: Sequence[AnyRow]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import Any, Literal
 
 from sqlalchemy import (
@@ -25,7 +26,7 @@ from sqlalchemy import (
 from shared.experience import MAY_SERVE, BatchState, State, choice_name
 from shared.ledger.conditions import in_parts, is_in, is_ready, names_a_run, need_not_wait
 from shared.ledger.connect import database_time
-from shared.ledger.queries.lease import held_rows, rewarded_rows
+from shared.ledger.queries.lease import equal_prompts, held_rows, rewarded_rows
 from shared.ledger.tables import batches, experiences, signals, trainers, versions
 from shared.ledger.transitions.failures import count_death
 from shared.reward import Lesson
@@ -108,7 +109,7 @@ def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) 
     connection.execute(update(batches).where(batches.c.id == batch_id).values(last_signal=last_signal))
     rows = held_rows(connection, batch_id)
     continued = {row.parent_id for row in rows if row.parent_id is not None} if next_messages else set()
-    rewarded = rewarded_rows([(row, row.teaches) for row in rows])
+    rewarded = rewarded_rows([(row, row.teaches) for row in rows], partial(equal_prompts, connection))
     more: dict[int, list[int]] = defaultdict(list)  # rows with further lessons than those of their own signals
     for row in rows:
         acts = row.teaches

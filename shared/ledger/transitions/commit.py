@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, exists, func, not_, or_, selec
 
 from shared.experience import State, TrajectoryKey, trajectory_key
 from shared.ledger.conditions import AnyRow, in_group, in_parts, in_scope, in_trajectories, is_in, names_a_run
-from shared.ledger.connect import lock_rows
+from shared.ledger.connect import database_time, lock_rows
 from shared.ledger.queries.rows import count_ready
 from shared.ledger.tables import WAITS, experiences
 from shared.reward import Lesson
@@ -113,7 +113,8 @@ def expire(connection: Connection, *, before: float) -> int:
     """
     silent = experiences.c.teaches == 0
     recorded = experiences.c.state == State.RECORDED
-    young = select(experiences.c.id).where(recorded, experiences.c.created_at >= before)
+    now = database_time(connection)  # a row from the future, of a clock that is ahead, is not the first young one
+    young = select(experiences.c.id).where(recorded, experiences.c.created_at.between(before, now))
     first_young = young.order_by(experiences.c.id).limit(1).scalar_subquery()  # the rows after it are not read
     older = experiences.c.id < func.coalesce(first_young, _LARGEST_ID)
     old = (recorded, silent, older, experiences.c.created_at < before, *_has_no_taught_mate())

@@ -108,12 +108,14 @@ def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) 
     applied = _Application(feedback, scopes, load_signals(connection, list(rows.values())), time.time())
     receipts = [Receipt(name, applied.to(found)) for name, found in of.items()]
     _append(connection, applied.logged)
-    changed: dict[Credit, list[int]] = {}
+    changed: dict[tuple[Credit, bool], list[int]] = {}
     for row_id, credit in applied.credits.items():
-        if credit != _credit(rows[row_id]):
-            changed.setdefault(credit, []).append(row_id)
-    for credit, ids in changed.items():
-        _set_credit(connection, ids, credit, feedback_key=feedback.key_name)
+        before = _credit(rows[row_id])
+        keeps_reward = credit.reward is not None and replace(credit, teaches=before.teaches) == before
+        if credit != before:
+            changed.setdefault((credit, keeps_reward), []).append(row_id)
+    for (credit, keeps_reward), ids in changed.items():  # a comment does not make another key's reward one's own
+        _set_credit(connection, ids, credit, **({} if keeps_reward else {"feedback_key": feedback.key_name}))
     return receipts
 
 

@@ -28,13 +28,14 @@ _of_sample, _of_sampling = attrgetter(*_OF_SAMPLE), attrgetter(*_OF_SAMPLING)
 _RECORDED, _DISCARDED = State.RECORDED.value, State.DISCARDED.value
 
 
-def record(connection: Connection, samples: Sequence[Sample]) -> None:
+def record(connection: Connection, samples: Sequence[Sample], *, waits: bool = True) -> None:
     """Store samples. One that must not be trained on is stored as DISCARDED with its reason.
 
-    Raises sqlalchemy.exc.IntegrityError if a message id with that choice exists already.
+    waits: for other transactions that choose among equal exchanges which one a turn continues. Without, for an import,
+    which would make chats wait. Raises sqlalchemy.exc.IntegrityError if a message id with that choice exists already.
     """
     for turns in _split_conversations(samples):
-        _record(connection, turns)
+        _record(connection, turns, waits)
 
 
 def _split_conversations(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
@@ -52,8 +53,8 @@ def _split_conversations(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]
         yield samples[begin:]
 
 
-def _record(connection: Connection, samples: Sequence[Sample]) -> None:
-    parents = _find_parents(connection, samples)
+def _record(connection: Connection, samples: Sequence[Sample], waits: bool) -> None:
+    parents = _find_parents(connection, samples, waits)
     rows = [_row(*of) for of in zip(samples, parents, strict=True)]
     continued = [None if parent is None else parent.id for parent in parents]
     # before tokens are locked: those who delete rows lock them in this order
@@ -119,11 +120,11 @@ def _name_conversations(connection: Connection, parents: Sequence[AnyRow]) -> No
         connection.execute(update(experiences).where(mine).values(conversation_id=name))
 
 
-def _find_parents(connection: Connection, samples: Sequence[Sample]) -> list[AnyRow | None]:
+def _find_parents(connection: Connection, samples: Sequence[Sample], waits: bool) -> list[AnyRow | None]:
     """Return the exchange that each sample continues: the longest; among equal ones, one without a next turn."""
     asked = {sample.extends for sample in samples if sample.extends}
     found = {extends: find_alike(connection, extends) for extends in asked}
-    if connection.dialect.name == "postgresql":
+    if waits and connection.dialect.name == "postgresql":
         found |= _find_again(connection, found)
     chosen: dict[str, AnyRow | None] = {}  # by message: its choices continue the same one
     for sample in samples:
