@@ -61,6 +61,30 @@ def ahead(config):
         yield ledger, held
 
 
+def test_another_trainer_does_not_delete_the_version_that_the_next_one_descends_from(ahead):
+    ledger, held = ahead
+    keep: dict[str, Any] = {"max_versions": 1, "max_bytes": 1e12, "sizes": {}, "by": "other"}
+
+    def kept() -> set[int]:
+        with ledger.write() as connection:
+            transitions.give_up_files(connection, owner="another janitor", **keep)
+            return {row.version for row in list_versions(connection) if row.deleted_at is None}
+
+    with ledger.write() as connection:
+        for version in (3, 4):
+            transitions.publish(connection, version=version, parent=0, kind="full", step=version, trainer="other")
+            transitions.serve_version(connection, version, by="an engine")
+    assert 2 in kept() and 1 not in kept()
+    with ledger.write() as connection:
+        contained = {version: held[version] for version in (1, 2)}
+        state = {"state_path": "trainer/t/state-000002", "state_sha256": None}
+        transitions.record_state(connection, trainer="t", version=2, step=2, contained=contained, **state)
+        about = {"trainer": "t", "state_path": "trainer/t/state-000005", "state_sha256": None}
+        transitions.publish(connection, version=5, parent=2, kind="full", step=5, **about)
+        transitions.serve_version(connection, 5, by="an engine")
+    assert 2 not in kept()
+
+
 def test_rows_that_were_trained_on_and_wait_for_a_state_are_counted(ahead, config, capsys):
     ledger, held = ahead
     found = status(ledger)

@@ -16,7 +16,7 @@ from shared.ledger.conditions import in_parts, is_in
 from shared.ledger.connect import database_time, insert_into, lock_rows
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
-from shared.ledger.transitions.retain import keep_base, release_version
+from shared.ledger.transitions.retain import keep_base, lease_version, release_version
 from shared.ledger.transitions.versions import publish_version
 from shared.reward import EVERY_LESSON, WORDS, NewWords, lessons_of
 
@@ -70,13 +70,17 @@ def publish_ahead(
 ) -> None:
     """Commit a version that no saved state contains yet: its rows stay LEASED until `record_state` names it.
 
-    size, delta_of: see `publish`. about: see `publish_version`. A repeat changes nothing.
+    Its files are kept for the trainer until then, because its next version descends from them. size, delta_of: see
+    `publish`. about: see `publish_version`. A repeat changes nothing.
     """
     state = connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar()
     if state == VersionState.RESERVED:
         publish_version(connection, version, by=trainer, writer=trainer, bytes=size, **about)
         if delta_of is not None:
             keep_base(connection, delta_of, version)
+        lease: dict[str, Any] = {"reader": trainer, "purpose": Purpose.PARENT}
+        lease_version(connection, version, **lease, owner=trainer, lasts=True)
+        release_version(connection, **lease, but=version)
         encoded = msgspec.json.encode(stats or {})
         connection.execute(update(trainers).where(trainers.c.name == trainer).values(stats=encoded))
 
@@ -104,6 +108,7 @@ def record_state(
     state = {"state_path": state_path, "state_sha256": state_sha256}
     if state_path is not None:
         _keep_state(connection, trainer=trainer, version=version, path=state_path, sha256=state_sha256, step=step)
+    release_version(connection, reader=trainer, purpose=Purpose.PARENT)  # the trainer's row keeps its files now
     encoded = msgspec.json.encode(stats or {})
     _save_trainer(connection, name=trainer, step=step, version=version, **state, stats=encoded)
 
