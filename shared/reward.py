@@ -8,7 +8,7 @@ that it belongs to make the outcome. A row without any of these signals has no r
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Literal, get_args
@@ -127,13 +127,18 @@ def credit_of(
     """
     own = reward_of((signal for signal in signals if signal.scope == "message"), rule)
     outcome = reward_of((signal for signal in signals if signal.scope != "message"), rule)
-    scores = [one for one in signals if one.kind in SCORES and (one.kind != "metric" or one.name in rule.metrics)]
+    scores = [one for one in signals if one.kind in SCORES and is_weighed(one, rule.metrics)]
     last = own if scores and scores[-1].scope == "message" else outcome
     once = (*scores, *(one for one in signals if one.kind not in SCORES | WORDS))
     teaches = lessons_of(one.kind for one in once if one.kind in learned) & ~taught
     new = NewWords(taught, last_signal)
     words = {one.kind for one in signals if new.has(one)}
     return Credit(last, own, outcome, teaches | lessons_of(words & learned))
+
+
+def is_weighed(signal: Signal, metrics: Collection[str]) -> bool:
+    """Whether a signal is anything but a metric without a weight, which makes no reward. metrics: those with one."""
+    return signal.kind != "metric" or signal.name in metrics
 
 
 def reward_key(signals: Sequence[Signal]) -> str | None:

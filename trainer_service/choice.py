@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from shared.config import AUTO, CHOICES, Config, TrainerConfig
@@ -17,7 +18,7 @@ from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import TrainerRow
 from shared.log import StageLogger
-from shared.reward import Kind, lessons_of
+from shared.reward import Kind, is_weighed, lessons_of
 from shared.stop_request import StopRequest
 from trainer_service.errors import Stopped
 from trainer_service.patience import PatientLedger
@@ -62,7 +63,7 @@ def chosen(config: Config, ledger: Ledger, row: TrainerRow | None, stop: StopReq
         return with_choice(config, row.chosen["algorithms"])
     patient, waits = PatientLedger(ledger, stop, config.trainer.poll_interval_s), False
     while True:
-        kinds = _learnable(patient.write(queries.recent_kinds), config)
+        kinds = _learnable(patient.write(partial(queries.recent_kinds, metrics=config.reward.metrics)), config)
         if kinds:
             repeats = patient.write(queries.tasks_repeat)
             algorithms = choose(kinds, repeats=repeats)
@@ -78,12 +79,13 @@ def chosen(config: Config, ledger: Ledger, row: TrainerRow | None, stop: StopReq
 def chosen_for(config: Config, rows: Iterable[Experience], row: TrainerRow | None) -> Config:
     """Return the configuration with a choice by the signals of these rows, besides the trainer's choice in its row."""
     rows = list(rows)
-    kinds = _learnable(Counter(signal.kind for row in rows for signal in row.signals), config)
+    said = (signal for row in rows for signal in row.signals if is_weighed(signal, config.reward.metrics))
+    kinds = _learnable(Counter(signal.kind for signal in said), config)
     if not is_open(config.trainer):
         return config
-    runs = {(row.task_id, row.run_id) for row in rows if row.task_id is not None}
     before = None if row is None or row.chosen is None else row.chosen["algorithms"]
-    algorithms = choose(kinds, repeats=len(runs) >= 2 * len({task for task, _ in runs}) > 0, before=before)
+    repeats = queries.do_repeat([(row.task_id, row.run_id) for row in rows])
+    algorithms = choose(kinds, repeats=repeats, before=before)
     log.info("algorithms chosen by what was said", algorithms=_shown(algorithms), kinds=_shown(kinds))
     return with_choice(config, algorithms)
 
@@ -101,7 +103,8 @@ def extend_choice(ledger: PatientLedger, config: Config, lease: Lease) -> bool:
     log_of = ledger.write(lambda connection: queries.load_signals(connection, lease.rows))
     acting: Counter[Kind] = Counter()
     for row in lease.rows:
-        acting.update(s.kind for s in log_of[row.msg_id, row.choice] if lessons_of([s.kind]) & row.acts)
+        log_of_row = (s for s in log_of[row.msg_id, row.choice] if is_weighed(s, config.reward.metrics))
+        acting.update(s.kind for s in log_of_row if lessons_of([s.kind]) & row.acts)
     new = {kind: n for kind, n in _learnable(acting, config).items() if kind not in settings.learns_from}
     if not new:
         return False
@@ -114,10 +117,9 @@ def extend_choice(ledger: PatientLedger, config: Config, lease: Lease) -> bool:
 
 
 def _learnable(kinds: Mapping[Kind, int], config: Config) -> dict[Kind, int]:
-    """Return the kinds that some algorithm can learn from. Metrics without a weight make no reward."""
-    silent = set() if config.reward.metrics else {"metric"}
+    """Return the kinds that some algorithm can learn from."""
     learned = config.trainer.model_copy(update={"algorithms": {}}).learns_from
-    return {kind: count for kind, count in kinds.items() if kind in learned and kind not in silent}
+    return {kind: count for kind, count in kinds.items() if kind in learned}
 
 
 def _shown(amounts: Mapping[Any, float]) -> str:

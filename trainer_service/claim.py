@@ -40,11 +40,13 @@ class Claimer:
         whole: transitions.Whole = "run",
         answers: AnswerTokenizer | None = None,
         check: Callable[[Connection], None] | None = None,
+        metrics: Collection[str] | None = None,
     ) -> None:
         """vocabulary: number of token ids of the model; rows with other ids are quarantined.
 
         whole: unit of a claim: one trajectory, or all runs of a task. answers: tokenizer of corrections; None: no
-        algorithm learns from corrections. check: called before each search for rows; may raise.
+        algorithm learns from corrections. check: called before each search for rows; may raise. metrics: see
+        `queries.load_lease`.
         """
         self._ledger = ledger
         self._config = config
@@ -53,7 +55,7 @@ class Claimer:
         self._whole = whole
         self._group = group_wait(config) if whole == "task" else {}
         self._answers = answers
-        self._check = check
+        self._check, self._metrics = check, metrics
         self._last_event: str | None = None  # the last event that was logged
         self._idle: set[str] = set()  # algorithms already logged as receiving no signals
         self._first_ready_at: float | None = None  # time.monotonic()
@@ -188,7 +190,8 @@ class Claimer:
     def _load(self, connection: Connection, batch_id: int) -> Lease | None:
         """Load the claimed rows and quarantine the corrupt ones. Returns None if all are corrupt."""
         config, kinds = self._config, learned_kinds(self._config)
-        lease = queries.load_lease(connection, batch_id, self._vocabulary, kinds, config.max_trajectory_tokens)
+        limits = (self._vocabulary, kinds, config.max_trajectory_tokens)
+        lease = queries.load_lease(connection, batch_id, *limits, self._metrics)
         if lease.corrupt:
             transitions.quarantine(connection, lease.corrupt)
             log.error("rows quarantined", rows=len(lease.corrupt), first=next(iter(lease.corrupt.values())))

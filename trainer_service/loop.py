@@ -104,11 +104,11 @@ class Trainer:
         config = self._config.trainer
         wholes = {config.settings_of(name).together for name in config.parts}
         whole: transitions.Whole = "task" if "task" in wholes else "run"
-        vocabulary, context = self._learner.vocabulary, self._learner.context
+        vocabulary, context, metrics = self._learner.vocabulary, self._learner.context, self._config.reward.metrics
         answers = answer_tokenizer(config, self._base_folder, vocabulary=vocabulary, context=context)
         if config.max_trajectory_tokens is None:
             config = config.model_copy(update={"max_trajectory_tokens": context})
-        claimer = Claimer(self._ledger, config, self._stop, vocabulary, whole, answers, self._rollback.check)
+        claimer = Claimer(self._ledger, config, self._stop, vocabulary, whole, answers, self._rollback.check, metrics)
         anew = False
         beats = Heartbeat(self._ledger, config, self._stop, self._janitor.note_contact)
         with beats, contextlib.suppress(Stopped), self._rollback.noted():

@@ -92,7 +92,8 @@ class Ranks:
     def orders(self, stop: StopRequest) -> Iterator[tuple[str, list[Any]]]:
         """On the other ranks: yield each order until the last. Raises RankLost if rank 0 is gone.
 
-        Rank 0 handles a stop request. After one, the next order is waited for no longer than PATIENCE_S.
+        Rank 0 handles a stop request. After one, the next order is waited for no longer than PATIENCE_S or
+        `trainer.rank_timeout_s`, whichever is longer.
         """
         while True:
             name, arguments = self._next_order(stop)

@@ -88,7 +88,7 @@ class Collector:
         self._redact = redact
         self._most_bytes = int(max_mb * 2**20)
         self._queue_size = queue_size
-        self._file = self.path.open("a+b")
+        self._file = self.path.open("a+b", buffering=0)  # a fork copies neither a part of a line nor a held lock
         end_cut_line(self._file)
         self._is_closed = False
         self._begin()
@@ -111,12 +111,12 @@ class Collector:
 
         The defaults are those of openai's own client. The environment's proxy is used.
         """
-        inner = ProxiedTransport(for_transport(options))
+        inner = ProxiedTransport(for_transport(options), trust_env=options.get("trust_env", True))
         return httpx.Client(transport=_Collecting(inner, self._offer), **{**_AS_OPENAI, **options})
 
     def async_http_client(self, **options: Any) -> httpx.AsyncClient:
         """Return an httpx client for asyncio."""
-        inner = AsyncProxiedTransport(for_transport(options))
+        inner = AsyncProxiedTransport(for_transport(options), trust_env=options.get("trust_env", True))
         return httpx.AsyncClient(transport=_AsyncCollecting(inner, self._offer), **{**_AS_OPENAI, **options})
 
     def reward(self, msg_id: str, **parts: float) -> None:
@@ -171,8 +171,8 @@ class Collector:
                     if self._file.tell() + len(line) > self._most_bytes:
                         self.stats.dropped += 1
                         continue
-                    self._file.write(line)
-                    self._file.flush()
+                    while line := line[self._file.write(line) :]:
+                        pass
                     self.stats.rows += "messages" in row
             except Exception as exc:  # noqa: BLE001 — a user's redaction, a full disk: production continues
                 self.stats.failed += 1

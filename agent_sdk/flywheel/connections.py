@@ -50,13 +50,20 @@ def proxy_for(url: str) -> str | None:
 class ByProxy:
     """Transports for the proxies that the environment names, created on first use."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        """options: of the transports. With `proxy`, this one is used for all URLs."""
-        self._options = {"limits": _LIMITS, "verify": tls_context(), **options}
+    def __init__(self, options: dict[str, Any], *, trust_env: bool = True) -> None:
+        """options: of the transports; `proxy` is for all URLs. trust_env: whether the environment names proxies."""
+        own = {} if options.get("cert") else {"verify": tls_context()}
+        self._options = {"limits": _LIMITS, **own, **options}
+        self._asks = trust_env and "proxy" not in options
+        self.renew()
+        renew_after_fork(self)
+
+    def renew(self) -> None:
+        """Begin without connections."""
         self._by_proxy: dict[str | None, Any] = {}
 
     def _find(self, make: Callable[..., Any], url: httpx.URL) -> Any:
-        proxy = self._options.get("proxy") or proxy_for(str(url))
+        proxy = proxy_for(str(url)) if self._asks else self._options.get("proxy")
         if proxy not in self._by_proxy:
             self._by_proxy[proxy] = make(**{**self._options, "proxy": proxy})
         return self._by_proxy[proxy]

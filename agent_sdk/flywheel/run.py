@@ -173,10 +173,16 @@ class Run:
             self._entered, self._is_left = self._entered + 1, False
 
     def _leave(self) -> None:
-        if self._tokens:
-            with contextlib.suppress(ValueError):  # a generator may be closed in a context other than that of its entry
-                current_run.reset(self._tokens.pop())
-            self._is_left = not self._tokens
+        for token in reversed(self._tokens):  # blocks of several threads may end in any order
+            try:
+                current_run.reset(token)
+            except ValueError:  # of another context
+                continue
+            self._tokens.remove(token)
+            break
+        else:  # a generator may be closed in a context other than that of its entry
+            self._tokens = self._tokens[:-1]
+        self._is_left = self._entered > 0 and not self._tokens
 
     @property
     def _is_over(self) -> bool:
@@ -187,6 +193,11 @@ class Run:
     def _is_sent(self) -> bool:
         """Whether the end of this block sends what was said: not inside another block of the run or its parent."""
         return not (self.is_trial or self._is_entered)
+
+    @property
+    def _blocks(self) -> int:
+        """Number of blocks of this run and of the one that it is a child of."""
+        return self._entered + (0 if self._parent is None else self._parent._blocks)
 
     @property
     def _is_entered(self) -> bool:
@@ -223,8 +234,7 @@ class Run:
         is_parent_alone = not (self.msg_ids or self._is_named) and any(child.chats for child in self._children)
         outcome = self._outcome() if None in self._said and not is_parent_alone else []
         turns = [feedback_body(of, None, None, said) for of, said in self._said.items() if of is not None]
-        found = keyed(f"{self._key}-{self._entered}", outcome)  # again in a later block, which may have further chats
-        found += keyed(self._key, turns)
+        found = keyed(f"{self._key}-{self._blocks}", outcome + turns)  # again in a later block: it may have more chats
         return found + [one for child in self._children for one in child.feedback()]
 
     def _outcome(self) -> list[dict[str, Any]]:

@@ -88,22 +88,24 @@ class TrainingRunner:
 
     def start(self) -> None:
         """Start to select and replay; a second call does nothing. Production is served without it, too."""
-        with self._lock:
-            if self._shadow is None:
-                import openai.resources.chat.completions  # noqa: F401 — the first replay would delay production
+        import openai.resources.chat.completions  # noqa: F401 — the first replay would delay production
 
-                self._shadow = Shadow(self._options, self.stats)
+        with self._lock:
+            self._shadow = self._shadow or Shadow(self._options, self.stats)
             self._is_started = True
 
     def _running_shadow(self) -> Shadow | None:
-        if self._shadow is None and self._is_started:
-            self.start()  # this process was forked
+        if self._shadow is None and self._is_started:  # this process was forked
+            with self._lock:
+                if self._shadow is None and self._is_started:
+                    self._shadow = Shadow(self._options, self.stats)
         return self._shadow
 
     def stop(self, drain_s: float = 30.0) -> None:
         """Stop selecting, wait up to drain_s for queued and running replays, then commit within that time or 5 s."""
         with self._lock:
-            shadow, self._shadow, self._is_started = self._shadow, None, False
+            self._is_started = False
+            shadow, self._shadow = self._shadow, None
         if shadow is not None:
             shadow.stop(drain_s)
 
@@ -165,7 +167,10 @@ class TrainingRunner:
         return self._agent or agent
 
     def offer(self, agent: Agent, request: Any, reply: Any, recorded: Recording) -> None:
-        """Replay a request that production has answered, if it is selected. Raises no error, and does not wait."""
+        """Replay a request that production has answered, if it is selected.
+
+        Raises no error, and does not wait, except for the start of a thread after a fork.
+        """
         chosen = self._before(request)
         if chosen is not None:
             chosen = (*chosen[:2], recorded if self._tools.records else None)

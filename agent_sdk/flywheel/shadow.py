@@ -23,8 +23,7 @@ from flywheel.reward import Reward, read_reward
 from flywheel.run import AsyncRun, Credit, new_task_id
 from flywheel.selection import Call, Selected, Selection
 from flywheel.threads import DaemonThreads
-from flywheel.tools import ReadOnlyTools, Recording, ShadowGuard
-from flywheel.transport import current_run
+from flywheel.tools import ReadOnlyTools, Recording, ShadowGuard, judging
 from flywheel.workflow import Caller, Function, within
 
 log = logging.getLogger("flywheel")
@@ -222,14 +221,14 @@ class Shadow:
         """Run once and send the reward. Returns it."""
         guard = ShadowGuard(run, self._options.tools, replay.recorded)
         run.guard = guard
-        token = current_run.set(run)
-        try:
+        with run.current():
             reply = await self._answer(replay, run, guard)
-            guard.is_over = True
-            result = await within(self._reward(run, reply, replay.call), self._options.timeout_s)
+            token = judging.set(True)  # not in what the agent has left running
+            try:
+                result = await within(self._reward(run, reply, replay.call), self._options.timeout_s)
+            finally:
+                judging.reset(token)
             reward = read_reward(result) or run.outcome
-        finally:
-            current_run.reset(token)
         run.take(reward)
         await self._client.drive(run.finish())
         return reward

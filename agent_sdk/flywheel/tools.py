@@ -27,6 +27,7 @@ log = logging.getLogger("flywheel")
 F = TypeVar("F", bound=Callable[..., Any])
 Recording = list[tuple[str, str, Any]]  # name, arguments, result of production's calls
 _declared: dict[str, bool] = {}  # whether a tool only reads, by name: chats contain only the names of tools
+judging = ContextVar("flywheel_judging", default=False)  # whether the reward function chats, for example with a judge
 recording: ContextVar[Recording | None] = ContextVar("flywheel_recording", default=None)
 _NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 _CARRY = 200  # characters of a piece that are searched again together with the next one
@@ -236,7 +237,7 @@ class SubstituteTools(ReadOnlyTools):
 
 
 class ShadowGuard:
-    """The guard of a shadow run, for transport and tools. After a refusal, it refuses all until the agent has ended."""
+    """The guard of a shadow run, for transport and tools. After one refusal, it refuses everything the agent does."""
 
     def __init__(self, run: Run, policy: ReadOnlyTools, recorded: Recording) -> None:
         self.unsafe: UnsafeTool | None = None
@@ -244,7 +245,6 @@ class ShadowGuard:
         self._policy = policy
         self._recorded = recorded
         self.rewards = False  # whether the reward function gets the run although it was ended
-        self.is_over = False  # whether the agent has ended: the reward function may chat, for example with a judge
 
     def attempt(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Answer a call of a declared writing tool. Raises UnsafeTool."""
@@ -262,7 +262,7 @@ class ShadowGuard:
         """Check a chat before it is sent. Raises UnsafeTool for an undeclared tool."""
         self._again()
         offered = [one.get("function", one) for one in body.get("tools") or []] + list(body.get("functions") or [])
-        for one in () if self.is_over else offered:
+        for one in () if judging.get() else offered:
             name = str(one.get("name") or one.get("type") or "")
             if name not in _declared:
                 self._refuse(
@@ -273,7 +273,7 @@ class ShadowGuard:
 
     def watch_reply(self) -> Callable[[bytes], None]:
         """Return a check for a reply's pieces, which raises UnsafeTool at a writing call if the policy answers none."""
-        if self._policy.answers_writes or self.is_over:
+        if self._policy.answers_writes or judging.get():
             return lambda piece: None
         tail = ""
 
@@ -295,5 +295,5 @@ class ShadowGuard:
         raise self.unsafe
 
     def _again(self) -> None:
-        if self.unsafe is not None and not self.is_over:
+        if self.unsafe is not None and not judging.get():
             raise self.unsafe

@@ -44,7 +44,7 @@ class Stream:
         """Tokens of prompt and reply when the longest gap that ends after `moment` began."""
         gaps = enumerate(pairwise(self.event_times))
         _, ends = max(((later - earlier, n) for n, (earlier, later) in gaps if later > moment), default=(0.0, -1))
-        return self.prompt_tokens + self.event_ends[ends]
+        return self.prompt_tokens + (self.event_ends[ends] if self.event_ends else 0)
 
 
 @dataclass

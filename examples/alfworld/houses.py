@@ -28,6 +28,7 @@ STATIONS = {CLEAN: ("SinkBasin", "Cleanable"), HEAT: ("Microwave", "Heatable"), 
 SURFACES = {"SideTable", "Desk", "Dresser", "CoffeeTable", "DiningTable", "TVStand", "Shelf", "CounterTop"}  # for lamps
 ROOMS = {"Kitchen": 0, "LivingRoom": 200, "Bedroom": 300, "Bathroom": 400}
 FEWEST = 3  # receptacles in a house
+NOTHING = "Nothing happens."  # the reply to an impossible action
 _HERE = Path(alfworld.__file__).parent
 _MANGLED = {"|": "_bar_", "+": "_plus_", "-": "_minus_", ".": "_dot_", ",": "_comma_"}
 

@@ -9,7 +9,7 @@ from typing import Any
 from alfworld.gen import constants
 
 from examples import group_learning
-from examples.alfworld.houses import PICK, House, make_house, mangled, may_hold, pickable, type_of
+from examples.alfworld.houses import NOTHING, PICK, House, make_house, mangled, may_hold, pickable, type_of
 from examples.tiny_model import Demonstration, Recipe
 
 ROOM = "Bathroom"  # the room with the fewest types of things
@@ -22,7 +22,6 @@ REFUSED = 0.1  # probability of an impossible action before a step; the action i
 TRAINING = range(400)  # seeds of houses; each house is loaded for every episode in it
 HELD_OUT = range(1_000_000, 1_000_100)
 DEMONSTRATED = 2_000_000  # first seed of the demonstration houses, which are in neither range
-NOTHING = "Nothing happens."  # the reply to an impossible action
 RULES = "House."  # replaces the agent's rules: a tiny model cannot use the words
 
 ENGINE = {"max_model_len": 1536}

@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     from textworld.envs.pddl import logic, textgen
     from textworld.logic import Rule
 
-from examples.alfworld.houses import KINDS, game_of, make_house
+from examples.alfworld.houses import KINDS, NOTHING, game_of, make_house
 
 MAX_STEPS = 30
 UNFINISHED = -0.1
@@ -53,13 +53,13 @@ class Household:
 
     def load(self, task: Mapping[str, Any]) -> None:
         """Load a task. task: `seed` and the other arguments of make_house, or `game_file`."""
-        self.task, self.steps = dict(task), 0
+        self.task, self.steps, self.happened = dict(task), 0, 0
         file = task.get("game_file")
         self._env.load(json.loads(Path(file).read_text()) if file else game_of(make_house(**task)))
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Start the episode. seed: ignored; the environment is deterministic."""
-        self._state, self.steps = self._env.reset(), 0
+        self._state, self.steps, self.happened = self._env.reset(), 0, 0
         return _plain(self._state.feedback), self._info()
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -71,12 +71,14 @@ class Household:
         else:
             self._state, _, _ = self._env.step(command)
             observation = _plain(self._state.feedback)
+            self.happened += observation != NOTHING
         won = bool(self._state.won)
         truncated = not won and self.steps >= self._max_steps
         return observation, 1.0 if won else UNFINISHED if truncated else 0.0, won, truncated, self._info()
 
     def _info(self) -> dict[str, Any]:
-        return {"possible": list(self._state.admissible_commands), "plan": list(self._state.policy_commands or ())}
+        possible, plan = list(self._state.admissible_commands), list(self._state.policy_commands or ())
+        return {"possible": possible, "plan": plan, "happened": self.happened}
 
 
 @functools.cache

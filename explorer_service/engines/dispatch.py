@@ -6,6 +6,7 @@ chosen, because the version determines the model's name there.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -95,7 +96,7 @@ class Exchange:
         if self.slot.last_at >= self._dispatcher.pool.awake_until:
             await self._dispatcher.pool.wait_awake()
         if self.slot.hold.is_on:
-            await self.slot.hold.wait()
+            await self._wait_held()
         return EngineReply(self.slot, self.status, self.content_type, content, time.perf_counter() - self._started)
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -111,10 +112,23 @@ class Exchange:
                 if slot.last_at >= pool.awake_until:
                     await pool.wait_awake()
                 if hold.is_on:
-                    await hold.wait()
+                    await self._wait_held()
                 yield chunk
         except (EngineUnavailable, TimeoutError) as exc:
             raise self._dispatcher.lost(self.slot, exc) from exc
+
+    async def _wait_held(self) -> None:
+        """Wait while the engine's replies are held back, at most as long as a request may take.
+
+        Raises WeightsUnproven.
+        """
+        limit_s = self._dispatcher.http.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.slot.hold.wait()
+        except TimeoutError as exc:
+            engine = self.slot.engine.name
+            raise WeightsUnproven(f"engine {engine} has not proven its weights within {limit_s:g} s") from exc
 
     async def __aenter__(self) -> Exchange:
         return self
@@ -146,7 +160,7 @@ class Dispatcher:
         self.pool = pool
         self._health_checks = health_checks
         self._pin = pin
-        self._http = http
+        self.http = http
         self._metrics = metrics
 
     async def fetch(self, request: EngineRequest, read: Callable[[EngineReply], T]) -> tuple[EngineReply, T]:
@@ -193,7 +207,7 @@ class Dispatcher:
         headers = {"X-Request-Id": request.request_id, "Content-Type": "application/json"}
         try:
             data = request.encode(slot.model)
-            response = await self._http.post(slot.engine.url, request.path, data, headers)
+            response = await self.http.post(slot.engine.url, request.path, data, headers)
             if response.status >= 400:
                 await self._check_error(slot, request, response)
         except (EngineUnavailable, TimeoutError) as exc:

@@ -23,7 +23,7 @@ class EngineHttp:
 
     def __init__(self, timeout_s: float, max_reply_bytes: int) -> None:
         """timeout_s: for a whole answer. max_reply_bytes: of its body, or of a whole stream."""
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._max_reply_bytes = max_reply_bytes
         self._loop = asyncio.get_running_loop()
         self._idle: dict[str, list[EngineConnection]] = {}  # the last used one is last
@@ -49,7 +49,7 @@ class EngineHttp:
         return await _with_head(self._send(await self._connect(url), url, request))
 
     def _send(self, connection: EngineConnection, url: str, request: bytes) -> EngineResponse:
-        return connection.send(request, self._timeout_s, partial(self._release, url))
+        return connection.send(request, self.timeout_s, partial(self._release, url))
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:

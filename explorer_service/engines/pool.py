@@ -49,7 +49,6 @@ class EnginePool:
         self._max_waiting = max_waiting
         self.waiting = 0  # chats waiting for an engine
         self._adapters, self._wanted = adapters, wanted
-        self._current: int | None = None  # version for requests that name none; None: the version of their engine
         self.pinned: set[int] = set()  # versions that callers name, and that engines have to load
         self._note = note
         self._changed = asyncio.Event()  # the next change
@@ -58,8 +57,6 @@ class EnginePool:
         self.known_until = self.awake_until = math.inf
         for engine in self.engines:
             note(engine)
-
-    # ------------------------------------------------------------------ for chats
 
     async def acquire(
         self,
@@ -190,8 +187,6 @@ class EnginePool:
         except TimeoutError:
             raise WeightsUnproven("this explorer was suspended, and cannot read what engines serve") from None
 
-    # ------------------------------------------------------------------ for reloads
-
     def know_until(self, until: float, awake_until: float) -> None:
         """Set the times, time.monotonic(), until which no other explorer moves an engine without this one."""
         was_known = time.monotonic() < min(self.known_until, self.awake_until)
@@ -264,10 +259,13 @@ class EnginePool:
             log.warning("engine is unavailable", engine=engine.name, reason=reason)
         engine.state, engine.reason = state, reason
         self._note(engine)
-        if self._adapters:
-            leading, wanted = {e.version for e in self.serving if e.version is not None}, self._wanted()
-            self._current = wanted if wanted in leading else max(leading, default=None)
         self._announce()
+
+    @property
+    def _current(self) -> int | None:
+        """The version for requests that name none; None: the version of their engine."""
+        leading, wanted = {e.version for e in self.serving if self._adapters and e.version is not None}, self._wanted()
+        return wanted if wanted in leading else max(leading, default=None)
 
     def set_versions(self, engine: Engine, versions: dict[int, str]) -> None:
         """Change the engine's set of versions; the one for requests that name none stays."""

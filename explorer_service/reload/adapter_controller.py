@@ -94,7 +94,7 @@ class AdapterController:
             if version in self._take_up.served or self._has_to_wait(version):
                 continue
             if self._take_up.room < 2 and not self._take_up.inherited(version):
-                return  # one place is for the leading version; the request waits until another version has left
+                continue  # one place is for the leading version; the request waits until another version has left
             if reason := await self._bring_in(version):
                 log.warning("pinned version not loaded", version=version, engine=self._engine.name, reason=reason)
                 self._refuse(version, reason)
@@ -191,7 +191,8 @@ class AdapterController:
     async def _retire_all_but(self, wanted: Collection[int | None]) -> bool:
         """Send no more requests for other versions. Returns whether that has to be announced."""
         unwanted = {v: name for v, name in self._take_up.served.items() if v not in wanted}
-        for version, name in {**unwanted, **await self._find_strays()}.items():
+        strays = {v: name for v, name in (await self._find_strays()).items() if v not in wanted}
+        for version, name in {**unwanted, **strays}.items():
             self._take_up.leave(version, name)
         self._left_at = {v: since for v, since in self._left_at.items() if v in self._take_up.leaving}
         return bool(self._take_up.leaving.keys() - self._left_at.keys())
@@ -241,5 +242,6 @@ class AdapterController:
         shares = [version for version in self._reloading.poller.shares if version not in (0, current)]
         pinned = await self._reloading.fetch(queries.pinned_versions)
         pins = [version for version in pinned if version not in (0, current, *shares)]
-        ending = sum(version in self._engine.in_flight_of for version in self._take_up.leaving)
+        busy = (version for version in self._take_up.leaving if version in self._engine.in_flight_of)
+        ending = sum(version not in pins for version in busy)  # a busy pin that leaves frees no place by others leaving
         return (shares + pins[: max(0, self._most_pins - len(shares) - ending)])[: self._most_pins]

@@ -151,8 +151,8 @@ class EngineController:
                 self._pool.check(engine, NONE_MAY_SERVE)
         elif engine.state is not EngineState.SERVING:
             await self._admin.resume()
-            await self._leases.announce(engine.url, EngineState.SERVING, 0)
             defaults = await asyncio.to_thread(read_defaults_before, self._reloading.config.model.path)
+            await self._leases.announce(engine.url, EngineState.SERVING, 0)
             self._pool.serve(engine, self._take_up.names(0), defaults, version=0)
 
     async def _distrust(self, reason: str) -> None:

@@ -142,11 +142,12 @@ def prepare_model(config: Config, stop: StopRequest, lease: StartLease, stage: S
         require_kind(config.model.kind, ledger)
         if stop:
             return None
+        rows.sort(key=lambda row: (row.share or 0.0, row.state == VersionState.SERVING, row.version), reverse=True)
         return _choose_folder(config.root, rows, stage, partial(lease.take, ledger))
 
 
 def _choose_folder(root: Path, rows: list[VersionRow], stage: Stage | None, lease: Callable[[int], bool]) -> Path:
-    """Return the folder of the version that should serve, among the sound ones. Raises StartupError if none is.
+    """Return the folder of the first proven and sound one of these versions. Raises StartupError if none is.
 
     An unproven version is never started on: an explorer loads it, and replaces it if it fails.
     """
@@ -154,8 +155,7 @@ def _choose_folder(root: Path, rows: list[VersionRow], stage: Stage | None, leas
         base = next((read_base(root, row) for row in rows if row.version == 0), None)
     except VersionError as error:
         raise StartupError(f"version 0 is what versions are compared with: {error}; restore its folder") from error
-    proven = [row for row in rows if row.is_proven]
-    for row in sorted(proven, key=lambda row: (row.state == VersionState.SERVING, row.version), reverse=True):
+    for row in [row for row in rows if row.is_proven]:
         if not lease(row.version):
             continue
         try:

@@ -158,7 +158,8 @@ def warmup(value: Any, _given: Given) -> Settings:
 def minibatches(value: Any, given: Given) -> Settings:
     """Return the steps in each pass; Trinity gives the rows of one step."""
     rows = given.whole("buffer.train_batch_size", default=0)
-    rows = rows or batch_size(given.whole("buffer.batch_size", default=int(value)), given)["trainer.batch_size"]
+    tasks = given.whole("buffer.batch_size", "data.batch_size", "global_config.batch_size", default=int(value))
+    rows = rows or batch_size(tasks, given)["trainer.batch_size"]
     return {"trainer.minibatches": max(1, round(rows / int(value)))}
 
 

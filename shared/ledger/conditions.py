@@ -102,7 +102,7 @@ def need_not_wait(runs_of_task: int, quiet_since: float | None) -> list[ColumnEl
 
     These are rows without a task; rows of a task with at least `runs_of_task` READY runs that have a reward, or with no
     signal since `quiet_since` (Unix seconds; None: they wait without limit); rows of a run without a reward, whose
-    other signals need no other run; and rows of updates that failed twice, which are tried again run by run.
+    other signals need no other run; and rows of updates that failed twice, which have to be tried alone.
     """
     if runs_of_task <= 1:
         return []

@@ -256,3 +256,9 @@ def test_an_agent_that_never_acts_is_cut_off():
         played = asyncio.run(Agent()({"seed": 2, **SMALL}, flywheel.Model.of(url, "agent", key="unused")))
     assert reward(played).value == pytest.approx(UNFINISHED)
     assert (len(bodies), reward(played).metrics["formed"]) == (MAX_STEPS, 0.0)
+
+
+def test_an_impossible_action_is_not_counted_as_possible_not_even_the_last_one():
+    with stub(lambda _: {"content": "<action>eat house</action>"}) as (url, _):
+        played = asyncio.run(Agent()({"seed": 2, **SMALL}, flywheel.Model.of(url, "agent", key="unused")))
+    assert (reward(played).metrics["formed"], reward(played).metrics["possible"]) == (1.0, 0.0)

@@ -21,7 +21,7 @@ from shared.errors import LedgerError
 from shared.experience import Purpose, State
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger, database_time
-from shared.ledger.tables import explorers, leases, open_streams, version_leases
+from shared.ledger.tables import engines, explorers, leases, open_streams, version_leases
 from shared.process import process_name
 from shared.stop_request import StopRequest
 from tests.support.samples import sample
@@ -200,3 +200,14 @@ def test_an_explorer_whose_host_is_an_hour_ahead_discards_no_row_of_another(ledg
     asyncio.run(housekeeper._expire(HOUR_S / 2))
     with ledger.read() as connection:
         assert queries.count_by_state(connection)[State.RECORDED] == 1
+
+
+def test_an_owner_keeps_its_engine_and_its_turn_when_the_clock_is_set_back_a_little(ledger):
+    with ledger.write() as connection:
+        for back_s, is_kept in ((0.0, True), (1.0, True), (HOUR_S, False)):
+            assert transitions.acquire_engine(connection, "http://e0", "a")
+            assert transitions.acquire_lease(connection, "reload", "a")
+            for table, column in ((engines, engines.c.owner_until), (leases, leases.c.until)):
+                connection.execute(update(table).values({column.name: column + back_s}))
+            assert transitions.acquire_engine(connection, "http://e0", "b") is not is_kept
+            assert transitions.acquire_lease(connection, "reload", "b") is not is_kept

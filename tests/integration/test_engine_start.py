@@ -114,6 +114,17 @@ def test_an_engine_starts_on_what_should_serve_and_never_on_an_unproven_version(
     assert folder is not None and folder.name == expected
 
 
+def test_an_engine_starts_on_a_version_that_an_operator_promoted(tmp_path):
+    for version in range(3):
+        write_scripted_version(tmp_path, version, -1.0)
+    config = make_config(tmp_path, ["http://127.0.0.1:1"])
+    start(tmp_path, 3, [0, 1, 2])
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger, ledger.write() as connection:
+        transitions.share_traffic(connection, {1: 1.0}, at_most=1, by="operator")
+    folder = prepare_model(config, StopRequest(), StartLease(config))
+    assert folder is not None and folder.name == "v000001"
+
+
 def test_an_engine_does_not_start_on_an_unsound_version(tmp_path):
     for version in range(3):
         write_scripted_version(tmp_path, version, -1.0)

@@ -54,3 +54,26 @@ def test_another_try_of_a_first_turn_keeps_its_own_rating(ledger):
     assert say(ledger, "a", UP) == "applied"
     train(ledger, 2)
     assert dict(stands(ledger, "msg_id", "taught")) == {"a": 1, "b": 1, "other": 0}
+
+
+def test_another_try_keeps_its_own_rating_when_the_turn_that_was_chosen_is_continued_later(ledger):
+    """The turn between was trained on before, so it is not in the batch."""
+    link(ledger, ("a", b"1" * 8, ()), ("b", b"2" * 8, (b"1" * 8,)), ("c", b"3" * 8, (b"1" * 8,)))
+    say(ledger, "c", UP)
+    train(ledger, 1)
+    link(ledger, ("d", b"4" * 8, (b"3" * 8,)))
+    say(ledger, "d", UP)
+    train(ledger, 2)
+    assert dict(stands(ledger, "msg_id", "taught")) == {"a": 1, "b": 0, "c": 1, "d": 1}
+    assert say(ledger, "b", UP) == "applied"
+
+
+def test_another_try_of_a_first_turn_keeps_its_own_rating_when_the_chosen_one_is_continued_later(ledger):
+    record(ledger, "a", prompt="the same", exchange=b"1" * 8, **RUN)
+    record(ledger, "b", prompt="the same", exchange=b"2" * 8, **RUN)
+    say(ledger, "b", UP)
+    train(ledger, 1)
+    link(ledger, ("c", b"3" * 8, (b"2" * 8,)))
+    say(ledger, "c", UP)
+    train(ledger, 2)
+    assert dict(stands(ledger, "msg_id", "taught")) == {"a": 0, "b": 1, "c": 1}

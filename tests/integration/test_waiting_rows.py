@@ -12,6 +12,7 @@ from shared.ledger.tables import experiences
 from shared.reward import SCORES, Signal
 from shared.stop_request import StopRequest
 from tests.support.samples import sample
+from trainer_service.batch import make_batch
 from trainer_service.claim import Claimer
 
 GROUPS = {"algorithm": "grpo", "grpo": {"group_timeout_s": None}, "batch_size": 8, "poll_interval_s": 0.02}
@@ -97,3 +98,39 @@ def test_a_comment_leaves_a_reward_with_the_key_that_set_it(ledger):
         assert keys == ["a"] * 4
         half = {"owner": "t", "at_least": 4, "at_most": 4, "lease_s": 60, "share_per_key": 0.5}
         assert transitions.claim(connection, **half) is None
+
+
+def test_a_metric_without_a_weight_makes_no_reward_its_key_s(ledger):
+    rule = RewardConfig(metrics={"quality": 1.0})
+    given = {"rule": rule, "learned": SCORES, "task_id": None, "run_id": None, "msg_ids": ["m"]}
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("m")])
+        for key, name in (("rater", "quality"), ("monitor", "latency")):
+            signal = Signal("metric", value=1.0, name=name)
+            transitions.apply_feedback(connection, signals=[signal], key_name=key, **given)
+        transitions.commit(connection)
+    config = TrainerConfig.model_validate({"algorithm": "reinforce_pp", "batch_size": 1, "poll_interval_s": 0.02})
+    lease = Claimer(ledger, config, StopRequest(), metrics=rule.metrics).next()
+    assert lease is not None
+    assert make_batch(lease.rows).scored_by == {0: "rater"}
+
+
+def test_words_about_a_demonstration_that_was_trained_on_do_not_grow_stale(ledger):
+    make_ready(ledger, ["shown"], Signal("demonstration"))
+    config = TrainerConfig.model_validate(
+        {"algorithms": {"sft": 1.0}, "batch_size": 1, "poll_interval_s": 0.02, "max_staleness_versions": 2}
+    )
+    lease = Claimer(ledger, config, StopRequest()).next()
+    assert lease is not None
+    given = {"rule": RewardConfig(), "learned": frozenset(("correction",)), "task_id": None, "run_id": None}
+    with ledger.write() as connection:
+        about = {"parent": None, "kind": "full", "trainer": "trainer"}
+        transitions.publish(connection, version=1, step=1, batch_ids=[lease.batch_id], **about)
+        for version in range(2, 8):
+            transitions.publish(connection, version=version, step=version, **about)
+            transitions.serve_version(connection, version, by="an engine")
+        said = [Signal("correction", text="w3")]
+        transitions.apply_feedback(connection, msg_ids=["shown"], signals=said, key_name="a", **given)
+        transitions.commit(connection)
+    lease = Claimer(ledger, config, StopRequest()).next()
+    assert lease is not None and [row.msg_id for row in lease.rows] == ["shown"]

@@ -42,6 +42,7 @@ if __name__ == "__main__":
     serve = runner.watch(agent)
     collector = flywheel.Collector(file)
     http = collector.http_client()
+    http.post(f"{url}/v1/chat/completions", json=PLAIN).raise_for_status()  # it has a connection, too
     runner.start()
     serve(PLAIN)
     out, into = os.pipe()

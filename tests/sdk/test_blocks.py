@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import flywheel
 import httpx
 import openai
 import pytest
+from flywheel.transport import current_run
 
 from tests.sdk.conftest import TASKS, learn, rows, said, say, say_async
 
@@ -176,3 +178,36 @@ def test_a_comment_that_is_no_text_is_a_config_error(client):
     with pytest.raises(flywheel.ConfigError, match="no JSON"), client.run() as run:
         say(run.model)
         run.reward(0.5, comment=ValueError("x"))  # type: ignore[arg-type]
+
+
+def test_the_same_reward_again_reaches_the_chats_of_a_child_in_a_second_block(client, explorer):
+    game = client.run("game")
+    wolf = game.child("wolf")
+    for _ in range(2):
+        with game:
+            say(wolf.model)
+            wolf.reward(0.5)
+    assert [row.reward for row in rows(explorer)] == [0.5, 0.5]
+
+
+def test_blocks_of_one_run_in_two_threads_leave_no_run_behind(client, explorer):
+    run, both = client.run("game"), threading.Barrier(2, timeout=60)
+    left: list[object] = []
+
+    def block(first: bool) -> None:
+        if not first:
+            both.wait()  # until the other one is inside
+        with run:
+            say(client.model())
+            if first:
+                both.wait()
+            both.wait()
+        left.append(current_run.get())
+
+    threads = [threading.Thread(target=block, args=(first,)) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert left == [None, None]
+    assert len(rows(explorer)) == 2

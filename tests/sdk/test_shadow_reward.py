@@ -69,3 +69,30 @@ def test_a_reward_function_may_ask_a_version_about_a_run_that_ended_at_a_tool(ex
         with flywheel.TrainingRunner(explorer.url, reward=reward, **given) as runner:
             asyncio.run(runner.watch(agent)("please refund A1"))
     assert (runner.stats.rewarded, dict(runner.stats.failed)) == (1, {})
+
+
+def test_what_an_agent_leaves_running_is_still_guarded_while_its_reward_is_found(explorer):
+    left: list[asyncio.Task[Any]] = []
+    undeclared = {"type": "function", "function": {"name": "nobody_declared_this", "parameters": {}}}
+
+    async def later(model: flywheel.Model) -> None:
+        await asyncio.sleep(0.2)
+        async with model.async_openai(max_retries=0) as openai:
+            await openai.chat.completions.create(
+                model=model.name, messages=[{"role": "user", "content": "hi"}], tools=[undeclared]
+            )
+
+    async def agent(request: str, model: flywheel.Model | None) -> str:
+        if model is not None:
+            await say_async(model)
+            left.append(asyncio.create_task(later(model)))
+        return "done"
+
+    async def reward(run: flywheel.Run, reply: Any) -> float:
+        await asyncio.wait(left)
+        return 1.0
+
+    select = flywheel.SamplingRate(1.0)
+    with flywheel.TrainingRunner(explorer.url, reward=reward, select=select, tools=flywheel.RecordedTools()) as runner:
+        asyncio.run(runner.watch(agent)("hello"))
+    assert "nobody_declared_this" in repr(left[0].exception())

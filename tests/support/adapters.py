@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from explorer_service.reload.adapter_controller import AdapterController
 from shared.ledger.queries import list_versions
 from tests.support.script import Script
 from tests.support.scripted_adapters import publish_adapter
@@ -75,3 +79,18 @@ def watch_openings(explorer: RunningExplorer) -> list[set[int]]:
 
     pool.serve = watched
     return opened_with
+
+
+@contextmanager
+def observed(explorer: RunningExplorer) -> Iterator[list[set[int]]]:
+    """The versions that the engine serves, at each end of a round of its controller."""
+    rounds: list[set[int]] = []
+    tend = AdapterController.tend
+
+    async def watched(self: AdapterController) -> None:
+        await tend(self)
+        rounds.append(set(engine(explorer).versions))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdapterController, "tend", watched)
+        yield rounds

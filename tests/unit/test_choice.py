@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.config import ALGORITHMS, CHOICES, TrainerConfig
+from shared.config import ALGORITHMS, CHOICES, RewardConfig, TrainerConfig
 from shared.ledger.queries import TrainerRow
 from shared.reward import Signal
 from tests.support.experiences import rows, trainer_config
@@ -57,3 +57,17 @@ def test_what_may_be_chosen_is_learnt_from_by_explorers_and_its_sections_are_tak
         TrainerConfig.model_validate({"algorithm": "auto", "ppo": {"lam": 0.9}})
     with pytest.raises(ValueError, match="auto"):
         TrainerConfig.model_validate({"algorithms": {"auto": 1.0}})
+
+
+def test_a_metric_without_a_weight_chooses_nothing(tmp_path):
+    config = trainer_config(tmp_path, tmp_path, algorithm="auto")
+    config = config.model_copy(update={"reward": RewardConfig(metrics={"quality": 1.0})})
+    said = (Signal("rating", text="up"), Signal("metric", value=812.0, name="latency"))
+    assert chosen_for(config, [replace(row, signals=said) for row in rows(2)], None).trainer.algorithms == {"kto": 1.0}
+
+
+def test_two_attempts_at_one_task_among_many_rows_without_one_choose_no_groups(tmp_path):
+    config = trainer_config(tmp_path, tmp_path, algorithm="auto")
+    of_file = [replace(row, signals=(Signal("reward", value=1.0),)) for row in rows(100)]
+    of_file += [replace(of_file[0], msg_id=f"x{run}", task_id="t", run_id=str(run)) for run in range(2)]
+    assert chosen_for(config, of_file, None).trainer.algorithms == {"reinforce_pp": 1.0}

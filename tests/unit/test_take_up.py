@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from explorer_service.engines.dispatch import Dispatcher, EngineRequest
+from explorer_service.engines.dispatch import Dispatcher, EngineRequest, Exchange
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.pool import EnginePool
 from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven
@@ -219,3 +220,23 @@ async def test_a_chat_of_a_share_waits_no_longer_than_others(monkeypatch):
     with pytest.raises(NoEngine):
         await Dispatcher(pool, None, None, {})._acquire(EngineRequest("/v1/completions", {}, "id", preferred=13), [])
     assert sum(waits) == 8.0
+
+
+async def test_the_wanted_version_answers_as_soon_as_it_is_known_though_no_engine_moves():
+    wanted, names = [3], {1: "agent@1", 3: "agent@3"}
+    engines = [EngineAddress(name=name, url=f"http://{name}") for name in ("e0", "e1")]
+    pool = EnginePool(engines, 1.0, adapters=True, wanted=lambda: wanted[0])
+    pool.serve(pool.engines[1], {3: "agent@3"}, Sampling(), version=3)
+    pool.serve(pool.engines[0], names, Sampling(), version=1)
+    wanted[0] = 1
+    assert (await pool.acquire(None)).version == 1
+
+
+async def test_a_reply_is_held_back_no_longer_than_a_request_may_take():
+    pool = EnginePool([EngineAddress(name="e0", url="http://e0")], 1.0)
+    pool.serve(pool.engines[0], {1: "agent"}, Sampling())
+    slot = await pool.acquire(None)
+    slot.hold.begin()
+    dispatcher = Dispatcher(pool, SimpleNamespace(timeout_s=0.01), None, {})
+    with pytest.raises(WeightsUnproven, match="has not proven its weights within"):
+        await Exchange(slot, None, 0.0, dispatcher)._wait_held()

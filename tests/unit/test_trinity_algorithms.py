@@ -117,3 +117,11 @@ def test_the_page_lists_the_conversion_of_each_estimator():
 def test_what_is_written_for_a_lost_kl_term_is_not_called_trinity_s_default():
     done = converted("model: {model_path: /m}\nalgorithm: {algorithm_type: ppo, kl_loss_fn: abs}")
     assert "trainer.ppo.kl is k2: in the place of the KL term that is lost" in done.remarks
+
+
+@pytest.mark.parametrize("section", ["data", "buffer", "global_config"])
+def test_the_steps_of_a_pass_are_the_batch_over_trinity_s_rows_of_a_step(section):
+    step = "trainer: {trainer_config: {actor_rollout_ref: {actor: {ppo_mini_batch_size: 192}}}}"
+    tasks = f"{section}: {{batch_size: 96}}\nalgorithm: {{algorithm_type: grpo, repeat_times: 8}}"
+    settings = converted(f"model: {{model_path: /m}}\n{tasks}\n{step}").settings
+    assert (settings["trainer.batch_size"], settings["trainer.minibatches"]) == (768, 4)

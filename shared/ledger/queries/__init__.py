@@ -34,7 +34,14 @@ from shared.ledger.queries.rows import (
     size_bytes,
     version_of_exchange,
 )
-from shared.ledger.queries.signals import corrected_later, count_signals, load_signals, recent_kinds, tasks_repeat
+from shared.ledger.queries.signals import (
+    corrected_later,
+    count_signals,
+    do_repeat,
+    load_signals,
+    recent_kinds,
+    tasks_repeat,
+)
 from shared.ledger.queries.status import LedgerProgress, Pace, Tripped, ledger_status, pace, progress
 from shared.ledger.queries.targets import Target, Targets, find_targets
 from shared.ledger.queries.trainers import StateRow, TrainerRow, find_trainer, list_states, list_trainers, live_trainers
@@ -57,11 +64,11 @@ __all__ = [
     "EngineRow", "Followed", "LedgerProgress", "Pace", "Rewards", "StateRow", "Target", "Targets", "TrainerRow",
     "Tripped", "VersionRow", "Wanted", "answers_about", "answers_before", "any_lease_expired", "any_published",
     "any_stream_open", "corrected_later", "count_by_state", "count_ready", "count_rows", "count_signals",
-    "deaths_will_be_blamed", "draw_rehearsal", "failures_of_oldest", "find_targets", "find_trainer", "find_versions",
-    "held_rows", "is_leased", "is_to_blame", "kept_versions", "known_choices", "leased_versions", "ledger_status",
-    "list_run", "list_states", "list_trainers", "list_versions", "live_explorers", "live_trainers", "load_lease",
-    "load_signals", "oldest_done", "oldest_ready", "owned_engines", "pace", "pinned_versions", "progress",
-    "quarantined", "read_calibration", "read_engine", "reason_against_serving", "recent_kinds", "remembered_answer",
-    "rewards_by_version", "served_adapters", "shares_of_traffic", "size_bytes", "streams_of_task", "tasks_repeat",
-    "version_of_exchange", "versions_on_disk", "wanted_versions",
+    "deaths_will_be_blamed", "do_repeat", "draw_rehearsal", "failures_of_oldest", "find_targets", "find_trainer",
+    "find_versions", "held_rows", "is_leased", "is_to_blame", "kept_versions", "known_choices", "leased_versions",
+    "ledger_status", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers", "live_trainers",
+    "load_lease", "load_signals", "oldest_done", "oldest_ready", "owned_engines", "pace", "pinned_versions",
+    "progress", "quarantined", "read_calibration", "read_engine", "reason_against_serving", "recent_kinds",
+    "remembered_answer", "rewards_by_version", "served_adapters", "shares_of_traffic", "size_bytes",
+    "streams_of_task", "tasks_repeat", "version_of_exchange", "versions_on_disk", "wanted_versions",
 ]  # fmt: skip

@@ -21,17 +21,22 @@ from shared.experience import (
     choice_name,
     trajectory_key,
 )
-from shared.ledger.conditions import AnyRow, is_in, is_ready, need_not_wait, split_name
+from shared.ledger.conditions import AnyRow, in_trajectories, is_in, is_ready, need_not_wait, split_name
 from shared.ledger.connect import database_time
 from shared.ledger.prefix import load_tokens
 from shared.ledger.queries.preferences import with_preferences
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import IS_QUARANTINED, batches, experiences
-from shared.reward import WORDS, Kind, Lesson, NewWords, Signal, lessons_of
+from shared.reward import WORDS, Kind, Lesson, NewWords, Signal, is_weighed, lessons_of
 
 DEATHS_TOLERATED = 4  # in updates with the same rows before they are blamed: machines fail, operators kill processes
 _REASONS = 20  # maximum number in the status
 LARGEST_REWARD = 1e6  # the square of a larger one, a critic's loss, may overflow in float32
+_HELD = select(
+    *(experiences.c[name] for name in ("id", "msg_id", "choice", "parent_id", "n_prompt")),
+    *(experiences.c[name] for name in ("task_id", "run_id", "key_group", "conversation_id")),
+    *(experiences.c[name] for name in ("teaches", "taught", "outcome", "failures", "deaths")),
+)
 _COLUMNS = [field.name for field in fields(Experience) if field.name in experiences.c]
 _sampling_of = attrgetter(*(field.name for field in fields(Sampling)))
 
@@ -42,17 +47,19 @@ def load_lease(
     vocabulary: int | None = None,
     kinds: Collection[Kind] = (),
     max_tokens: int | None = None,
+    metrics: Collection[str] | None = None,
 ) -> Lease:
     """Return the rows of a batch, oldest first, and rows that cannot be trained on, with the reason.
 
     vocabulary: number of token ids of the model; max_tokens: of prompt and reply; None: not checked. kinds: of the
-    signals to load; only those that act in this batch are returned.
+    signals to load; only those that act in this batch are returned. metrics: names of those with a weight; the others
+    set no reward, and are not returned; None: all.
     """
     held = select(experiences).where(experiences.c.batch_id == batch_id, is_in(experiences.c.state, State.LEASED))
     rows = connection.execute(held.order_by(experiences.c.id)).all()
     acts = {row.id: row.acts for row in rows}
     until = connection.execute(select(batches.c.last_signal).where(batches.c.id == batch_id)).scalar()
-    lease = Lease(batch_id, *load_rows(connection, rows, acts, vocabulary, kinds, max_tokens, until))
+    lease = Lease(batch_id, *load_rows(connection, rows, acts, vocabulary, kinds, max_tokens, until, metrics))
     if "preferred_over" not in kinds:
         return lease
     return replace(lease, rows=with_preferences(connection, lease.rows, vocabulary, max_tokens))
@@ -66,10 +73,12 @@ def load_rows(
     kinds: Collection[Kind],
     max_tokens: int | None,
     until: int | None = None,
+    metrics: Collection[str] | None = None,
 ) -> tuple[list[Experience], dict[int, str]]:
     """Return rows with their tokens and with the lessons that act on each, by id; and why others cannot be trained on.
 
-    until: the last signal that acts; of words, only those that have not acted before. None: all signals.
+    until: the last signal that acts; of words, only those that have not acted before. None: all signals. metrics: see
+    `load_lease`.
     """
     loaded = load_tokens(connection, [row.id for row in rows])
     logs = load_signals(connection, rows, kinds) if kinds else {}
@@ -80,7 +89,7 @@ def load_rows(
         columns["conversation_id"] = row.conversation_id or choice_name(row.msg_id, row.choice)
         if not acts[row.id] & Lesson.REWARD:
             columns |= {"turn_reward": None, "outcome": None}
-        log = logs.get((row.msg_id, row.choice), ())
+        log = [one for one in logs.get((row.msg_id, row.choice), ()) if metrics is None or is_weighed(one, metrics)]
         acting = tuple(_acting(log, row, acts[row.id], until))
         try:
             tokens, sampling = _check(loaded.get(row.id), vocabulary, max_tokens), Sampling(*_sampling_of(row))
@@ -122,11 +131,17 @@ def _check(tokens: Tokens | CorruptTokens | None, vocabulary: int | None, max_to
 
 def held_rows(connection: Connection, batch_id: int) -> Sequence[AnyRow]:
     """Return a batch's rows: their names, signals, failures and deaths."""
-    place = ("id", "msg_id", "choice", "parent_id", "task_id", "run_id", "key_group", "conversation_id")
-    more = ("teaches", "taught", "outcome", "failures", "deaths", "n_prompt")
-    columns = (experiences.c[name] for name in (*place, *more))
     held = (experiences.c.batch_id == batch_id, is_in(experiences.c.state, State.LEASED))
-    return connection.execute(select(*columns).where(*held)).all()
+    return connection.execute(_HELD.where(*held)).all()
+
+
+def other_turns(connection: Connection, rows: Sequence[AnyRow]) -> list[AnyRow]:
+    """Return the other rows of trajectories of which `rows` lacks a turn that another one continues."""
+    names = {choice_name(row.msg_id, row.choice) for row in rows}
+    cut = {trajectory_key(row) for row in rows if row.parent_id is not None and row.parent_id not in names}
+    known = {row.id for row in rows}
+    found = (row for mine in in_trajectories(cut) for row in connection.execute(_HELD.where(mine)))
+    return [row for row in found if row.id not in known]
 
 
 def rewarded_rows(
@@ -135,9 +150,9 @@ def rewarded_rows(
 ) -> set[int]:
     """Return the ids of the rows on which a reward acts: their own, one of a turn that they led to, or of a whole.
 
-    taught: rows with their lessons. A turn leads to all later turns of its trajectory, except those that continue
-    another answer to the same messages: another choice, or another try. prompts_of: the prompts of first turns, by id;
-    absent for a prompt that no other one equals.
+    taught: rows with their lessons; 0 for turns that are only to show which others they link. A turn leads to all later
+    turns of its trajectory, except those that continue another answer to the same messages: another choice, or another
+    try. prompts_of: the prompts of first turns, by id; may be absent for a prompt that no other one equals.
     """
     by_trajectory: dict[TrajectoryKey, list[tuple[AnyRow | Experience, int]]] = defaultdict(list)
     for row, teaches in taught:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from sqlalchemy import Connection, and_, func, select
+from sqlalchemy import Connection, and_, func, or_, select
 
 from shared.experience import Experience, TrajectoryKey, trajectory_key
 from shared.ledger.conditions import AnyRow, in_parts, in_trajectories
@@ -24,10 +24,12 @@ def count_signals(connection: Connection, ids: Sequence[int]) -> dict[int, int]:
     }
 
 
-def recent_kinds(connection: Connection) -> dict[Kind, int]:
-    """Count the latest signals by kind."""
-    latest = select(signals.c.kind).order_by(signals.c.id.desc()).limit(_RECENT).subquery()
+def recent_kinds(connection: Connection, metrics: Collection[str] | None = None) -> dict[Kind, int]:
+    """Count the latest signals by kind. metrics: names of those to count; None: all."""
+    latest = select(signals.c.kind, signals.c.name).order_by(signals.c.id.desc()).limit(_RECENT).subquery()
     counts = select(latest.c.kind, func.count()).group_by(latest.c.kind).order_by(latest.c.kind)
+    if metrics is not None:
+        counts = counts.where(or_(latest.c.kind != "metric", latest.c.name.in_(sorted(metrics))))
     found: dict[Kind, int] = dict(row for row in connection.execute(counts))
     return found
 
@@ -35,10 +37,14 @@ def recent_kinds(connection: Connection) -> dict[Kind, int]:
 def tasks_repeat(connection: Connection) -> bool:
     """Whether most of the latest rows belong to tasks, with two or more attempts at each on average."""
     latest = select(experiences.c.task_id, experiences.c.run_id).order_by(experiences.c.id.desc()).limit(_RECENT_ROWS)
-    rows = connection.execute(latest).all()
-    named = [tuple(row) for row in rows if row.task_id is not None and row.run_id is not None]
+    return do_repeat([(row.task_id, row.run_id) for row in connection.execute(latest)])
+
+
+def do_repeat(names: Sequence[tuple[str | None, str | None]]) -> bool:
+    """Whether most rows belong to tasks, with two or more attempts at each on average. names: of task and run."""
+    named = [(task, run) for task, run in names if task is not None and run is not None]
     tasks = len({task for task, _ in named})
-    return 2 * len(named) > len(rows) and len(set(named)) >= 2 * tasks > 0
+    return 2 * len(named) > len(names) and len(set(named)) >= 2 * tasks > 0
 
 
 def corrected_later(connection: Connection, rows: Iterable[Experience]) -> set[TrajectoryKey]:

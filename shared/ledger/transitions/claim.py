@@ -26,7 +26,7 @@ from sqlalchemy import (
 from shared.experience import MAY_SERVE, BatchState, State, choice_name
 from shared.ledger.conditions import in_parts, is_in, is_ready, names_a_run, need_not_wait
 from shared.ledger.connect import database_time
-from shared.ledger.queries.lease import equal_prompts, held_rows, rewarded_rows
+from shared.ledger.queries.lease import equal_prompts, held_rows, other_turns, rewarded_rows
 from shared.ledger.tables import batches, experiences, signals, trainers, versions
 from shared.ledger.transitions.failures import count_death
 from shared.reward import Lesson
@@ -109,7 +109,8 @@ def _choose_lessons(connection: Connection, batch_id: int, next_messages: bool) 
     connection.execute(update(batches).where(batches.c.id == batch_id).values(last_signal=last_signal))
     rows = held_rows(connection, batch_id)
     continued = {row.parent_id for row in rows if row.parent_id is not None} if next_messages else set()
-    rewarded = rewarded_rows([(row, row.teaches) for row in rows], partial(equal_prompts, connection))
+    taught = [(row, row.teaches) for row in rows] + [(row, 0) for row in other_turns(connection, rows)]
+    rewarded = rewarded_rows(taught, partial(equal_prompts, connection))
     more: dict[int, list[int]] = defaultdict(list)  # rows with further lessons than those of their own signals
     for row in rows:
         acts = row.teaches
@@ -202,7 +203,7 @@ def _claim_in_one_statement(batch: dict[str, Any], mates: CTE, at_least: int, at
 def _first_of_each_key(at_most: int, eligible: list[ColumnElement[bool]]) -> Select[Any]:
     """Select ids of the oldest eligible rows of each key that set a reward."""
     rank = func.row_number().over(partition_by=experiences.c.feedback_key, order_by=experiences.c.id).label("rank")
-    ranked = select(experiences.c.id, rank).where(experiences.c.state == State.READY, *eligible).subquery()
+    ranked = select(experiences.c.id, rank).where(experiences.c.state == State.READY, *eligible).cte("by_key")
     return select(ranked.c.id).where(ranked.c.rank <= at_most)
 
 
@@ -218,9 +219,10 @@ def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int 
 
 
 def _is_stale(at_most_behind: int) -> ColumnElement[bool]:
-    """Rows that a version too far behind sampled; no version sampled a demonstration."""
+    """Rows that a version too far behind sampled; a demonstration is learned as it was written."""
     newest = select(func.max(versions.c.version)).where(versions.c.state.in_(MAY_SERVE)).scalar_subquery()
-    is_sampled = experiences.c.teaches.bitwise_and(int(Lesson.DEMONSTRATION)) == 0
+    lessons = experiences.c.teaches.bitwise_or(experiences.c.taught)
+    is_sampled = lessons.bitwise_and(int(Lesson.DEMONSTRATION)) == 0
     return and_(experiences.c.version < func.coalesce(newest, 0) - at_most_behind, is_sampled)
 
 

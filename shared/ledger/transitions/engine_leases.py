@@ -20,13 +20,14 @@ _RENEWALS = {mark: f"UPDATE {engines.name} SET owner_until = {mark} WHERE owner 
 def acquire_engine(connection: Connection, url: str, explorer: str) -> bool:
     """Acquire a free engine, or renew the lease. Returns False if another explorer owns it.
 
-    A lease that ends later than possible dates from before the clock was set back, and is ignored.
+    A lease that ends much later than possible dates from before the clock was set back, and is ignored. After a small
+    step back, the owner keeps it.
     """
     now = database_time(connection)
     unowned = {"owner": None, "owner_until": 0.0, "state": "unavailable", "version": None, "generation": 0}
     connection.execute(insert_into(connection, engines).values(url=url, **unowned).on_conflict_do_nothing())
     until = now + ENGINE_LEASE_S
-    ended = or_(engines.c.owner_until < now, engines.c.owner_until > until)
+    ended = or_(engines.c.owner_until < now, engines.c.owner_until > until + ENGINE_LEASE_S)
     free = or_(engines.c.owner == explorer, engines.c.owner.is_(None), ended)
     acquired = update(engines).where(engines.c.url == url, free)
     return connection.execute(acquired.values(owner=explorer, owner_until=until)).rowcount == 1

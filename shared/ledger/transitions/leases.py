@@ -20,14 +20,14 @@ LEASE_S = 6.0  # lifetime of a lease without renewal
 def acquire_lease(connection: Connection, name: str, owner: str) -> bool:
     """Acquire a free lease, or renew one's own. Returns False if another owner has it.
 
-    owner: `shared.process.process_name()`. A lease that ends later than possible dates from before the clock was set
-    back, and is ignored.
+    owner: `shared.process.process_name()`. A lease that ends much later than possible dates from before the clock was
+    set back, and is ignored. After a small step back, the owner keeps it.
     """
     now = database_time(connection)
     unowned = insert_into(connection, leases).values(name=name, owner=None, until=0.0)
     connection.execute(unowned.on_conflict_do_nothing())
     held_by = connection.execute(select(leases.c.owner).where(leases.c.name == name)).scalar()
-    ended = or_(leases.c.until < now, leases.c.until > now + LEASE_S)
+    ended = or_(leases.c.until < now, leases.c.until > now + 2 * LEASE_S)
     free = [leases.c.owner == owner, leases.c.owner.is_(None), ended]
     if held_by is not None and is_gone(held_by):
         free.append(leases.c.owner == held_by)

@@ -136,7 +136,7 @@ def _find_parents(connection: Connection, samples: Sequence[Sample], waits: bool
 def _find_again(connection: Connection, found: Mapping[Extends, Alike]) -> dict[Extends, Alike]:
     """Find equal exchanges again, once no other transaction chooses among them."""
     several = {extends: alike for extends, alike in found.items() if len(alike.rows) > 1}
-    for exchange in sorted({alike.exchange for alike in several.values()}):  # in one order, so that none deadlock
+    for exchange in sorted({alike.exchange for alike in several.values()}):  # in one order, as other transactions
         key = int.from_bytes(exchange[:8], "big", signed=True)
         connection.exec_driver_sql("SELECT pg_advisory_xact_lock(%s)", (key,))
     return {extends: find_alike(connection, extends) for extends in several}

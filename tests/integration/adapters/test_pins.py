@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -19,6 +20,7 @@ from shared.ledger.tables import load_failures, version_leases
 from tests.support.adapters import (
     engine,
     limit_hung_loads,
+    observed,
     publish_and_wait,
     restart_when_noticed,
     said,
@@ -230,3 +232,20 @@ def test_a_pin_that_ended_the_engine_once_is_tried_again_when_the_engine_is_open
         pool.submit(explorer.chat, model="agent@1").result()
     wait_until(lambda: 1 in engine(explorer).versions)
     assert (script.deaths, said(explorer.chat(model="agent@1"))) == (1, "v000001")
+
+
+def test_a_busy_pin_that_makes_room_takes_no_other_pin_s_place(start, scripted_engine):
+    explorer = start(room=2)
+    publish_and_wait(explorer, 1, 2, 3)
+    for pin in (1, 2):
+        said(explorer.chat(model=f"agent@{pin}"))
+    scripted_engine.script.streams_wait = True
+    with ExitStack() as streams, observed(explorer) as rounds:
+        for model in ("agent@1", "agent@2", "agent"):
+            asked = {"messages": [], "stream": True, "model": model}
+            streams.enter_context(explorer.http.stream("POST", "/chat", json=asked))
+        publish_and_wait(explorer, 4)
+        rounds.clear()
+        wait_until(lambda: len(rounds) > 4)
+        assert all(2 in versions for versions in rounds)
+        scripted_engine.script.streams_wait = False

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from sqlalchemy import select
 
-from explorer_service.reload.adapter_controller import AdapterController
 from explorer_service.reload.poller import VersionPoller
 from shared.errors import LedgerError
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import experiences
-from tests.support.adapters import engine, publish_and_wait, said, state, watch_openings
+from tests.support.adapters import engine, observed, publish_and_wait, said, state, watch_openings
 from tests.support.scripted_adapters import name_of, publish_adapter
 from tests.support.servers import RunningExplorer, served, wait_until
 
@@ -180,18 +177,3 @@ def test_a_version_with_a_share_stays_while_requests_of_the_one_that_led_before_
         scripted_engine.script.streams_wait = False
         reply.read()
     wait_until(lambda: loaded(explorer) == {0, 2, 3})
-
-
-@contextmanager
-def observed(explorer: RunningExplorer) -> Iterator[list[set[int]]]:
-    """The versions that the engine serves, at each end of a round of its controller."""
-    rounds: list[set[int]] = []
-    tend = AdapterController.tend
-
-    async def watched(self: AdapterController) -> None:
-        await tend(self)
-        rounds.append(set(engine(explorer).versions))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AdapterController, "tend", watched)
-        yield rounds
