@@ -18,9 +18,10 @@ from typing import Any
 import httpx
 
 from flywheel.collection import Row, end_cut_line, merge
-from flywheel.connections import AsyncProxiedTransport, ProxiedTransport, for_transport
+from flywheel.connections import for_transport
 from flywheel.errors import ConfigError, describe
 from flywheel.forks import renew_after_fork
+from flywheel.proxies import AsyncProxiedTransport, ProxiedTransport
 from flywheel.replies import read_reply, thoughts_of, tool_calls_of
 from flywheel.transport import current_run
 from flywheel.wire import check_number, to_number

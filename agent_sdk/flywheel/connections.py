@@ -25,7 +25,7 @@ from flywheel.forks import renew_after_fork
 
 _MOST = 1000  # per loop, and for all threads; further requests wait
 _IDLE_S = 5.0  # time until an idle connection is closed, as in httpx
-_LIMITS = httpx.Limits(max_connections=_MOST, max_keepalive_connections=200, keepalive_expiry=_IDLE_S)
+LIMITS = httpx.Limits(max_connections=_MOST, max_keepalive_connections=200, keepalive_expiry=_IDLE_S)
 _ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=_IDLE_S)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _Origin = tuple[str, str, int | None]
@@ -45,53 +45,6 @@ def proxy_for(url: str) -> str | None:
     if not found or parts.hostname in _LOOPBACK or proxy_bypass(parts.netloc):
         return None
     return found if "://" in found else f"http://{found}"
-
-
-class ByProxy:
-    """Transports for the proxies that the environment names, created on first use."""
-
-    def __init__(self, options: dict[str, Any], *, trust_env: bool = True) -> None:
-        """options: of the transports; `proxy` is for all URLs. trust_env: whether the environment names proxies."""
-        own = {} if options.get("cert") else {"verify": tls_context()}
-        self._options = {"limits": _LIMITS, **own, **options}
-        self._asks = trust_env and "proxy" not in options
-        self.renew()
-        renew_after_fork(self)
-
-    def renew(self) -> None:
-        """Begin without connections."""
-        self._by_proxy: dict[str | None, Any] = {}
-
-    def _find(self, make: Callable[..., Any], url: httpx.URL) -> Any:
-        proxy = proxy_for(str(url)) if self._asks else self._options.get("proxy")
-        if proxy not in self._by_proxy:
-            self._by_proxy[proxy] = make(**{**self._options, "proxy": proxy})
-        return self._by_proxy[proxy]
-
-
-class ProxiedTransport(ByProxy, httpx.BaseTransport):
-    """Sends over the proxy that the environment names, like a client of httpx without a transport of one's own."""
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        response: httpx.Response = self._find(httpx.HTTPTransport, request.url).handle_request(request)
-        return response
-
-    def close(self) -> None:
-        for one in self._by_proxy.values():
-            one.close()
-
-
-class AsyncProxiedTransport(ByProxy, httpx.AsyncBaseTransport):
-    """The same for asyncio."""
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        transport = self._find(httpx.AsyncHTTPTransport, request.url)
-        response: httpx.Response = await transport.handle_async_request(request)
-        return response
-
-    async def aclose(self) -> None:
-        for one in self._by_proxy.values():
-            await one.aclose()
 
 
 def for_transport(options: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +113,7 @@ class Connections:
         """Return the threads' pool."""
         with self._lock:
             if self._pool is None:
-                self._pool = httpx.HTTPTransport(limits=_LIMITS, verify=tls_context())
+                self._pool = httpx.HTTPTransport(limits=LIMITS, verify=tls_context())
             return self._pool
 
     def asynchronous(self, *, owned: bool = False) -> httpx.AsyncBaseTransport:

@@ -221,7 +221,7 @@ def test_a_sqlite_file_that_is_moved_away_stores_nothing_until_it_is_back(on_sql
         file.rename(away / file.name)
     assert_all_refused(everything(on_sqlite, next(iter(known))))
     assert not list(root.glob("ledger.sqlite3*"))
-    for file in files:
+    for file in reversed(files):  # the database last: it is opened with its log
         (away / file.name).rename(file)
     assert_recovers(on_sqlite)
     assert known <= stored(on_sqlite)
