@@ -127,7 +127,7 @@ def credit_of(
     """
     own = reward_of((signal for signal in signals if signal.scope == "message"), rule)
     outcome = reward_of((signal for signal in signals if signal.scope != "message"), rule)
-    scores = [one for one in signals if one.kind in SCORES and is_weighed(one, rule.metrics)]
+    scores = [one for one in signals if one.kind in SCORES and has_effect(one, rule.metrics)]
     last = own if scores and scores[-1].scope == "message" else outcome
     once = (*scores, *(one for one in signals if one.kind not in SCORES | WORDS))
     teaches = lessons_of(one.kind for one in once if one.kind in learned) & ~taught
@@ -136,8 +136,8 @@ def credit_of(
     return Credit(last, own, outcome, teaches | lessons_of(words & learned))
 
 
-def is_weighed(signal: Signal, metrics: Collection[str]) -> bool:
-    """Whether a signal is anything but a metric without a weight, which makes no reward. metrics: those with one."""
+def has_effect(signal: Signal, metrics: Collection[str]) -> bool:
+    """Whether a signal can have an effect: all do, except metrics without a weight. metrics: those with one."""
     return signal.kind != "metric" or signal.name in metrics
 
 

@@ -18,7 +18,7 @@ from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import TrainerRow
 from shared.log import StageLogger
-from shared.reward import Kind, is_weighed, lessons_of
+from shared.reward import Kind, has_effect, lessons_of
 from shared.stop_request import StopRequest
 from trainer_service.errors import Stopped
 from trainer_service.patience import PatientLedger
@@ -79,7 +79,7 @@ def chosen(config: Config, ledger: Ledger, row: TrainerRow | None, stop: StopReq
 def chosen_for(config: Config, rows: Iterable[Experience], row: TrainerRow | None) -> Config:
     """Return the configuration with a choice by the signals of these rows, besides the trainer's choice in its row."""
     rows = list(rows)
-    said = (signal for row in rows for signal in row.signals if is_weighed(signal, config.reward.metrics))
+    said = (signal for row in rows for signal in row.signals if has_effect(signal, config.reward.metrics))
     kinds = _learnable(Counter(signal.kind for signal in said), config)
     if not is_open(config.trainer):
         return config
@@ -103,7 +103,7 @@ def extend_choice(ledger: PatientLedger, config: Config, lease: Lease) -> bool:
     log_of = ledger.write(lambda connection: queries.load_signals(connection, lease.rows))
     acting: Counter[Kind] = Counter()
     for row in lease.rows:
-        log_of_row = (s for s in log_of[row.msg_id, row.choice] if is_weighed(s, config.reward.metrics))
+        log_of_row = (s for s in log_of[row.msg_id, row.choice] if has_effect(s, config.reward.metrics))
         acting.update(s.kind for s in log_of_row if lessons_of([s.kind]) & row.acts)
     new = {kind: n for kind, n in _learnable(acting, config).items() if kind not in settings.learns_from}
     if not new:

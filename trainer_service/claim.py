@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection
@@ -244,7 +245,7 @@ class Claimer:
 
     def _warn_idle_algorithms(self) -> None:
         """Warn once about each algorithm that receives no signal it learns from, and list the signals received."""
-        kinds = self._ledger.fetch(queries.recent_kinds)
+        kinds = self._ledger.fetch(partial(queries.recent_kinds, metrics=self._metrics))
         for name in self._config.parts:
             learned = self._config.settings_of(name).learned
             if kinds and learned and name not in self._idle and not learned & kinds.keys():

@@ -22,7 +22,7 @@ from shared.ledger.given import UNUSABLE, choice_of, names_of, number_of, read_r
 from shared.ledger.queries.lease import check_rewards, rewarded_rows
 from shared.ledger.queries.preferences import prefer
 from shared.log import StageLogger
-from shared.reward import EVERY_LESSON, Lesson, Signal, credit_of, is_weighed, learned_kinds
+from shared.reward import EVERY_LESSON, Lesson, Signal, credit_of, has_effect, learned_kinds
 from shared.tokenizer import tokenizer_digest
 
 log = StageLogger("train")
@@ -103,7 +103,7 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
         key_group=names["key_group"],
         key_name=names["key_name"],
         finish_reason=names["finish_reason"],
-        signals=tuple(one for one in signals if one.kind in learned and is_weighed(one, config.reward.metrics)),
+        signals=tuple(one for one in signals if one.kind in learned and has_effect(one, config.reward.metrics)),
     )
     return experience, credit.teaches
 

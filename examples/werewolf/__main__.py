@@ -27,12 +27,11 @@ def example(args: Namespace) -> Example:
 
     async def workflow(task: Mapping[str, int], model: flywheel.Model, run: Run) -> tuple[Game, dict[str, Run]]:
         game = Game(task["seed"])
-        is_trial = run.pinned is not None and run.pinned.run is None
-        villagers_learn = args.self_play and not is_trial and next(games) // TURN % 2 == 1
+        villagers_learn = args.self_play and not run.is_trial and next(games) // TURN % 2 == 1
         learners = [name for name in game.seats if (name not in game.wolves) == villagers_learn]
         runs = {name: run.child(name) for name in learners}
         models = {name: one.model for name, one in runs.items()}
-        if (args.self_play and not is_trial) or args.villagers:
+        if (args.self_play and not run.is_trial) or args.villagers:
             named = replace(model, name=args.villagers or model.name, run=None).untrained()
             models |= {name: named for name in game.seats if name not in models}
         return await play(task["seed"], models, rules), runs

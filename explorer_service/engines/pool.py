@@ -76,8 +76,9 @@ class EnginePool:
         engine = self._choose(version, affinity, avoid)  # without lock and timer in the common case
         if engine is None:
             engine = await self._wait_for(version, self.wait_s if wait_s is None else wait_s, affinity, avoid)
-        current = engine.version if self._current is None else self._current
-        served = current if version is None else version
+        served = self._current if version is None else version
+        if served is None:
+            served = engine.version
         assert served is not None
         engine.in_flight += 1
         engine.in_flight_of[served] = engine.in_flight_of.get(served, 0) + 1

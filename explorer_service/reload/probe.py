@@ -127,7 +127,7 @@ def read_sampling_defaults(folder: Path) -> Sampling:
 
 
 def read_defaults_before(model: str) -> Sampling:
-    """Read the same before any version was published, from the folder of model.path, if this machine has it.
+    """Read vLLM's defaults before any version was published: those in the folder of model.path, if it is here.
 
     Raises VersionError.
     """

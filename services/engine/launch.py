@@ -155,8 +155,8 @@ def _choose_folder(root: Path, rows: list[VersionRow], stage: Stage | None, leas
         base = next((read_base(root, row) for row in rows if row.version == 0), None)
     except VersionError as error:
         raise StartupError(f"version 0 is what versions are compared with: {error}; restore its folder") from error
-    for row in [row for row in rows if row.is_proven]:
-        if not lease(row.version):
+    for row in rows:
+        if not (row.is_proven and lease(row.version)):
             continue
         try:
             if require_sound(root, row, base).form == "whole":

@@ -30,6 +30,19 @@ def trained(ledger) -> Ledger:
     return ledger
 
 
+def publish_base(ledger: Ledger) -> None:
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+
+
+def train_one(ledger: Ledger) -> None:
+    """Version 1 is trained on the rating of row a."""
+    publish_base(ledger)
+    record(ledger, "a")
+    say(ledger, "a", UP)
+    train(ledger, 1)
+
+
 def make_version(ledger: Ledger, version: int, rollbacks: int = 0) -> None:
     with ledger.write() as connection:
         transitions.require_not_rolled_back(connection, trainer=NAME, rollbacks=rollbacks)
@@ -85,8 +98,7 @@ def test_without_a_number_it_goes_back_to_the_version_that_served_before(trained
 
 
 def test_with_again_all_that_rejected_versions_learned_acts_as_if_they_had_never_been(ledger):
-    with ledger.write() as connection:
-        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    publish_base(ledger)
     record(ledger, "a", "b", "c", **RUN)
     say(ledger, "b", UP)
     say(ledger, "a", COMMENT)
@@ -103,8 +115,7 @@ def test_with_again_all_that_rejected_versions_learned_acts_as_if_they_had_never
 
 
 def test_with_again_rows_that_the_version_itself_was_trained_on_stay_as_they_are(ledger):
-    with ledger.write() as connection:
-        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+    publish_base(ledger)
     record(ledger, "a", "b")
     say(ledger, "a", UP)
     train(ledger, 1)
@@ -118,11 +129,7 @@ def test_with_again_rows_that_the_version_itself_was_trained_on_stay_as_they_are
 
 
 def test_an_erased_row_stays_erased_with_again(ledger):
-    with ledger.write() as connection:
-        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
-    record(ledger, "a")
-    say(ledger, "a", UP)
-    train(ledger, 1)
+    train_one(ledger)
     with ledger.write() as connection:
         transitions.erase(connection, msg_id="a")
         assert transitions.roll_back(connection, 0, again=True, by="operator").rows == 0
@@ -131,11 +138,7 @@ def test_an_erased_row_stays_erased_with_again(ledger):
 
 
 def test_an_erasure_names_the_version_of_the_present_line_too(ledger):
-    with ledger.write() as connection:
-        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
-    record(ledger, "a")
-    say(ledger, "a", UP)
-    train(ledger, 1)
+    train_one(ledger)
     with ledger.write() as connection:
         transitions.roll_back(connection, 0, by="operator")
     say(ledger, "a", COMMENT)

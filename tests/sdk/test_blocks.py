@@ -57,12 +57,14 @@ def test_a_run_left_twice_is_rewarded_by_its_last_reward(client, explorer):
     assert [row.reward for row in rows(explorer)] == [0.5, 0.5]
 
 
-def test_the_same_reward_again_reaches_the_chats_of_a_second_block(client, explorer):
+@pytest.mark.parametrize("child", [False, True])
+def test_the_same_reward_again_reaches_the_chats_of_a_second_block(client, explorer, child):
     run = client.run("game")
+    own = run.child("wolf") if child else run
     for _ in range(2):
         with run:
-            say(run.model)
-            run.reward(0.5)
+            say(own.model)
+            own.reward(0.5)
     assert [row.reward for row in rows(explorer)] == [0.5, 0.5]
 
 
@@ -178,16 +180,6 @@ def test_a_comment_that_is_no_text_is_a_config_error(client):
     with pytest.raises(flywheel.ConfigError, match="no JSON"), client.run() as run:
         say(run.model)
         run.reward(0.5, comment=ValueError("x"))  # type: ignore[arg-type]
-
-
-def test_the_same_reward_again_reaches_the_chats_of_a_child_in_a_second_block(client, explorer):
-    game = client.run("game")
-    wolf = game.child("wolf")
-    for _ in range(2):
-        with game:
-            say(wolf.model)
-            wolf.reward(0.5)
-    assert [row.reward for row in rows(explorer)] == [0.5, 0.5]
 
 
 def test_blocks_of_one_run_in_two_threads_leave_no_run_behind(client, explorer):

@@ -72,11 +72,11 @@ def test_a_reward_function_may_ask_a_version_about_a_run_that_ended_at_a_tool(ex
 
 
 def test_what_an_agent_leaves_running_is_still_guarded_while_its_reward_is_found(explorer):
-    left: list[asyncio.Task[Any]] = []
+    left, is_judged = list[asyncio.Task[Any]](), asyncio.Event()
     undeclared = {"type": "function", "function": {"name": "nobody_declared_this", "parameters": {}}}
 
     async def later(model: flywheel.Model) -> None:
-        await asyncio.sleep(0.2)
+        await is_judged.wait()
         async with model.async_openai(max_retries=0) as openai:
             await openai.chat.completions.create(
                 model=model.name, messages=[{"role": "user", "content": "hi"}], tools=[undeclared]
@@ -89,6 +89,7 @@ def test_what_an_agent_leaves_running_is_still_guarded_while_its_reward_is_found
         return "done"
 
     async def reward(run: flywheel.Run, reply: Any) -> float:
+        is_judged.set()
         await asyncio.wait(left)
         return 1.0
 

@@ -27,7 +27,7 @@ from shared.ledger.prefix import load_tokens
 from shared.ledger.queries.preferences import with_preferences
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import IS_QUARANTINED, batches, experiences
-from shared.reward import WORDS, Kind, Lesson, NewWords, Signal, is_weighed, lessons_of
+from shared.reward import WORDS, Kind, Lesson, NewWords, Signal, has_effect, lessons_of
 
 DEATHS_TOLERATED = 4  # in updates with the same rows before they are blamed: machines fail, operators kill processes
 _REASONS = 20  # maximum number in the status
@@ -89,7 +89,7 @@ def load_rows(
         columns["conversation_id"] = row.conversation_id or choice_name(row.msg_id, row.choice)
         if not acts[row.id] & Lesson.REWARD:
             columns |= {"turn_reward": None, "outcome": None}
-        log = [one for one in logs.get((row.msg_id, row.choice), ()) if metrics is None or is_weighed(one, metrics)]
+        log = [one for one in logs.get((row.msg_id, row.choice), ()) if metrics is None or has_effect(one, metrics)]
         acting = tuple(_acting(log, row, acts[row.id], until))
         try:
             tokens, sampling = _check(loaded.get(row.id), vocabulary, max_tokens), Sampling(*_sampling_of(row))

@@ -175,11 +175,12 @@ def forget_old_states(connection: Connection, *, trainer: str, current: str | No
     from which it starts again after a rollback. Returns the paths of the states that are kept.
     """
     row = select(trainers.c.state_path).where(trainers.c.name == trainer)
-    paths = {current, connection.execute(row.with_for_update()).scalar()} - {None}  # a rollback locks the row, too
+    named = connection.execute(row.with_for_update()).scalar()  # a rollback locks the row, too
+    paths = {path for path in (current, named) if path is not None}
     states, rows = list_states(connection, trainer), kept_versions(connection)
     there = {one.version for one in rows if one.has_files and one.state != VersionState.REJECTED}
     paths |= {state.path for state in [one for one in states if one.version in there][-keep:]}
     forgotten = [state.version for state in states if state.path not in paths]
     for part in in_parts(trainer_states.c.version, forgotten):
         connection.execute(delete(trainer_states).where(part, trainer_states.c.trainer == trainer))
-    return {path for path in paths if path is not None}
+    return paths
