@@ -26,6 +26,7 @@ from trainer_service.answers import AnswerTokenizer
 log = StageLogger("claim")
 RESCAN_EVERY_S = 5.0  # between two searches for rows older than the last claimed ones
 RESCAN_SHARE = 200  # pause after a search, as a multiple of its duration
+WARN_EVERY_S = 5.0  # between two searches, while rows lack, for algorithms that nothing is said to
 EXPIRED_EVERY_S = 1.0  # between two searches for expired leases of other trainers
 
 
@@ -58,6 +59,7 @@ class Claimer:
         self._answers = answers
         self._check, self._metrics = check, metrics
         self._last_event: str | None = None  # the last event that was logged
+        self._warn_at = 0.0  # time.monotonic(): when the next search for such algorithms is due
         self._idle: set[str] = set()  # algorithms already logged as receiving no signals
         self._first_ready_at: float | None = None  # time.monotonic()
         self._after_id = 0
@@ -153,13 +155,13 @@ class Claimer:
             log.warning("leases expired without heartbeats from their trainer", rows_taken_back=returned)
         elif not ready:
             self._first_ready_at = None
-            if self._log_once("no ready rows; waiting for commits"):
-                self._warn_idle_algorithms()
+            self._log_once("no ready rows; waiting for commits")
+            self._warn_idle_algorithms()
         elif self._is_overdue():
             return 1, size, whole
         elif ready < size:
-            if self._log_once("waiting for a whole batch", ready=ready, batch_size=size):
-                self._warn_idle_algorithms()
+            self._log_once("waiting for a whole batch", ready=ready, batch_size=size)
+            self._warn_idle_algorithms()
         else:
             return size, size, whole
         return None
@@ -245,21 +247,26 @@ class Claimer:
 
     def _warn_idle_algorithms(self) -> None:
         """Warn once about each algorithm that receives no signal it learns from, and list the signals received."""
-        kinds = self._ledger.fetch(partial(queries.recent_kinds, metrics=self._metrics))
+        now = time.monotonic()
+        if now < self._warn_at:
+            return
+        self._warn_at = now + WARN_EVERY_S
+        said, acting = (
+            self._ledger.fetch(partial(queries.recent_kinds, metrics=names)) for names in (None, self._metrics)
+        )
+        idle = {kind: "" if kind in acting else " without weights (reward.metrics)" for kind in said}
         for name in self._config.parts:
             learned = self._config.settings_of(name).learned
-            if kinds and learned and name not in self._idle and not learned & kinds.keys():
+            if said and learned and name not in self._idle and not learned & acting.keys():
                 self._idle.add(name)
-                counts = ", ".join(f"{kind}: {count}" for kind, count in kinds.items())
+                counts = ", ".join(f"{kind}{idle[kind]}: {count}" for kind, count in said.items())
                 log.warning("nothing is said that it learns from", algorithm=name, learns=sorted(learned), kinds=counts)
 
-    def _log_once(self, event: str, **fields: object) -> bool:
-        """Log an event unless it was the last one logged. Returns whether it was logged."""
-        is_new = self._last_event != event
-        if is_new:
+    def _log_once(self, event: str, **fields: object) -> None:
+        """Log an event unless it was the last one logged."""
+        if self._last_event != event:
             log.info(event, **fields)
         self._last_event = event
-        return is_new
 
 
 def group_wait(config: TrainerConfig) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class Attempts:
                 return 0
             except Exception as exc:  # noqa: BLE001 — a user's agent may raise anything; its run is never rewarded
                 self.failures.failed(exc)
+                run.forget()
                 continue
             failure = await self._end(place, run, reward, "rewarded" if reward else "unrewarded", began)
             if failure is None:

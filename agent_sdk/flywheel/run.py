@@ -62,9 +62,7 @@ class Run:
         self.unrecorded = 0  # replies that were not to be recorded, or have no id
         self.guard: Guard | None = None
         self.pinned: Model | None = None  # replaces the trainee: with parameters, or a version of it
-        self.attempts: list[
-            tuple[str, Mapping[str, Any]]
-        ] = []  # writing tools that a shadow run called: name, arguments
+        self.attempts: list[tuple[str, Mapping[str, Any]]] = []  # writing tools that a shadow run called, arguments
         self._explorer = explorer
         self._credit = credit
         self._said: dict[str | None, dict[str, Any]] = {}  # by message; None: about the run
@@ -74,6 +72,7 @@ class Run:
         self._tokens: list[Token[Any]] = []  # of the blocks in progress
         self._entered = 0  # number of its blocks so far
         self._is_left = False
+        self._is_forgotten = False
         self._key = uuid.uuid4().hex
         self._origin = origin_of(explorer.url)
 
@@ -122,7 +121,7 @@ class Run:
     def child(self, name: str) -> Run:
         """Return another run of the same task with its own rewards; it is left together with this one."""
         child = type(self)(self._explorer, self.task_id, f"{self.run_id}/{name}", self._credit)
-        child.guard, child._parent = self.guard, self
+        child.guard, child._parent, child._is_forgotten = self.guard, self, self._is_forgotten
         child.pinned = None if self.pinned is None else replace(self.pinned, run=self.pinned.run and child)
         self._children.append(child)
         return child
@@ -192,7 +191,7 @@ class Run:
     @property
     def _is_sent(self) -> bool:
         """Whether the end of this block sends what was said: not inside another block of the run or its parent."""
-        return not (self.is_trial or self._is_entered)
+        return not (self.is_trial or self._is_entered or self._is_forgotten)
 
     @property
     def _blocks(self) -> int:
@@ -221,8 +220,9 @@ class Run:
         return own + sum(child.spoken for child in self._children)
 
     def forget(self) -> None:
-        """Delete all feedback: a failed run is not rewarded."""
+        """Delete all feedback, and send none later, from what it left running: a failed run is not rewarded."""
         self._said.clear()
+        self._is_forgotten = True
         for child in self._children:
             child.forget()
 

@@ -199,7 +199,11 @@ class Shadow:
     async def _shadow_run(self, replay: Replay, run: AsyncRun) -> None:
         """Run once, and count the result."""
         try:
-            reward = await self._attempt(replay, run)
+            try:
+                reward = await self._attempt(replay, run)
+            except BaseException:
+                run.forget()
+                raise
         except UnsafeTool as exc:
             self._stats.unsafe += 1
             self._stats.last_error = str(exc)

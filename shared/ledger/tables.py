@@ -49,7 +49,7 @@ experiences = Table(
     Column("run_id", String(400), info=_EXPORTED),
     Column("key_name", String(200), info=_EXPORTED),  # the key that sent the chat
     Column("key_group", String(200), info=_EXPORTED),  # of the keys whose feedback may reach it; null: without a group
-    Column("feedback_key", String(200)),  # the key that last set the reward
+    Column("feedback_key", String(200)),  # the key that last set the reward; without one to act, that of the words
     Column("version", Integer, nullable=False, info=_EXPORTED),  # the version that sampled the first token
     Column("version_end", Integer, nullable=False),  # the version that sampled the last token
     Column("state", String(12), nullable=False, info=_EXPORTED),  # State

@@ -57,6 +57,24 @@ def test_rows_that_are_leased_during_an_erasure_are_counted_and_named_by_a_repea
     assert "1 rows erased; they went into versions 1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["m", "m#1"])
+def test_a_reply_over_which_a_trained_one_was_preferred_names_that_version(ledger, config, capsys, name):
+    record(ledger, "m")
+    record(ledger, "m", choice=1)
+    with ledger.write() as connection:
+        said = {
+            "signals": [Signal("preferred_over", text=name)],
+            "rule": config.reward,
+            "task_id": None,
+            "run_id": None,
+        }
+        transitions.apply_feedback(connection, msg_ids=["m#0"], learned=frozenset(("preferred_over",)), **said)
+    commit(ledger)
+    publish(ledger, claim(ledger), 1)
+    assert run_here(config, "erase", "--message", "m#1") == 0
+    assert "1 rows erased; they went into versions 1" in capsys.readouterr().out
+
+
 def test_an_erasure_names_whose_rows(explorer):
     chats(explorer, "t", 1)
     with pytest.raises(ConfigError, match="choose the rows"):

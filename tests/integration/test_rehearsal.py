@@ -87,6 +87,24 @@ def test_rows_that_a_rejected_version_learned_are_not_drawn(ledger):
     assert not any(row.is_rehearsal for row in claimed(ledger, rehearse=3.0))
 
 
+def test_words_that_a_rejected_version_learned_of_a_row_that_an_earlier_one_was_trained_on_are_not_drawn(ledger):
+    for version in (0, 1):
+        with ledger.write() as connection:
+            if version == 0:
+                transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+            transitions.serve_version(connection, version, by="an engine")
+    make_ready(ledger, {"rated": CORRECTED}, known=True)
+    with ledger.write() as connection:
+        batch = transitions.claim(connection, owner="trainer", at_least=5, at_most=5, lease_s=60)
+        about: dict[str, Any] = {"version": 2, "parent": 1, "kind": "full", "step": 2, "trainer": "trainer"}
+        transitions.publish(connection, **about, batch_ids=[batch])
+        transitions.serve_version(connection, 2, by="an engine")
+        assert transitions.roll_back(connection, 1, by="operator").rejected == [2]
+    make_ready(ledger, {f"newer-{number}": UP for number in range(4)})
+    again = [row.msg_id for row in claimed(ledger, rehearse=3.0) if row.is_rehearsal]
+    assert "shown-0" in again and "rated" not in again
+
+
 def test_no_state_changes_and_what_there_is_bounds_the_draw(ledger):
     columns = (experiences.c.msg_id, experiences.c.state, experiences.c.taught, experiences.c.batch_id)
     query = select(*columns).where(experiences.c.msg_id.not_like("new-%")).order_by(experiences.c.id)

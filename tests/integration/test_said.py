@@ -17,10 +17,11 @@ from shared.experience import Experience, Tokens
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences, payloads
-from shared.reward import Kind, Signal, learned_kinds
+from shared.reward import SCORES, Kind, Signal, learned_kinds
 from shared.stop_request import StopRequest
 from tests.support.samples import sample
 from tests.support.servers import wait_until
+from trainer_service import claim
 from trainer_service.algorithms.seam import Batch
 from trainer_service.answers import answer_tokenizer
 from trainer_service.batch import make_batch
@@ -270,6 +271,25 @@ def test_an_algorithm_that_nobody_speaks_to_says_once_which_signals_there_are_an
     told = [one.getMessage() for one in caplog.records if "nothing is said" in one.getMessage()]
     (line,) = told
     assert "algorithm=dpo" in line and "correction" in line and "kinds='comment: 1, rating: 1'" in line
+
+
+def test_metrics_without_weights_are_named_to_who_forgot_the_weights(ledger, caplog, monkeypatch):
+    caplog.set_level("INFO", logger="flywheel")
+    monkeypatch.setattr(claim, "WARN_EVERY_S", 0.02)
+    stop = StopRequest()
+    config = TrainerConfig.model_validate({"algorithm": "reinforce_pp", "poll_interval_s": 0.01})
+    waiting = threading.Thread(target=Claimer(ledger, config, stop, metrics={}).next)
+    waiting.start()
+    wait_until(lambda: "waiting for commits" in caplog.text)
+    record(ledger, "a", [10])
+    with ledger.write() as connection:
+        quality = [Signal("metric", value=1.0, name="quality")]
+        given = {"rule": RewardConfig(), "learned": SCORES, "task_id": None, "run_id": None}
+        transitions.apply_feedback(connection, msg_ids=["a"], signals=quality, **given)
+    wait_until(lambda: "nothing is said" in caplog.text)
+    stop.set()
+    waiting.join()
+    assert "kinds='metric without weights (reward.metrics): 1'" in caplog.text
 
 
 def test_only_what_an_algorithm_learns_from_is_read():

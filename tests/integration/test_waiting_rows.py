@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from shared.config import RewardConfig, TrainerConfig
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state, quarantined
 from shared.ledger.tables import experiences
-from shared.reward import SCORES, Signal
+from shared.reward import SCORES, Lesson, Signal
 from shared.stop_request import StopRequest
 from tests.support.samples import sample
 from trainer_service.batch import make_batch
@@ -100,6 +100,37 @@ def test_a_comment_leaves_a_reward_with_the_key_that_set_it(ledger):
         assert transitions.claim(connection, **half) is None
 
 
+def test_words_about_a_trained_reward_count_as_the_key_s_that_wrote_them(ledger):
+    given = {"rule": RewardConfig(), "learned": SCORES | {"comment"}, "task_id": None, "run_id": None}
+    say = Signal("comment", text="shorter")
+    make_ready(ledger, [f"old-{number}" for number in range(4)], key="a")
+    with ledger.write() as connection:
+        batch = transitions.claim(connection, owner="t", at_least=4, at_most=4, lease_s=60)
+        about = {"version": 1, "parent": None, "kind": "full", "step": 1, "trainer": "t"}
+        transitions.publish(connection, **about, batch_ids=[batch])
+        olds = [f"old-{number}" for number in range(4)]
+        transitions.apply_feedback(connection, msg_ids=olds, signals=[say], key_name="b", **given)
+    make_ready(ledger, [f"new-{number}" for number in range(4)], key="a")
+    with ledger.write() as connection:
+        keys = select(experiences.c.feedback_key).where(experiences.c.msg_id.in_(olds))
+        assert set(connection.execute(keys).scalars()) == {"b"}
+        half = {"owner": "t", "at_least": 4, "at_most": 4, "lease_s": 60, "share_per_key": 0.5}
+        batch = transitions.claim(connection, **half)
+        names = select(experiences.c.msg_id).where(experiences.c.batch_id == batch, experiences.c.state == "LEASED")
+        assert sorted(connection.execute(names).scalars()) == ["new-0", "new-1", "old-0", "old-1"]
+
+
+def test_a_comment_on_a_later_turn_leaves_the_earlier_turns_to_the_key_that_rewarded_the_run(ledger):
+    given = {"rule": RewardConfig(), "learned": SCORES | {"comment"}, "task_id": None, "run_id": None}
+    with ledger.write() as connection:
+        transitions.record(connection, [sample(f"turn-{n}", task_id="t", run_id="0") for n in range(4)])
+        for turn, key, signal in ((2, "a", UP), (3, "b", Signal("comment", text="shorter"))):
+            transitions.apply_feedback(connection, msg_ids=[f"turn-{turn}"], signals=[signal], key_name=key, **given)
+        transitions.commit(connection)
+        keys = connection.execute(select(experiences.c.feedback_key).order_by(experiences.c.id)).scalars().all()
+    assert keys == ["a", "a", "a", "b"]
+
+
 def test_a_metric_without_a_weight_makes_no_reward_its_key_s(ledger):
     rule = RewardConfig(metrics={"quality": 1.0})
     given = {"rule": rule, "learned": SCORES, "task_id": None, "run_id": None, "msg_ids": ["m"]}
@@ -134,3 +165,22 @@ def test_words_about_a_demonstration_that_was_trained_on_do_not_grow_stale(ledge
         transitions.commit(connection)
     lease = Claimer(ledger, config, StopRequest()).next()
     assert lease is not None and [row.msg_id for row in lease.rows] == ["shown"]
+
+
+def test_the_reward_of_a_demonstration_grows_stale_but_not_the_demonstration(ledger):
+    make_ready(ledger, ["both", "shown"], Signal("demonstration"))
+    config = TrainerConfig.model_validate(
+        {"algorithms": {"reinforce_pp": 1.0, "sft": 1.0}, "batch_size": 1, "max_staleness_versions": 2}
+    )
+    given = {"rule": RewardConfig(), "learned": SCORES | {"demonstration"}, "task_id": None, "run_id": None}
+    with ledger.write() as connection:
+        connection.execute(update(experiences).where(experiences.c.msg_id == "shown").values(taught=16, teaches=0))
+        for version in range(8):
+            transitions.publish(connection, version=version, parent=None, kind="full", step=version)
+            transitions.serve_version(connection, version, by="an engine")
+        transitions.apply_feedback(connection, msg_ids=["both", "shown"], signals=[UP], **given)
+        transitions.commit(connection)
+    lease = Claimer(ledger, config, StopRequest()).next()
+    assert lease is not None
+    assert [(row.msg_id, row.acts) for row in lease.rows] == [("both", Lesson.DEMONSTRATION)]
+    assert ledger.fetch(count_by_state)["READY"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -127,6 +128,34 @@ def test_what_a_failed_attempt_said_in_a_block_is_never_sent(explorer, tmp_path,
 
     learn(explorer, tmp_path, workflow, TASKS[:1])
     assert [row.turn_reward for row in rows(explorer)] == [None, 0.25]
+
+
+def test_what_a_failed_attempt_left_running_says_is_never_sent(explorer, tmp_path):
+    failed, ended = asyncio.Event(), asyncio.Event()
+
+    async def player(run: flywheel.AsyncRun, name: str, *, fails: bool) -> None:
+        async with run.child(name) as own:
+            await say_async(own.model)
+            if fails:
+                failed.set()
+                raise RuntimeError("the move is not allowed")
+            await failed.wait()
+            await asyncio.sleep(0)  # the attempt has failed: gather does not end this player
+            own.reward(0.25)
+            async with run.child(f"{name}-later") as later:
+                await say_async(later.model)
+                later.reward(0.125)
+        ended.set()
+
+    async def workflow(task: Any, model: flywheel.Model, run: flywheel.AsyncRun) -> float:
+        if not failed.is_set():
+            await asyncio.gather(player(run, "a", fails=True), player(run, "b", fails=False))
+        await ended.wait()
+        await say_async(model)
+        return 1.0
+
+    learn(explorer, tmp_path, workflow, TASKS[:1])
+    assert [row.reward for row in rows(explorer)] == [None, None, None, 1.0]
 
 
 @pytest.mark.parametrize("none", [{"reward": None}, flywheel.Reward(None), flywheel.Result(response="x")])

@@ -33,6 +33,8 @@ from shared.reward import Lesson
 
 _IS_READY = is_in(experiences.c.state, State.READY)
 _IS_LEASED = is_in(experiences.c.state, State.LEASED)
+_UNREWARDED = experiences.c.teaches.bitwise_and(int(~Lesson.REWARD))  # the lessons to act, except the reward
+_IS_WRITTEN = experiences.c.teaches.bitwise_or(experiences.c.taught).bitwise_and(int(Lesson.DEMONSTRATION)) != 0
 WHOLE_GROUP = 1000  # rows
 Whole = Literal["run", "task"]
 
@@ -59,7 +61,7 @@ def claim(
     group_rows: largest number of rows that are claimed together; a longer trajectory is claimed in parts.
     whole: unit of the claim: trajectories, or all runs of a task, and all choices of a message without a task.
     runs_of_task: leave a run with a reward while its task has fewer READY ones, until their last signal is older than
-    `wait_s`; None: without limit.
+    `wait_s`; None: without limit. A row that failed twice does not wait.
     share_per_key: largest part of `at_most` whose rewards one key has set; this limit may split a trajectory.
     next_messages: whether the user's next message is learned from, if the row with it is in the batch.
     after_id: start after this row; older rows of a trajectory are claimed with it.
@@ -210,20 +212,26 @@ def _first_of_each_key(at_most: int, eligible: list[ColumnElement[bool]]) -> Sel
 def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int = 0) -> int:
     """READY → DISCARDED for rows sampled by a version that is too far behind the newest published one.
 
-    Rows that were trained on something before become CONSUMED again instead. Returns their number.
+    Rows that were trained on something before become CONSUMED again instead. A demonstration that is still to be
+    learned loses its reward only. Returns the number of rows.
     """
     stale = (*is_ready(after_id), _is_stale(at_most_behind))
     reason = f"stale: more than {at_most_behind} versions behind (trainer.max_staleness_versions)"
-    state = case((experiences.c.consumed_version.is_(None), State.DISCARDED), else_=State.CONSUMED)
-    return connection.execute(update(experiences).where(*stale).values(state=state, teaches=0, reason=reason)).rowcount
+    stays = and_(_IS_WRITTEN, _UNREWARDED != 0)
+    ended = case((experiences.c.consumed_version.is_(None), State.DISCARDED), else_=State.CONSUMED)
+    values = {
+        "state": case((stays, State.READY), else_=ended),
+        "teaches": case((stays, _UNREWARDED), else_=0),
+        "reason": case((stays, experiences.c.reason), else_=reason),
+    }
+    return connection.execute(update(experiences).where(*stale).values(values)).rowcount
 
 
 def _is_stale(at_most_behind: int) -> ColumnElement[bool]:
-    """Rows that a version too far behind sampled; a demonstration is learned as it was written."""
+    """Rows that a version too far behind sampled. A demonstration is learned as it was written, except its reward."""
     newest = select(func.max(versions.c.version)).where(versions.c.state.in_(MAY_SERVE)).scalar_subquery()
-    lessons = experiences.c.teaches.bitwise_or(experiences.c.taught)
-    is_sampled = lessons.bitwise_and(int(Lesson.DEMONSTRATION)) == 0
-    return and_(experiences.c.version < func.coalesce(newest, 0) - at_most_behind, is_sampled)
+    as_written = and_(_IS_WRITTEN, _UNREWARDED != 0, _UNREWARDED == experiences.c.teaches)
+    return and_(experiences.c.version < func.coalesce(newest, 0) - at_most_behind, not_(as_written))
 
 
 def close_empty_batch(connection: Connection, batch_id: int) -> None:

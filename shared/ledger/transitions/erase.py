@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, and_, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, or_, select, update
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, in_parts, is_done, split_name
 from shared.ledger.prefix import inline_prefix, lock_tokens
 from shared.ledger.queries.signals import count_signals
 from shared.ledger.tables import batches, experiences, payloads, signals
-from shared.reward import EVERY_LESSON
+from shared.reward import EVERY_LESSON, Lesson
 
 
 def erase(
@@ -57,14 +57,27 @@ def erase(
 
 
 def _versions_trained_on(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[int]:
-    """Yield the first and the last version that was trained on each row.
+    """Yield the first and the last version that was trained on each row, or on a preference for another reply over it.
 
     Without the last one, none may be in the present line: a rollback may have rejected the first.
     """
-    yield from (row.consumed_version for row in rows if row.consumed_version is not None)
-    batch_ids = sorted({row.batch_id for row in rows if row.batch_id is not None})
-    of_batches = (batches.c.id.in_(batch_ids), batches.c.consumed_version.is_not(None))
-    yield from connection.execute(select(batches.c.consumed_version).where(*of_batches)).scalars()
+    names = {row.msg_id for row in rows} | {choice_name(row.msg_id, row.choice) for row in rows}
+    preferring = [
+        one for part in in_parts(signals.c.text, sorted(names)) for one in _trained_to_prefer(connection, part)
+    ]
+    yield from (row.consumed_version for row in (*rows, *preferring) if row.consumed_version is not None)
+    batch_ids = sorted({row.batch_id for row in (*rows, *preferring) if row.batch_id is not None})
+    for part in in_parts(batches.c.id, batch_ids):
+        trained = select(batches.c.consumed_version).where(part, batches.c.consumed_version.is_not(None))
+        yield from connection.execute(trained).scalars()
+
+
+def _trained_to_prefer(connection: Connection, over: ColumnElement[bool]) -> Sequence[AnyRow]:
+    """Return the rows that were trained on a preference over these replies."""
+    about = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
+    was_trained = experiences.c.taught.bitwise_and(int(Lesson.PREFERENCE)) != 0
+    query = select(experiences.c.consumed_version, experiences.c.batch_id).join(signals, about)
+    return connection.execute(query.where(over, signals.c.kind == "preferred_over", was_trained)).all()
 
 
 def _blank_later_requests(connection: Connection, names: list[str]) -> None:

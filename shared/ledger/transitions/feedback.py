@@ -110,12 +110,13 @@ def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) 
     _append(connection, applied.logged)
     changed: dict[tuple[Credit, bool], list[int]] = {}
     for row_id, credit in applied.credits.items():
-        before = _credit(rows[row_id])
-        keeps_reward = credit.reward is not None and replace(credit, teaches=before.teaches) == before
+        row, before = rows[row_id], _credit(rows[row_id])
+        rewards = credit.teaches & ~_given(row) & Lesson.REWARD
         if credit != before:
-            changed.setdefault((credit, keeps_reward), []).append(row_id)
-    for (credit, keeps_reward), ids in changed.items():  # a comment does not make another key's reward one's own
-        _set_credit(connection, ids, credit, **({} if keeps_reward else {"feedback_key": feedback.key_name}))
+            is_kept = bool(rewards) and replace(credit, teaches=before.teaches) == before
+            changed.setdefault((credit, is_kept), []).append(row_id)
+    for (credit, is_kept), ids in changed.items():  # a comment does not make another key's reward one's own
+        _set_credit(connection, ids, credit, **({} if is_kept else {"feedback_key": feedback.key_name}))
     return receipts
 
 
