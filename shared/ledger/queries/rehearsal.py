@@ -29,8 +29,8 @@ def draw_rehearsal(
     """Return rows that were trained on for signals of these kinds, at most `share` times as many as `rows`, rounded up.
 
     Quarantined and erased rows, and those in `rows`, are excluded, and those that a rejected version learned first or
-    last: after a rollback, what may have made it worse is not learned again by itself. The draw depends on the seed and on
-    `rows`, so that it is the same for the same batch after a crash. Unusable rows are left out of the result: those
+    last: after a rollback, what may have made it worse is not learned again by itself. The draw depends on the seed and
+    on `rows`, so that it is the same for the same batch after a crash. Unusable rows are left out of the result: those
     with a correction of a whole, which is about the whole's last reply.
     """
     lessons = int(lessons_of(kinds))

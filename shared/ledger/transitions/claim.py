@@ -230,7 +230,7 @@ def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int 
 def _is_stale(at_most_behind: int) -> ColumnElement[bool]:
     """Rows that a version too far behind sampled. A demonstration is learned as it was written, except its reward."""
     newest = select(func.max(versions.c.version)).where(versions.c.state.in_(MAY_SERVE)).scalar_subquery()
-    as_written = and_(_IS_WRITTEN, _UNREWARDED != 0, _UNREWARDED == experiences.c.teaches)
+    as_written = and_(_IS_WRITTEN, _UNREWARDED != 0, experiences.c.teaches == _UNREWARDED)
     return and_(experiences.c.version < func.coalesce(newest, 0) - at_most_behind, not_(as_written))
 
 

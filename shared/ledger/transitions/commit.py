@@ -76,10 +76,8 @@ def commit_part(
 
 def _make_ready(connection: Connection, rows: Sequence[AnyRow], where: Sequence[ColumnElement[bool]]) -> int:
     """Make these rows, which have signals, and the rest of their trajectories READY, as far as `where` allows."""
-    by_lesson = sorted(
-        rows, key=lambda row: (bool(row.teaches & Lesson.REWARD), row.id)
-    )  # rewards last: they take turns
-    spoke: dict[TrajectoryKey, str | None] = {trajectory_key(row): row.feedback_key for row in by_lesson}
+    rewarded_last = sorted(rows, key=lambda row: (bool(row.teaches & Lesson.REWARD), row.id))
+    spoke: dict[TrajectoryKey, str | None] = {trajectory_key(row): row.feedback_key for row in rewarded_last}
     rewarded = {trajectory_key(row) for row in rows if row.teaches & Lesson.REWARD}
     of_key: dict[str | None, list[int]] = defaultdict(list)  # rows without signals, by their trajectory's key
     spoken_of = {row.id for row in rows}

@@ -62,14 +62,14 @@ def _versions_trained_on(connection: Connection, rows: Sequence[AnyRow]) -> Iter
     Without the last one, none may be in the present line: a rollback may have rejected the first.
     """
     names = {row.msg_id for row in rows} | {choice_name(row.msg_id, row.choice) for row in rows}
-    preferring = [
-        one for part in in_parts(signals.c.text, sorted(names)) for one in _trained_to_prefer(connection, part)
-    ]
-    yield from (row.consumed_version for row in (*rows, *preferring) if row.consumed_version is not None)
-    batch_ids = sorted({row.batch_id for row in (*rows, *preferring) if row.batch_id is not None})
+    trained = list(rows)
+    for part in in_parts(signals.c.text, sorted(names)):
+        trained += _trained_to_prefer(connection, part)
+    yield from (row.consumed_version for row in trained if row.consumed_version is not None)
+    batch_ids = sorted({row.batch_id for row in trained if row.batch_id is not None})
     for part in in_parts(batches.c.id, batch_ids):
-        trained = select(batches.c.consumed_version).where(part, batches.c.consumed_version.is_not(None))
-        yield from connection.execute(trained).scalars()
+        last = select(batches.c.consumed_version).where(part, batches.c.consumed_version.is_not(None))
+        yield from connection.execute(last).scalars()
 
 
 def _trained_to_prefer(connection: Connection, over: ColumnElement[bool]) -> Sequence[AnyRow]:
