@@ -67,6 +67,7 @@ def parser(name: str, about: str) -> argparse.ArgumentParser:
     found.add_argument("--seed", type=int, default=0, help="seed of the order of tasks and of training")
     found.add_argument("--url", help="address of a running Flywheel, instead of a tiny model on this machine")
     found.add_argument("--model", default="agent", help="with --url, the model's name there")
+    found.add_argument("--config", type=Path, metavar="FILE", help="JSON file of flywheel.learn's options, to use here")
     found.add_argument(
         "--shuffled", action="store_true", help="a control: give each run the reward of another task's run"
     )
@@ -98,11 +99,19 @@ def in_one_line(name: str, work: Callable[[], dict[str, Any]]) -> int:
 
 
 def _run(example: Example, args: argparse.Namespace) -> dict[str, Any]:
-    if args.url:
-        example = replace(example, learn=example.served)
+    example = replace(example, learn=learn_options(example.served if args.url else example.learn, args.config))
     make_root(args.root)
     with _served(example, args) as url:
         return _play(example, args, url)
+
+
+def learn_options(own: Mapping[str, Any], file: Path | None) -> Mapping[str, Any]:
+    """Return an example's options of flywheel.learn, replaced by those that a file has. Raises flywheel.ConfigError."""
+    if file is None:
+        return own
+    config = flywheel.LearnConfig.load(file)
+    given = json.loads(file.read_text(encoding="utf-8-sig"))
+    return {**own, **{name: getattr(config, name) for name in given}}
 
 
 @contextlib.contextmanager

@@ -52,5 +52,8 @@ def main(args: Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    arguments = parser("shadow", ABOUT).parse_args()
+    options = parser("shadow", ABOUT)
+    arguments = options.parse_args()
+    if arguments.config:
+        options.error("--config: shadow does not use flywheel.learn, whose options the file has")
     sys.exit(in_one_line("shadow", lambda: main(arguments)))

@@ -134,8 +134,7 @@ def _show(done: Conversion, out: Path, agents_side: list[Path]) -> None:
             console.print(f"{mark} {line.key:<{widest}}  {arrow}")
     for remark in done.remarks:
         console.print(remark)
-    credit = "; besides these the credit of a run's reward, see above" if done.other_credit else ""
-    console.print(f"{len(done.lines)} keys; {len(done.lost)} of them, marked !, change what is trained{credit}")
+    console.print(f"{len(done.lines)} keys; {len(done.lost)} of them, marked !, change what is trained")
     for file in (out, *agents_side):
         console.print(f"written: {file}")
     if agents_side:
@@ -147,7 +146,7 @@ def _learn_command(done: Conversion, learn_file: Path) -> str:
     host = str(done.settings.get("explorer.host", "127.0.0.1"))
     url = f"http://{f'[{host}]' if ':' in host else host}:{done.settings.get('explorer.port', 8010)}"
     if done.example is not None:
-        return f"flywheel demo {done.example} --url {url}"
+        return f"flywheel demo {done.example} --url {url} --config {shlex.quote(str(learn_file))}"
     tasks, held_out = done.settings.get("tasks", "TASKS.jsonl"), done.settings.get("eval_tasks")
     folder = learn_file.parent
     path = "" if folder.resolve() == Path.cwd() else f"PYTHONPATH={shlex.quote(str(folder))} "

@@ -25,7 +25,7 @@ class Algorithm:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-_GROUP = ("grpo", "grpo_verl", "ppo")
+_GROUP = ("grpo", "grpo_verl", "step_wise_grpo", "ppo")
 _BY_TASK = Algorithm(note="choose grpo: both compare the runs of a task")
 _MIXED = Algorithm(note="import the expert data, and name grpo and sft with weights in trainer.algorithms")
 TRINITY: dict[str, Algorithm] = {
@@ -35,7 +35,7 @@ TRINITY: dict[str, Algorithm] = {
     "dapo": Algorithm("grpo", "set clip_high above clip; groups of equal rewards teach nothing in either", _GROUP),
     "reinforceplusplus": Algorithm("reinforce_pp", parts=("reinforceplusplus", "ppo")),
     "rloo": Algorithm("rloo", parts=("rloo", "ppo")),
-    "multi_step_grpo": Algorithm("step_grpo", parts=("step_wise_grpo", "ppo")),
+    "multi_step_grpo": Algorithm("grpo", "whole runs are compared, and each call has its run's advantage", _GROUP),
     "sft": Algorithm("sft", parts=("sft",)),
     "dpo": Algorithm("dpo", parts=("dpo",)),
     "raft": Algorithm("raft", parts=("sft",)),
@@ -48,7 +48,7 @@ TRINITY: dict[str, Algorithm] = {
     "topr": Algorithm(note="choose reinforce_pp with surrogate: topr, which tapers whole sequences as the paper does"),
     "cispo": Algorithm("grpo", "with surrogate: cispo", ("grpo", "cispo"), "cispo", {"clip_high": 0.28}),
     "gspo": Algorithm("grpo", "with surrogate: gspo", ("grpo", "gspo"), "gspo",
-                      {"clip": 3e-4, "clip_high": 4e-4, "mean": "sequences"}),
+                      {"clip": 3e-4, "clip_high": 4e-4}),
     "sapo": Algorithm(note="choose grpo: the same advantages, with a hard clip"),
     "mix": _MIXED,
     "mix_chord": _MIXED,
@@ -83,13 +83,11 @@ TRL: dict[str, Algorithm] = {
 }
 
 WITHOUT_KL = ("sft", "cpt", "raft", "dapo", "asymre", "sppo", "on_policy_distill", "jsd", "mix", "mix_chord")
-STEP_WISE = "step_wise_grpo"  # the advantage that turns Trinity's grpo into its multi_step_grpo
 
 
 def theirs(given: Given) -> str:
     """Return Trinity's name of the algorithm, in lower case as Trinity reads it."""
-    name = str(given.first("algorithm.algorithm_type", "trainer.algorithm_type", default="ppo")).lower()
-    return "multi_step_grpo" if name == "grpo" and given.get("algorithm.advantage_fn") == STEP_WISE else name
+    return str(given.first("algorithm.algorithm_type", "trainer.algorithm_type", default="ppo")).lower()
 
 
 def ours(given: Given) -> str:

@@ -9,13 +9,14 @@ from typing import Any
 from services.trinity import algorithms, gpus, table, workflow
 from services.trinity.key import Fate, Given, NoCounterpart, NotNeeded, Settings, refusal
 from services.trinity.takes import ARGUMENTS, COLOCATED_SHARE, is_hub_name, words
-from services.trinity.takes_trainer import kl
+from services.trinity.takes_trainer import kl, own_mean
 from shared.config import ALGORITHMS, Config
 from shared.errors import ConfigError
 
 THEIR_DEFAULTS: dict[str, Any] = {  # Trinity's defaults that differ from ours
     "trainer.epochs": 1,
     "trainer.minibatches": 1,
+    "trainer.learning_rate": 1e-6,
     "trainer.deepspeed.optimizer.params.weight_decay": 0.01,
     "trainer.ALGORITHM.lam": 1.0,
     "trainer.ppo.value_clip": 0.5,
@@ -29,6 +30,7 @@ _SAMPLING: dict[str, Any] = {  # Trinity's too; without them our engine samples 
     "learn.params.top_k": -1,
     "learn.params.repetition_penalty": 1.0,
 }
+_OF_AN_ADAPTER = ("model.lora.", "trainer.learning_rate")  # in other cases the defaults are the same, or unused
 _TRAINED = (  # settings with these prefixes determine what is learned, and from what
     *("trainer.", "model.", "tasks", "learn.params.", "learn.runs_per_task", "learn.epochs", workflow.FILE),
     *("examples.", "engine.max_model_len", "engine.dtype", f"{ARGUMENTS}."),
@@ -38,10 +40,7 @@ _THEIRS = "Trinity's default, where ours is another"
 _LOST_KL = "in the place of the KL term that is lost"
 _NO_TASKS = "there is no task set: an agent in use brings its own tasks"
 _SENT = "send it with each chat, or write it into the model's generation_config.json"
-_CREDIT = "credit: Trinity gives a run's reward to each of its calls, and here it counts once, at the run's end; for \
-Trinity's "
-_EACH_OF_LEARN = "set credit: each in learn.yaml"
-_EACH = '`"each": true` in the feedback, or credit="each" in the SDK'
+_PLAIN = (str, int, float, list, dict, type(None))  # types of values; YAML has others, which no key takes
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,6 @@ class Conversion:
         return _nested(ours, []) if "learn.name" in self.settings else None
 
     @property
-    def other_credit(self) -> bool:
-        """Whether the credit of a run's reward changes training; Trinity has no key for it."""
-        learns_from = ALGORITHMS[algorithms.ours(self.given)].learns_from
-        return self.given.get("mode") != "bench" and "reward" in learns_from
-
-    @property
     def example(self) -> str | None:
         """The folder of the example that corresponds to Trinity's workflow."""
         return workflow.example(self.given)
@@ -111,13 +104,13 @@ def convert(given: Given) -> Conversion:
     if has_tasks(given):
         done.settings["learn.name"] = str(given.first("name", "monitor.name", default="rft"))
     for name, value in given.items():
+        if not all(isinstance(one, _PLAIN) for one in (value, *(value if isinstance(value, list) else ()))):
+            raise refusal(name, value)
         try:
             done.lines.append(_line(done, name, value, given))
         except (TypeError, ValueError, AttributeError, ArithmeticError) as exc:
             raise refusal(name, value) from exc
     _add_defaults(done, given)
-    if done.other_credit:
-        done.remarks.append(_CREDIT + (_EACH_OF_LEARN if has_tasks(given) else f"send {_EACH}"))
     if is_hub_name(str(done.settings.get("model.path"))):
         done.remarks.append(f"model.path is {done.settings['model.path']}: download it, and name its folder")
     return done
@@ -159,6 +152,8 @@ def _our_settings(done: Conversion, name: str, settings: Settings, given: Given)
             if path.startswith("learn.params.") and given.get("mode") != "train":
                 raise NoCounterpart(_SENT, changes_training=path.endswith(".temperature") and value != 1.0)
             raise NotNeeded(_NO_TASKS)
+        if has_tasks(given):
+            workflow.require_no_own(path, given)
         if not exists(path):
             if not value:
                 raise NotNeeded("off")
@@ -197,7 +192,8 @@ def _add_defaults(done: Conversion, given: Given) -> None:
             f"explorer.host is {done.settings['explorer.host']}: Trinity listens on 0.0.0.0 without a key; to listen "
             "on another address, give explorer.keys"
         )
-    for path, value in _SAMPLING.items() if has_tasks(given) else ():
+    runs = {"learn.runs_per_task": 1} if workflow.example(given) else {}
+    for path, value in {**_SAMPLING, **runs}.items() if has_tasks(given) else ():
         if path not in done.settings:
             done.settings[path] = value
             done.remarks.append(f"{path} is {value}: {_THEIRS}")
@@ -212,10 +208,11 @@ def _add_defaults(done: Conversion, given: Given) -> None:
     shared = {"engine.gpu_share": COLOCATED_SHARE} if given.get("mode") == "colocate" else {}
     kl_term = kl(None, given)
     kl_lost = any(line.key.startswith("algorithm.kl_") for line in done.lost)
-    for template, value in {**THEIR_DEFAULTS, **shared, **of_algorithm, **kl_term}.items():
+    for template, value in {**THEIR_DEFAULTS, **shared, **of_algorithm, **own_mean(given), **kl_term}.items():
         path = template.replace("ALGORITHM", ours)
         foreign = path.startswith("trainer.ppo.") and ours != "ppo"
-        foreign |= path.startswith("model.lora.") and done.settings.get("model.kind") != "lora"
+        foreign |= path.startswith(_OF_AN_ADAPTER) and done.settings.get("model.kind") != "lora"
+        foreign |= path.endswith(".clip_high") and "algorithm.policy_loss_fn_args.clip_range" in given  # it sets both
         if not foreign and exists(path) and path not in done.settings:
             done.settings[path] = value
             why = _LOST_KL if kl_lost and template in kl_term else _THEIRS

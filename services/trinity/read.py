@@ -19,9 +19,13 @@ _AGREED = "buffer.trainer_input.experience_buffer."
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers, as Trinity reads them: PyYAML reads 1e-6 as text."""
+    """YAML as Trinity reads it: 1e-6 is a number, and a date is text; to PyYAML it is the other way round."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -92,7 +96,7 @@ def _resolved(given: Given, file: Path, environ: Mapping[str, str], remarks: lis
         remark = f"{key}: from {name}" if name.strip() in environ else f"{key}: the default, {name} is not set"
         if remark not in remarks:
             remarks.append(remark)
-        return environ.get(name.strip(), default.strip())
+        return environ.get(name.strip(), _unquoted(default.strip()))
 
     def whole(key: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -107,6 +111,12 @@ def _resolved(given: Given, file: Path, environ: Mapping[str, str], remarks: lis
         return _plain(value)
 
     return Given({key: whole(key, value) for key, value in given.items()})
+
+
+def _unquoted(text: str) -> str:
+    """Return the text between matching quotes."""
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if is_quoted else text
 
 
 def _plain(text: str) -> Any:

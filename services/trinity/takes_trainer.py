@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.trinity import algorithms
+from services.trinity import algorithms, workflow
 from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
 from services.trinity.takes import database_url, is_on, publish_every
 from shared.config import ALGORITHMS
@@ -19,6 +19,10 @@ ESTIMATORS = {  # our estimators for Trinity's, in the reward and in the loss
     "abs": {},
 }
 _ONE_TERM = "KL counts in the reward or in the loss, and Trinity has both; kl_in: reward is written"
+_LOSS_ARGUMENTS = "algorithm.policy_loss_fn_args"
+_BY_TOKEN, _BY_SEQUENCE = "token-mean", "seq-mean-token-mean"
+_MEANS = {_BY_TOKEN: "tokens", _BY_SEQUENCE: "sequences"}
+_NAME_IT = "name it in policy_loss_fn_args, too, if it is to count"
 _KEYS_OF_KL = {"reward": "algorithm.kl_penalty_fn", "loss": "algorithm.kl_loss_fn"}
 
 
@@ -62,13 +66,6 @@ def algorithm(_value: Any, given: Given) -> Settings:
         raise NoCounterpart(f"{found.note}; flywheel.yaml says {algorithms.DEFAULT}", changes_training=True)
     surrogate = {"trainer.ALGORITHM.surrogate": found.surrogate} if found.surrogate else {}
     return {"trainer.algorithm": found.ours, **surrogate}
-
-
-def advantage_fn(value: Any, given: Given) -> Settings:
-    """Convert an advantage, which is part of an algorithm here."""
-    if value == algorithms.STEP_WISE:
-        return algorithm(value, given)
-    return same_as_algorithm(value, given)
 
 
 def same_as_algorithm(value: Any, given: Given) -> Settings:
@@ -139,12 +136,30 @@ def kl_coef(where: str) -> Take:
     return take
 
 
-def loss_mean(value: Any, _given: Given) -> Settings:
+def _loss_mode(given: Given) -> str:
+    """Return what Trinity's policy loss averages over.
+
+    Trinity replaces the mode among the loss's arguments by the algorithm's; arguments without a mode have the loss's.
+    """
+    has_arguments = any(name.startswith(f"{_LOSS_ARGUMENTS}.") for name in given)
+    if has_arguments and f"{_LOSS_ARGUMENTS}.loss_agg_mode" not in given:
+        return _BY_SEQUENCE if algorithms.theirs(given) == "gspo" else _BY_TOKEN
+    return str(given.first("algorithm.loss_agg_mode", default=_BY_TOKEN))
+
+
+def loss_mean(value: Any, given: Given) -> Settings:
     """Return what the loss averages over."""
-    ours = {"token-mean": "tokens", "seq-mean-token-mean": "sequences"}.get(str(value))
-    if ours is None:
+    mode = _loss_mode(given)
+    if str(value) != mode:
+        raise NoCounterpart(f"Trinity's policy loss does not read it, and is {mode}; {_NAME_IT}", changes_training=True)
+    if mode not in _MEANS:
         raise NoCounterpart("a loss is a mean over tokens, or over sequences their means", changes_training=True)
-    return {"trainer.ALGORITHM.mean": ours}
+    return {"trainer.ALGORITHM.mean": _MEANS[mode]}
+
+
+def own_mean(given: Given) -> Settings:
+    """Return Trinity's mean where it differs from our default."""
+    return {"trainer.ALGORITHM.mean": _MEANS[_BY_SEQUENCE]} if _loss_mode(given) == _BY_SEQUENCE else {}
 
 
 def warmup(value: Any, _given: Given) -> Settings:
@@ -155,12 +170,11 @@ def warmup(value: Any, _given: Given) -> Settings:
     return {"trainer.warmup_updates": updates}
 
 
-def minibatches(value: Any, given: Given) -> Settings:
-    """Return the steps in each pass; Trinity gives the rows of one step."""
-    rows = given.whole("buffer.train_batch_size", default=0)
-    tasks = given.whole("buffer.batch_size", "data.batch_size", "global_config.batch_size", default=int(value))
-    rows = rows or batch_size(tasks, given)["trainer.batch_size"]
-    return {"trainer.minibatches": max(1, round(rows / int(value)))}
+def staleness(value: Any, given: Given) -> Settings:
+    """Return the bound on staleness in versions; Trinity counts steps."""
+    steps = int(value)
+    versions = steps // publish_every(value, given)["trainer.publish_every"]
+    return {"trainer.max_staleness_versions": max(min(1, steps), versions)}
 
 
 def critic(setting: str) -> Take:
@@ -184,8 +198,8 @@ def clip_grad(value: Any, given: Given) -> Settings:
 def task_file(argument_of_learn: str) -> Take:
     """Return a take for tasks, which are read from a file."""
 
-    def take(value: Any, _given: Given) -> Settings:
-        if not str(value).endswith((".jsonl", ".csv")):
+    def take(value: Any, given: Given) -> Settings:
+        if not str(value).endswith((".jsonl", ".csv")) and workflow.example(given) is None:
             raise NoCounterpart(f"write the rows of {value} into a .jsonl file, and give that to learn")
         return {argument_of_learn: value}
 

@@ -28,6 +28,7 @@ _REWARDS = {  # ours for Trinity's, and how ours differs
     "accuracy_reward": ("boxed", "a formula counts word for word, and outside of a box nothing does"),
 }
 _REWARD_OF = {"math_workflow": "math_reward", "math_boxed_workflow": "math_boxed_reward"}
+_OWN_TASKS = "the example has tasks of its own, and learns for --minutes; docs/examples.md lists its options"
 _OWN_PROMPT = "Trinity's {name} has a system prompt of its own: write the one that you want"
 
 _HEAD = '''"""What Trinity's {name} does with a row, by flywheel convert-config."""
@@ -114,6 +115,16 @@ def prompt(value: Any, given: Given) -> Settings:
 def example(given: Given) -> str | None:
     """Return the folder of the example that corresponds to Trinity's workflow."""
     return EXAMPLES.get(_plain(_of_set(given, "default_workflow_type")))
+
+
+def require_no_own(path: str, given: Given) -> None:
+    """Raise NoCounterpart for a setting that an example does not read."""
+    if example(given) is None:
+        return
+    if path in ("tasks", "learn.epochs"):
+        raise NoCounterpart(_OWN_TASKS, changes_training=True)
+    if path.startswith(("eval_tasks", "learn.eval_")):
+        raise NoCounterpart("the example evaluates held-out tasks of its own, before and after it learns")
 
 
 def text(given: Given) -> str:

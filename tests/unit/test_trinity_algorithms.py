@@ -35,9 +35,11 @@ def test_a_surrogate_is_taken_over_with_trinity_s_defaults_where_none_are_given(
     text = "model: {{model_path: /m}}\nalgorithm: {{algorithm_type: gspo, policy_loss_fn: gspo{}}}"
     done = converted(text.format(""))
     ours = {path: value for path, value in done.settings.items() if path.startswith("trainer.grpo.")}
-    expected = {"surrogate": "gspo", "clip": 3e-4, "clip_high": 4e-4, "mean": "sequences"}
+    expected = {"surrogate": "gspo", "clip": 3e-4, "clip_high": 4e-4}
     assert expected.items() <= {path.rpartition(".")[2]: value for path, value in ours.items()}.items()
-    done = converted(text.format(", policy_loss_fn_args: {clip_range_high: 0.1, loss_agg_mode: token-mean}"))
+    assert "trainer.grpo.mean" not in done.settings, "Trinity replaces the mode of the loss by token-mean, our default"
+    args = "{clip_range_high: 0.1, loss_agg_mode: seq-mean-token-mean}, loss_agg_mode: token-mean"
+    done = converted(text.format(f", policy_loss_fn_args: {args}"))
     assert (done.settings["trainer.grpo.clip_high"], done.settings["trainer.grpo.mean"]) == (0.1, "tokens")
     assert not done.lost
 
@@ -117,11 +119,3 @@ def test_the_page_lists_the_conversion_of_each_estimator():
 def test_what_is_written_for_a_lost_kl_term_is_not_called_trinity_s_default():
     done = converted("model: {model_path: /m}\nalgorithm: {algorithm_type: ppo, kl_loss_fn: abs}")
     assert "trainer.ppo.kl is k2: in the place of the KL term that is lost" in done.remarks
-
-
-@pytest.mark.parametrize("section", ["data", "buffer", "global_config"])
-def test_the_steps_of_a_pass_are_the_batch_over_trinity_s_rows_of_a_step(section):
-    step = "trainer: {trainer_config: {actor_rollout_ref: {actor: {ppo_mini_batch_size: 192}}}}"
-    tasks = f"{section}: {{batch_size: 96}}\nalgorithm: {{algorithm_type: grpo, repeat_times: 8}}"
-    settings = converted(f"model: {{model_path: /m}}\n{tasks}\n{step}").settings
-    assert (settings["trainer.batch_size"], settings["trainer.minibatches"]) == (768, 4)

@@ -9,7 +9,6 @@ import pytest
 from services import cli
 from services.trinity.convert import Line, convert
 from services.trinity.key import Fate, Given
-from tests.support.trinity_files import EXPLORER, KINDS, TRAINER, as_yaml
 
 VERL = "trainer.trainer_config.trainer."
 MODEL = {"model.model_path": "/m"}
@@ -29,13 +28,6 @@ def reason(key: str, value: object) -> str:
     return line_of(key, **{key: value}).remark
 
 
-def said(capsys: pytest.CaptureFixture[str], *texts: str) -> str:
-    for number, text in enumerate(texts):
-        Path(f"{number}.yaml").write_text(text, encoding="utf-8")
-    cli.main(["convert-config", *(f"{number}.yaml" for number in range(len(texts)))])
-    return capsys.readouterr().out
-
-
 def test_the_line_of_the_model_names_it_as_clients_request_it():
     assert "clients name it `agent`" in line_of("model.model_path").remark
 
@@ -49,21 +41,6 @@ def test_without_a_task_set_a_reply_s_bound_is_asked_of_the_caller():
 def test_what_a_trainer_alone_reads_of_sampling_is_the_explorer_s():
     line = line_of("model.max_response_tokens", mode="train", **{"model.max_response_tokens": 100})
     assert line.fate is Fate.NOT_NEEDED
-
-
-def test_the_credit_of_a_run_s_reward_is_reported_if_a_trainer_learns_from_it(capsys):
-    text = said(capsys, EXPLORER, TRAINER)
-    assert '`"each": true` in the feedback, or credit="each"' in text
-    assert "besides these the credit of a run's reward, see above" in text
-
-
-@pytest.mark.parametrize("kind", ["sft", "bench"])
-def test_the_credit_is_not_reported_if_no_reward_is_learned_from(kind, capsys):
-    assert "credit" not in said(capsys, as_yaml(KINDS[kind]))
-
-
-def test_with_a_task_set_the_credit_is_a_key_of_learn_yaml(capsys):
-    assert "credit: each in learn.yaml" in said(capsys, as_yaml(KINDS["grpo"]))
 
 
 def test_a_key_that_is_not_needed_has_its_own_reason():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ TASKS = "buffer.explorer_input."
 EXTRA = "explorer.rollout_model.extra_engine_args."
 MODEL = {"model.model_path": "/m"}
 NAMES = sorted({name.replace("**", "x").replace("*", "0") for key in table.KEYS for name in expand(key.names)})
-ODD = (0, -1, "", None, [], {}, True, False, 0.5, 10**400, 1e308, float("inf"), float("nan"), "text", [1], {"a": 1})
+ODD = (0, -1, "", None, [], {}, True, False, 0.5, 10**400, 1e308, float("inf"), float("nan"), "text", [1], {"a": 1},
+       date(2024, 1, 1), {"a"}, b"a", [b"a"])  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +126,7 @@ def test_a_key_with_an_odd_value_is_converted_or_refused_in_one_line(value):
 
 @pytest.mark.parametrize(
     "text",
-    ["name: 2024-02-30", "name: &a [*a]", f"name: {'[' * 2000}{']' * 2000}", f"name: {'9' * 5000}"],
+    ["name: !!timestamp 2024-02-30", "name: &a [*a]", f"name: {'[' * 2000}{']' * 2000}", f"name: {'9' * 5000}"],
     ids=["date", "anchor", "depth", "digits"],
 )
 def test_a_file_without_plain_values_is_refused_in_one_line(text, capsys):
@@ -132,6 +134,34 @@ def test_a_file_without_plain_values_is_refused_in_one_line(text, capsys):
     assert cli.main(["convert-config", "trinity.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "trinity.yaml" in line
+
+
+@pytest.mark.parametrize("value", ["!!set {a, b}", "!!binary aGk=", "!!timestamp 2024-01-01", "[!!binary aGk=]"])
+@pytest.mark.parametrize("key", ["model_path", "temperature", "no_such_key"])
+def test_a_value_of_a_type_that_no_key_has_is_refused_in_one_line(key, value, capsys):
+    text = f"buffer: {{explorer_input: {{taskset: {{path: a.jsonl}}}}}}\nmodel:\n  model_path: /m\n  {key}: {value}\n"
+    Path("trinity.yaml").write_text(text, encoding="utf-8")
+    assert cli.main(["convert-config", "trinity.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"model.{key}=" in line and line.endswith("is no value that Trinity takes; correct it")
+    assert list(Path().iterdir()) == [Path("trinity.yaml")]
+
+
+def test_a_date_is_text_as_trinity_reads_it():
+    done = converted("name: 2024-02-30\nmodel: {model_path: /m}\nbuffer: {explorer_input: {taskset: {path: a.jsonl}}}")
+    assert (done.settings["learn.name"], done.settings["root_dir"]) == (
+        "2024-02-30",
+        "./checkpoints/Trinity-RFT/2024-02-30",
+    )
+
+
+@pytest.mark.parametrize(
+    ("default", "path"),
+    [("'/models/base'", "/models/base"), ('"/models/base"', "/models/base"), ("'", "'"), ("'a\"", "'a\"")],
+)
+def test_a_default_in_quotes_is_the_text_between_them(default, path):
+    text = as_yaml({"model.model_path": f"${{oc.env:NO_SUCH, {default}}}"})
+    assert converted(text).settings["model.path"] == path
 
 
 def test_a_home_folder_that_does_not_exist_is_refused_in_one_line(capsys):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from flywheel import Model
 
+from examples.run import SERVED, learn_options, parser
 from services import cli
 from services.trinity import workflow
 from services.trinity.convert import Line
@@ -87,14 +89,47 @@ def test_a_name_is_no_way_into_the_program_s_text():
 
 
 def test_an_environment_of_trinity_s_is_one_of_our_examples(capsys):
-    assert convert(**{WORKFLOW: "frozen_lake_workflow"}) == 0
+    assert convert(**{WORKFLOW: "frozen_lake_workflow"}) == 1, "it has tasks of its own"
     said = capsys.readouterr().out
     assert re.search(rf"^  {re.escape(WORKFLOW)} +-> examples.frozen_lake", said, re.MULTILINE)
-    assert "flywheel demo frozen_lake --url http://127.0.0.1:" in said
+    assert "flywheel demo frozen_lake --url http://127.0.0.1:8010 --config learn.yaml" in said.splitlines()
     assert Path("learn.yaml").exists() and not Path("workflow.py").exists()
     reward = f"{SETS}default_reward_fn_type"
     assert line_of(reward, **{WORKFLOW: "frozen_lake_workflow", reward: "math_reward"}).fate is Fate.NOT_NEEDED
     assert {path.name for path in EXAMPLES.iterdir()} >= set(workflow.EXAMPLES.values())
+
+
+def test_the_command_of_an_example_learns_with_the_keys_that_are_reported_as_taken_over(capsys):
+    lines = converted(as_yaml({**KINDS["grpo_eval"], WORKFLOW: "frozen_lake_workflow"})).lines
+    taken = [line.ours.split(".")[1] for line in lines if line.ours.startswith("learn.")]
+    Path("conf").mkdir()
+    assert cli.main(["convert-config", "trinity.yaml", "-o", "conf/flywheel.yaml"]) == 1
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    args = parser("frozen_lake", "").parse_args(words[words.index("frozen_lake") + 1 :])
+    options = learn_options({**SERVED, "seed": 3}, args.config)
+    assert set(taken) <= set(options) and {"runs_per_task", "params", "at_once"} <= set(taken)
+    assert (options["runs_per_task"], options["at_once"], options["seed"]) == (8, 16, 3)
+    assert options["params"] == {"max_tokens": 1024, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
+                                 "repetition_penalty": 1.0}  # fmt: skip
+
+
+def test_without_a_number_of_runs_an_example_makes_trinity_s_one():
+    keys = {**KINDS["ppo"], WORKFLOW: "frozen_lake_workflow", "algorithm.repeat_times": None}
+    assert (converted(as_yaml(keys)).learn() or {})["runs_per_task"] == 1
+
+
+@pytest.mark.parametrize("path", ["tasks.jsonl", "tasks.parquet"])
+def test_keys_that_an_example_does_not_read_have_no_counterpart(path):
+    keys = {WORKFLOW: "frozen_lake_workflow", f"{SETS}taskset.path": path}
+    done = converted(as_yaml({**KINDS["grpo_eval"], **keys}))
+    ours = {line.key: line for line in done.lines}
+    for key in (f"{SETS}taskset.path", "buffer.total_epochs"):
+        assert ours[key].fate is Fate.NO_COUNTERPART and ours[key].changes_training
+        assert "tasks of its own" in ours[key].remark
+    for key in ("path", "repeat_times", "rollout_args.top_p"):
+        line = ours[f"{SETS}eval_tasksets.0.{key}"]
+        assert line.fate is Fate.NO_COUNTERPART and "before and after" in line.remark
+    assert not {"tasks", "epochs", "eval_runs", "eval_params", "eval_every_versions"} & set(done.learn() or {})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""What Trinity does with keys that are missing, replaced by others or ignored is what the converted file says."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.trinity.convert import Conversion, convert
+from services.trinity.key import Fate, Given
+
+MODEL = {"model.model_path": "/m"}
+ARGS = "algorithm.policy_loss_fn_args."
+MODE = "algorithm.loss_agg_mode"
+VERL = "trainer.trainer_config."
+ACTOR = VERL + "actor_rollout_ref.actor."
+SELECTOR = "buffer.explorer_input.taskset.task_selector.selector_type"
+
+
+def converted(**keys: object) -> Conversion:
+    return convert(Given({**MODEL, "algorithm.algorithm_type": "grpo", **keys}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "rate"),
+    [
+        ({}, 1e-6),
+        ({"algorithm.optimizer.lr": 3e-5}, 3e-5),
+        ({f"{ACTOR}optim.lr": 2e-5}, 2e-5),
+    ],
+)
+def test_an_adapter_learns_at_trinity_s_rate(keys, rate):
+    done = converted(**{"model.lora_configs.0.lora_rank": 16, **keys})
+    assert done.settings["trainer.learning_rate"] == rate
+    remark = "trainer.learning_rate is 1e-06: Trinity's default, where ours is another"
+    assert (remark in done.remarks) == (not keys)
+
+
+def test_without_an_adapter_the_rate_is_the_same_and_not_written():
+    assert "trainer.learning_rate" not in converted().settings
+
+
+@pytest.mark.parametrize(
+    ("keys", "mean"),
+    [
+        ({"algorithm.algorithm_type": "gspo"}, None),
+        ({"algorithm.algorithm_type": "gspo", MODE: "seq-mean-token-mean"}, "sequences"),
+        ({"algorithm.algorithm_type": "gspo", ARGS + "clip_range": 1e-4}, "sequences"),
+        ({ARGS + "loss_agg_mode": "seq-mean-token-mean"}, None),
+        ({ARGS + "loss_agg_mode": "token-mean", MODE: "seq-mean-token-mean"}, "sequences"),
+        ({ARGS + "loss_agg_mode": "seq-mean-token-sum", MODE: "token-mean"}, "tokens"),
+    ],
+)
+def test_the_loss_averages_over_what_trinity_s_does(keys, mean):
+    """Trinity replaces the arguments' mode by the algorithm's; arguments without one have the loss's own."""
+    done = converted(**keys)
+    assert done.settings.get("trainer.grpo.mean") == mean and not done.lost
+
+
+def test_one_range_of_gspo_is_the_range_to_both_sides():
+    settings = converted(**{"algorithm.algorithm_type": "gspo", ARGS + "clip_range": 1e-3}).settings
+    assert settings["trainer.grpo.clip"] == 1e-3 and "trainer.grpo.clip_high" not in settings
+
+
+def test_a_mode_that_trinity_s_policy_loss_does_not_read_is_marked():
+    (line,) = converted(**{ARGS + "clip_range": 0.2, MODE: "seq-mean-token-mean"}).lost
+    assert line.key == MODE and "token-mean" in line.remark and "policy_loss_fn_args" in line.remark
+
+
+@pytest.mark.parametrize(("steps", "every", "versions"), [(8, 4, 2), (9, 4, 2), (2, 4, 1), (3, 1, 3)])
+def test_staleness_counts_versions_and_trinity_s_counts_steps(steps, every, versions):
+    keys = {"algorithm.sample_strategy_args.max_staleness": steps, "synchronizer.sync_interval": every}
+    assert converted(**keys).settings["trainer.max_staleness_versions"] == versions
+
+
+@pytest.mark.parametrize(("order", "marked"), [("sequential", [SELECTOR]), ("shuffle", [])])
+def test_an_order_of_tasks_that_learn_does_not_keep_is_marked(order, marked):
+    tasks = {"buffer.explorer_input.taskset.path": "tasks.jsonl", SELECTOR: order}
+    assert [line.key for line in converted(**tasks).lost] == marked
+
+
+def test_the_order_of_held_out_tasks_is_not_marked():
+    held_out = "buffer.explorer_input.eval_tasksets.0.task_selector.selector_type"
+    assert not converted(**{"buffer.explorer_input.taskset.path": "tasks.jsonl", held_out: "sequential"}).lost
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (ACTOR + "ppo_mini_batch_size", 64),
+        (ACTOR + "clip_ratio", 0.1),
+        (ACTOR + "clip_ratio_low", 0.1),
+        (ACTOR + "clip_ratio_high", 0.3),
+        (ACTOR + "entropy_coeff", 0.01),
+        (ACTOR + "grad_clip", 0.5),
+        (VERL + "critic.ppo_mini_batch_size", 64),
+        (VERL + "critic.grad_clip", 0.5),
+        (VERL + "algorithm.gamma", 0.9),
+        (VERL + "algorithm.lam", 0.95),
+        (VERL + "trainer.critic_warmup", 20),
+    ],
+)
+@pytest.mark.parametrize("rows", [{"buffer.train_batch_size": 256}, {"data.batch_size": 256}], ids=["new", "old"])
+def test_a_key_of_verl_that_trinity_ignores_sets_nothing(rows, key, value):
+    kind = {**rows, "algorithm.algorithm_type": "ppo"}
+    done = converted(**kind, **{key: value})
+    assert done.settings == converted(**kind).settings
+    (line,) = [line for line in done.lines if line.key == key]
+    assert line.fate is Fate.NOT_NEEDED and line.remark.startswith("Trinity ignores it")
+
+
+def test_keys_of_verl_that_trinity_reads_are_settings():
+    keys = {ACTOR + "ppo_epochs": 2, ACTOR + "optim.clip_grad": 0.5, VERL + "critic.cliprange_value": 0.3}
+    settings = converted(**{"algorithm.algorithm_type": "ppo", **keys}).settings
+    names = ("trainer.epochs", "trainer.max_grad_norm", "trainer.ppo.value_clip")
+    assert [settings[name] for name in names] == [2, 0.5, 0.3]
