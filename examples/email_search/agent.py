@@ -1,10 +1,12 @@
 """The email agent, built on LangGraph with LangChain's create_agent. It depends only on a model and three tools.
 
-A request is {"question": text, "inbox": address, "today": date, "mail": an object with the three tools}.
+A request is {"question": text, "inbox": address, "today": date, "mail": a Visit: the three tools and the record of
+their calls}.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from flywheel import Model
@@ -46,6 +48,7 @@ async def answer_by_mail(
     agent = create_agent(
         model.langchain(max_tokens=max_tokens),
         [search_emails, read_email, answer],
+        middleware=_middleware(mail),
         system_prompt=prompt.format(inbox=request["inbox"], today=request["today"]),
     )
     asked = {"messages": [{"role": "user", "content": request["question"]}]}
@@ -54,3 +57,23 @@ async def answer_by_mail(
     except GraphRecursionError:
         return ""
     return str(state["messages"][-1].content)
+
+
+def _middleware(mail: Any) -> list[Any]:
+    from langchain.agents.middleware import wrap_model_call, wrap_tool_call
+
+    @wrap_model_call  # type: ignore[untyped-decorator]  # if LangChain is not installed
+    async def replace_surrogates(request: Any, handler: Any) -> Any:
+        """Arguments in JSON may have half of a surrogate pair, which the next request, in UTF-8, cannot repeat."""
+        response = await handler(request)
+        for call in (call for message in response.result for call in message.tool_calls):
+            call["args"] = json.loads(json.dumps(call["args"], ensure_ascii=False).encode("utf-8", "replace"))
+        return response
+
+    @wrap_tool_call  # type: ignore[untyped-decorator]  # if LangChain is not installed
+    async def record_unknown(request: Any, handler: Any) -> Any:
+        if request.tool is None:
+            mail.unknown_tool(request.tool_call["name"])
+        return await handler(request)
+
+    return [replace_surrogates, record_unknown]

@@ -23,37 +23,10 @@ MOST_FOUND = 10
 UNKNOWN = "I don't know"
 TODAY = datetime(2024, 1, 1)
 PROJECTS = (
-    "apollo",
-    "borneo",
-    "cobalt",
-    "delta",
-    "ember",
-    "falcon",
-    "garnet",
-    "harbor",
-    "indigo",
-    "jasper",
-    "krypton",
-    "lotus",
-    "meteor",
-    "nectar",
-    "onyx",
-    "pluto",
-    "quartz",
-    "raven",
-    "saturn",
-    "topaz",
-    "umbra",
-    "velvet",
-    "willow",
-    "xenon",
-    "yonder",
-    "zephyr",
-    "amber",
-    "bronze",
-    "coral",
-    "dune",
-)
+    "apollo", "borneo", "cobalt", "delta", "ember", "falcon", "garnet", "harbor", "indigo", "jasper",
+    "krypton", "lotus", "meteor", "nectar", "onyx", "pluto", "quartz", "raven", "saturn", "topaz",
+    "umbra", "velvet", "willow", "xenon", "yonder", "zephyr", "amber", "bronze", "coral", "dune",
+)  # fmt: skip
 EVENTS = ("meeting", "review", "dinner", "workshop", "audit", "launch", "flight", "party", "interview", "rehearsal")
 FACTS = {
     "day": ("on what day is", ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")),
@@ -102,7 +75,10 @@ class Mail:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a person's mail. message_ids: the mails that answer it; empty if none does."""
+    """A question about a person's mail. message_ids: the mails that answer it; empty if none does.
+
+    query_date: the day of the question, ISO 8601. Mails of later days are not found.
+    """
 
     id: int
     question: str
@@ -172,6 +148,11 @@ def task_of(question: Question) -> dict[str, object]:
     return {**asked, "inbox": question.inbox_address, "today": question.query_date}
 
 
+def day_after(date: str) -> str:
+    """Return the day after a date or time, all in ISO 8601. Raises ValueError for any other text."""
+    return str(datetime.fromisoformat(date).date() + timedelta(days=1))
+
+
 def load_questions(file: Path) -> list[Question]:
     """Load questions from a JSONL file with the fields of Question, which are those of ART's data set.
 
@@ -182,6 +163,12 @@ def load_questions(file: Path) -> list[Question]:
     for number, row in enumerate(rows, 1):
         if missing := [name for name in names if not isinstance(row, dict) or name not in row]:
             raise ValueError(f"{file}, question {number} has no {missing[0]}")
+        try:
+            day_after(row["query_date"])
+        except (TypeError, ValueError) as exc:
+            raise ValueError(
+                f"{file}, question {number}: query_date {row['query_date']!r} is not a date; write YYYY-MM-DD"
+            ) from exc
     picked = [{name: row[name] for name in names} for row in rows]
     return [Question(**{**row, "message_ids": tuple(row["message_ids"])}) for row in picked]
 
@@ -236,8 +223,9 @@ class Mailbox:
     def read(self, message_id: str) -> str | None:
         """Return a mail as text, or None for an unknown id."""
         asked = "SELECT subject, from_address, date, body FROM emails WHERE message_id = ?"
+        known = message_id.encode("utf-8", "replace").decode()  # JSON may have half of a surrogate pair, SQLite not
         with self._lock:
-            row = self._connection.execute(asked, (message_id,)).fetchone()
+            row = self._connection.execute(asked, (known,)).fetchone()
         return None if row is None else "\n".join(map(str, row))
 
     def close(self) -> None:
@@ -256,7 +244,7 @@ class Call:
 
 
 class Visit:
-    """The tools for one question and the record of their calls. `answer` ends the visit."""
+    """The tools for one question and the record of all calls. `answer` ends the visit."""
 
     def __init__(self, mailbox: Mailbox, question: Question, limit: int = MOST_FOUND) -> None:
         self.question = question
@@ -269,7 +257,8 @@ class Visit:
     def search_emails(self, keywords: Sequence[str]) -> str:
         """Return ids and snippets, one mail per line."""
         asked = self.question
-        found = self._mailbox.search(asked.inbox_address, list(keywords), asked.query_date, self._limit)
+        before = day_after(asked.query_date)  # mails of the question's own day count
+        found = self._mailbox.search(asked.inbox_address, list(keywords), before, self._limit)
         ids = tuple(message_id for message_id, _ in found)
         self.calls.append(Call("search_emails", {"keywords": list(keywords)}, bool(found), ids))
         return "\n".join(f"{message_id} {snippet}" for message_id, snippet in found) or "nothing found"
@@ -287,3 +276,7 @@ class Visit:
             self.calls.append(Call("answer", {"answer": answer, "sources": list(sources)}, True))
             self.answered = answer, tuple(sources)
         return "answered"
+
+    def unknown_tool(self, name: str) -> None:
+        """Record a call of a tool that does not exist."""
+        self.calls.append(Call(name, {}, False))

@@ -5,9 +5,12 @@ Both depend only on a model and a shop's URL. A request is {"shop": URL, "sessio
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import ssl
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -18,8 +21,10 @@ LOOP_PROMPT = (
     "You shop online. Say one action at a time: search[words] or click[label]. Labels are what stands in brackets, and "
     "the values of options. Open a product, choose each option that is asked for, then click[buy now]."
 )
-MAX_TURNS = 15
+MAX_TURNS = 30  # the shop closes before, after 15 possible or 15 impossible actions
 MAX_TOKENS = 256  # of an answer
+# In the errors of OpenAI's API and vLLM for a history that is too long; flywheel.play reads the same.
+CONTEXT_IS_FULL = ("maximum context length", "maximum model length", "max_tokens must be at least 1, got 0")
 
 
 @functools.cache
@@ -30,24 +35,39 @@ def trust() -> ssl.SSLContext:
 
 @dataclass
 class Browser:
-    """Visits a shop over HTTP."""
+    """Visits a shop over HTTP. Actions are done one at a time, in the order in which they were asked for."""
 
     http: httpx.AsyncClient
     path: str
     done: bool = False
+    page: str = ""  # the last one, as text
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # the SDK starts all calls of a reply at once
 
     async def act(self, action: str) -> str:
         """Do an action. Returns the page as text."""
-        reply = await self.http.post(self.path, data={"action": action}, headers={"Accept": "application/json"})
-        page = reply.raise_for_status().json()
-        self.done = page["done"]
-        return str(page["text"])
+        async with self._lock:
+            reply = await self.http.post(self.path, data={"action": action}, headers={"Accept": "application/json"})
+            page = reply.raise_for_status().json()
+            self.done, self.page = page["done"], str(page["text"])
+            return self.page
+
+
+@contextlib.contextmanager
+def until_context_is_full(browser: Browser) -> Iterator[None]:
+    """End the block without an error where the history of the visit fills the model's context."""
+    import openai
+
+    try:
+        yield
+    except openai.BadRequestError as error:
+        if not browser.page or not any(words in error.message for words in CONTEXT_IS_FULL):
+            raise
 
 
 async def shop_by_loop(
     request: dict[str, str], model: Model, prompt: str = LOOP_PROMPT, max_tokens: int = MAX_TOKENS
 ) -> str:
-    """Shop in a plain loop: the model's text is the action, the page is the next message."""
+    """Shop in a plain loop: the model's text is the action, the page is the next message. Returns the last page."""
     client = model.async_openai()
     messages: list[Any] = [
         {"role": "system", "content": prompt},
@@ -55,21 +75,21 @@ async def shop_by_loop(
     ]
     async with httpx.AsyncClient(base_url=request["shop"], timeout=60, verify=trust()) as http:
         browser = Browser(http, f"/s/{request['session']}")
-        page = ""
-        for _ in range(MAX_TURNS):
-            reply = await client.chat.completions.create(model=model.name, messages=messages, max_tokens=max_tokens)
-            said = reply.choices[0].message.content or ""
-            page = await browser.act(said)
-            if browser.done:
-                break
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": page}]
-    return page
+        with until_context_is_full(browser):
+            for _ in range(MAX_TURNS):
+                reply = await client.chat.completions.create(model=model.name, messages=messages, max_tokens=max_tokens)
+                said = reply.choices[0].message.content or ""
+                page = await browser.act(said)
+                if browser.done:
+                    break
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": page}]
+    return browser.page
 
 
 async def shop_by_tools(
     request: dict[str, str], model: Model, prompt: str = TOOLS_PROMPT, max_tokens: int = MAX_TOKENS
 ) -> str:
-    """Shop with the OpenAI Agents SDK. The run ends with the purchase."""
+    """Shop with the OpenAI Agents SDK. The run ends with the purchase. Returns the last page."""
     from agents import (
         Agent,
         MaxTurnsExceeded,
@@ -103,8 +123,6 @@ async def shop_by_tools(
             model_settings=ModelSettings(max_tokens=max_tokens),
             tool_use_behavior=until_done,
         )
-        try:
-            result = await Runner.run(shopper, request["instruction"], max_turns=MAX_TURNS)
-        except MaxTurnsExceeded:
-            return "the shopper went on for too long"
-        return str(result.final_output)
+        with until_context_is_full(browser), contextlib.suppress(MaxTurnsExceeded):
+            await Runner.run(shopper, request["instruction"], max_turns=MAX_TURNS)
+    return browser.page

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, quote, unquote
 from examples.loopback import Pages, listening
 from examples.webshop.world import Answer, Session, Shop
 
-MAX_BODY_BYTES = 8192
+MAX_BODY_BYTES = 1 << 20  # far above any answer: one that is refused here would fail its run
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:44em;margin:2em auto;padding:0 1em}form{display:inline}"
     "button{margin:2px;padding:4px 12px}.chosen{background:#246;color:#fff}li,p{margin:6px 0}"

@@ -70,6 +70,31 @@ async def test_text_instead_of_a_call_wrong_arguments_and_endless_searches_end_w
 
 
 @in_a_loop
+async def test_a_call_of_an_unknown_tool_is_answered_and_costs_two_by_the_articles_weights():
+    source = ANSWERED.message_ids[0]
+    steps = [
+        call("fly", 1, to="the mail"),
+        call("search_emails", 2, keywords=ANSWERED.question.split()[-3:-1]),
+        call("read_email", 3, message_id=source),
+        call("answer", 4, answer=ANSWERED.answer, sources=[source]),
+    ]
+    visit, _ = await work(ANSWERED, steps)
+    assert [one.name for one in visit.calls] == ["fly", "search_emails", "read_email", "answer"]
+    assert reward(visit, by_tools=True).value == pytest.approx(2.5 - 2)
+
+
+@in_a_loop
+async def test_a_half_of_a_surrogate_pair_in_a_call_is_answered_and_the_run_goes_on():
+    steps = [
+        call("read_email", 1, message_id="\ud83d"),
+        call("search_emails", 2, keywords=["\ud83d"]),
+        call("answer", 3, answer="\ud83d", sources=["\ud83d"]),
+    ]
+    visit, bodies = await work(ANSWERED, steps)
+    assert len(bodies) == len(visit.calls) == 3 and reward(visit).value < 0
+
+
+@in_a_loop
 async def test_a_judge_reads_what_is_not_the_true_answer_word_for_word():
     visit = Visit(MAILBOX, ANSWERED)
     visit.answer(f"I think {ANSWERED.answer}", [])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 
 import flywheel
+import openai
 import pytest
 
-from examples.webshop.agent import LOOP_PROMPT, shop_by_loop, shop_by_tools
+from examples.webshop.agent import CONTEXT_IS_FULL, LOOP_PROMPT, shop_by_loop, shop_by_tools
 from examples.webshop.reward import reward
 from examples.webshop.site import serve
 from examples.webshop.world import PAGE_SIZE, Shop
 from tests.examples.loop import in_a_loop
-from tests.examples.stub import call, stub
+from tests.examples.stub import at_once, call, stub
 
 LONGEST = 8000  # characters of a chat: Qwen has room for four times as much
 
@@ -39,35 +40,72 @@ def plan(shop: Shop, number: int) -> list[tuple[str, str]]:
     ]
 
 
+def as_call(number: int, verb: str, argument: str) -> dict:
+    return call(verb, number, **{"words" if verb == "search" else "label": argument})
+
+
+def as_text(_number: int, verb: str, argument: str) -> dict:
+    return {"content": f"Next: {verb}[{argument}]"}
+
+
+SHOPPERS = {"tools": (shop_by_tools, as_call), "loop": (shop_by_loop, as_text)}
+
+
+async def visit(shop: Shop, session: str, shopper, replies: list[dict]):
+    """A visit of a model that gives these replies. Returns its session and the bodies of its chats."""
+    left = iter(replies)
+    with serve(shop) as url, stub(lambda _: next(left)) as (model, bodies):
+        request = {"shop": url, "session": session, "instruction": shop.session(session).goal.instruction}
+        await shopper(request, flywheel.Model.of(model, "m"))
+    return shop.session(session), bodies
+
+
 @pytest.mark.parametrize("number", [0, 7, 150])
 @in_a_loop
 async def test_both_shoppers_buy_what_is_asked_for(number):
     shop = Shop()
-    steps = plan(shop, number)
-    turns = {"tools": 0, "loop": 0}
+    steps, goal = plan(shop, number), shop.catalogue.goals[number]
+    for name, (shopper, said) in SHOPPERS.items():
+        replies = [said(turn, *step) for turn, step in enumerate(steps)]
+        session, bodies = await visit(shop, f"{number}.{name}", shopper, replies)
+        assert reward(session.bought, goal)["reward"] == 1.0
+        assert len(bodies) == len(steps), "the visit ends with the purchase"
+        sent = bodies[-1]["messages"]
+        assert sent[0]["role"] == "system" and goal.instruction in str(sent[1]["content"])
+        assert all(len(json.dumps(body)) < LONGEST for body in bodies)
+        assert all(body["max_tokens"] >= 256 for body in bodies), "room for what Qwen says before it acts"
 
-    def by_tools(_body):
-        verb, argument = steps[turns["tools"]]
-        turns["tools"] += 1
-        return call(verb, turns["tools"], **{"words" if verb == "search" else "label": argument})
 
-    def by_loop(_body):
-        verb, argument = steps[turns["loop"]]
-        turns["loop"] += 1
-        return {"content": f"Next: {verb}[{argument}]"}
+@in_a_loop
+async def test_the_calls_of_one_reply_are_done_in_their_order():
+    shop = Shop()
+    steps = [as_call(turn, *step) for turn, step in enumerate(plan(shop, 7))]
+    for n in range(20):
+        session, _ = await visit(shop, f"7.{n}", shop_by_tools, [*steps[:-4], at_once(steps[-4:])])
+        assert reward(session.bought, session.goal)["reward"] == 1.0
 
-    goal = shop.catalogue.goals[number]
-    with serve(shop) as url:
-        for name, answer, shopper in (("tools", by_tools, shop_by_tools), ("loop", by_loop, shop_by_loop)):
-            request = {"shop": url, "session": f"{number}.{name}", "instruction": goal.instruction}
-            with stub(answer) as (model, bodies):
-                await shopper(request, flywheel.Model.of(model, "m"))
-            assert reward(shop.session(f"{number}.{name}").bought, goal)["reward"] == 1.0
-            assert len(bodies) == len(steps), "the visit ends with the purchase"
-            sent = bodies[-1]["messages"]
-            assert sent[0]["role"] == "system" and goal.instruction in str(sent[1]["content"])
-            assert all(len(json.dumps(body)) < LONGEST for body in bodies)
-            assert all(body["max_tokens"] >= 256 for body in bodies), "room for what Qwen says before it acts"
+
+@pytest.mark.parametrize("name", SHOPPERS)
+@in_a_loop
+async def test_a_shopper_still_buys_after_ten_impossible_actions(name):
+    shop, (shopper, said) = Shop(), SHOPPERS[name]
+    steps = [("click", "nothing")] * 10 + plan(shop, 7)
+    session, bodies = await visit(shop, "7", shopper, [said(turn, *step) for turn, step in enumerate(steps)])
+    assert reward(session.bought, session.goal)["reward"] == 1.0
+    assert (session.invalid, len(bodies)) == (10, len(steps))
+
+
+@pytest.mark.parametrize("name", SHOPPERS)
+@in_a_loop
+async def test_only_a_history_that_fills_the_context_ends_a_visit_without_an_error(name):
+    shop, (shopper, said) = Shop(), SHOPPERS[name]
+    begun = [said(turn, *step) for turn, step in enumerate(plan(shop, 7)[:3])]
+    for number, words in enumerate(CONTEXT_IS_FULL):
+        session, bodies = await visit(shop, f"7.{number}", shopper, [*begun, {"error": f"The {words} is 9."}])
+        assert session.bought is None and len(bodies) == 4
+    for replies in ([{"error": CONTEXT_IS_FULL[0]}], [*begun, {"error": "no such tool"}]):
+        with pytest.raises(openai.BadRequestError):
+            await visit(shop, "7.refused", shopper, replies)
 
 
 @in_a_loop

@@ -9,13 +9,19 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = Callable[[dict[str, Any]], dict[str, Any]]  # a request's body → the assistant's message
+# a request's body → the assistant's message; {"error": text} refuses the chat with 400
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def call(name: str, number: int, **arguments: Any) -> dict[str, Any]:
     """A message with one tool call."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"content": None, "tool_calls": [{"id": f"call-{number}", "type": "function", "function": function}]}
+
+
+def at_once(calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """One message with the calls of several."""
+    return {"content": None, "tool_calls": [one for message in calls for one in message["tool_calls"]]}
 
 
 @contextlib.contextmanager
@@ -33,10 +39,11 @@ def stub(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             bodies.append(body)
             message = {"role": "assistant", **answer(body)}
-            stream = bool(body.get("stream"))
-            data = _stream(message) if stream else json.dumps(_completion(message)).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream" if stream else "application/json")
+            stream, refused = bool(body.get("stream")), "error" in message
+            said = {"error": {"message": message["error"]}} if refused else _completion(message)
+            data = _stream(message) if stream and not refused else json.dumps(said).encode()
+            self.send_response(400 if refused else 200)
+            self.send_header("Content-Type", "text/event-stream" if stream and not refused else "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

@@ -128,15 +128,19 @@ def test_a_judge_may_accept_other_words():
     assert reward(made).value < 0 < 1 < reward(made, right=1.0).value
 
 
-def mean(calls_of) -> float:
-    return sum(reward(visit(one, *calls_of(one))).value for one in QUESTIONS) / len(QUESTIONS)
+def mean(calls_of, **options) -> float:
+    return sum(reward(visit(one, *calls_of(one)), **options).value for one in QUESTIONS) / len(QUESTIONS)
+
+
+def found_and_read(one) -> list[tuple]:
+    return [("search_emails", subject_of(one)), *(("read_email", source) for source in one.message_ids)]
+
+
+def honest(one) -> list[tuple]:
+    return [*found_and_read(one), ("answer", one.answer, list(one.message_ids))]
 
 
 def test_answers_for_nothing_earn_far_less_than_answers():
-    def honest(one):
-        found = [("search_emails", subject_of(one)), *(("read_email", source) for source in one.message_ids)]
-        return [*found, ("answer", one.answer, list(one.message_ids))]
-
     everything = " ".join(word for _, values in world.FACTS.values() for word in values)
     hacks = [
         lambda one: [("answer", "", [])],  # nothing
@@ -152,12 +156,33 @@ def test_answers_for_nothing_earn_far_less_than_answers():
     assert all(mean(hack) < -0.5 for hack in hacks[:4])
 
 
+def test_a_visit_that_works_and_then_does_not_know_earns_less_than_half_of_an_answer():
+    def unknown(one):
+        return [*found_and_read(one), ("answer", UNKNOWN, list(one.message_ids))]
+
+    assert mean(unknown) == pytest.approx(0.536)
+
+
+def test_the_articles_weights_pay_for_calls_and_take_for_unknown_tools():
+    def nonsense(one):
+        return [("search_emails", ["zzz"]), ("read_email", "x"), ("answer", "", [])]
+
+    def without_answer(one):
+        return [*found_and_read(one), ("answer", "", [])]
+
+    policies = (honest, without_answer, nonsense)
+    earned = [mean(policy, by_tools=True) for policy in policies]
+    assert earned == pytest.approx([2.5, 2.317, 1.517], abs=0.001)
+    flown = [mean(lambda one: [("unknown_tool", "fly"), *policy(one)], by_tools=True) for policy in policies]  # noqa: B023
+    assert flown == pytest.approx([value - 2 for value in earned])
+
+
 def fuzz(seed: int) -> list[str]:
     draw = random.Random(seed)
     made, seen = Visit(MAILBOX, draw.choice(QUESTIONS)), []
     for _ in range(10):
         words = draw.choices(
-            ["apollo", '"', "' OR 1", "NEAR(", "*", "\0", "", "Ω", "a" * 999, "AND"], k=draw.randint(0, 3)
+            ["apollo", '"', "' OR 1", "NEAR(", "*", "\0", "", "Ω", "\ud83d", "a" * 999, "AND"], k=draw.randint(0, 3)
         )
         seen.append(made.search_emails(words))
         seen.append(made.read_email(draw.choice([*words, "m1-01", "%"])))
@@ -188,12 +213,26 @@ def test_a_real_file_is_opened_read_only_and_another_is_refused(tmp_path):
     assert world.load_questions(rows)[0].message_ids == ("m0-00",)
 
 
+def test_a_question_is_answered_by_mails_of_its_own_day_and_none_of_later_days():
+    sent = [("a", "2001-05-12 10:00:00"), ("b", "2001-05-12 23:59:59"), ("c", "2001-05-13 00:00:00")]
+    box = Mailbox.generated([world.Mail(name, "tea", "x@example.com", "y@example.com", at, "") for name, at in sent])
+    for date in ("2001-05-12", "2001-05-12 08:00:00"):
+        made = Visit(box, world.Question(1, "when?", "now", ("a",), "y@example.com", date))
+        made.search_emails(["tea"])
+        assert made.calls[0].found == ("b", "a")
+    box.close()
+
+
 def test_a_mailbox_or_questions_that_cannot_be_read_are_named_with_the_reason(tmp_path):
     with pytest.raises(ValueError, match=r"none.db cannot be opened: unable to open"):
         Mailbox.open(tmp_path / "none.db")
     rows = tmp_path / "questions.jsonl"
     rows.write_text('{"id": 7}\n')
     with pytest.raises(ValueError, match=r"questions.jsonl, question 1 has no question"):
+        world.load_questions(rows)
+    row = {"id": 7, "question": "when?", "answer": "now", "message_ids": [], "inbox_address": "a@example.com"}
+    rows.write_text(json.dumps({**row, "query_date": "May 12"}))
+    with pytest.raises(ValueError, match=r"question 1: query_date 'May 12' is not a date; write YYYY-MM-DD"):
         world.load_questions(rows)
 
 

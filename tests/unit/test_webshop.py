@@ -7,6 +7,7 @@ import math
 import random
 import re
 from dataclasses import replace
+from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -257,12 +258,24 @@ def test_an_agent_reads_the_same_shop_as_json_and_visits_are_apart():
         assert {name: session.steps for name, session in shop.sessions.items()} == {"7.a": 1, "7.b": 0}
 
 
+@pytest.mark.parametrize("text", ["*" * 9000, "买" * 3000])
+def test_a_long_text_is_answered_as_impossible(text):
+    agent = {"Accept": "application/json"}
+    with site.serve(Shop(SHOP.catalogue)) as url, httpx.Client(base_url=url, timeout=60, headers=agent) as http:
+        answer = http.post("/s/1", data={"action": text})
+        assert answer.status_code == 200
+        assert not answer.json()["valid"] and answer.json()["text"].startswith("not possible: ")
+
+
 def test_the_site_refuses_unknown_sessions_and_escapes_text():
     with site.serve(Shop(SHOP.catalogue)) as url, httpx.Client(base_url=url, timeout=60) as http:
         for path in ("/s/200", "/s/-1", "/s/x.1", "/s/", "/else", "/s/%3Cb%3E"):
             assert http.get(path).status_code == 404 and "<b>" not in http.get(path).text
-        refused = http.post("/s/1", content=b"x" * 9000)
-        assert (refused.status_code, refused.headers.get("Connection")) == (413, "close"), "its body was not read"
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
+        connection.request("POST", "/s/1", headers={"Content-Length": str(site.MAX_BODY_BYTES + 1)})
+        refused = connection.getresponse()
+        assert (refused.status, refused.headers["Connection"]) == (413, "close"), "its body was not read"
+        connection.close()
         assert http.post("/s/1", content=b"\xff\xfe=%zz&action").status_code == 303
         page = http.get("/s/1.%22%3E%3Cscript%3E").text
         assert "<script>" not in page
