@@ -28,11 +28,14 @@ FROM ${FLAVOUR} AS engine
 COPY shared shared
 COPY trainer_service trainer_service
 COPY services services
+# a clone under umask 077 has files that only its owner can read
+RUN chmod -R a+rX /app
 USER flywheel
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/app
 EXPOSE 8101
 HEALTHCHECK --interval=5s --timeout=3s --start-period=300s --retries=12 \
-  CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8101/health', timeout=2)"]
+  CMD ["python", "-c", \
+    "import urllib.request as u; u.build_opener(u.ProxyHandler({})).open('http://127.0.0.1:8101/health', timeout=2)"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["python", "-m", "services.cli"]
 CMD ["engine", "-c", "/config/flywheel.yaml"]

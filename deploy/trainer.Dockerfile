@@ -36,6 +36,8 @@ COPY trainer_service trainer_service
 # `export-model` checks its output with the explorer's code
 COPY explorer_service explorer_service
 COPY services services
+# a clone under umask 077 has files that only its owner can read
+RUN chmod -R a+rX /app
 USER flywheel
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/app
 RUN python -c "import trainer_service.backends.deepspeed, trainer_service.learner, trainer_service.loop"

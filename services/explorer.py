@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -54,6 +55,8 @@ from shared.ports import require_free_port
 from shared.stop_request import StopRequest
 
 log = StageLogger("explorer")
+_GRACE_S = 10  # for open requests at the end
+_WORKER_STOP_TIMEOUT_S = 15.0  # less than STOP_TIMEOUT_S, after which `flywheel up` kills the workers' supervisor
 _BACKLOG = 2048  # uvicorn's default
 _PROXIES = "127.0.0.1,::1,::ffff:127.0.0.1"  # of this machine, so believed; the last is the first at a socket of IPv6
 
@@ -89,8 +92,9 @@ def _run_workers(config: Config, file: Path, stop: StopRequest) -> int:
     """Run supervised processes that share the port."""
     from services.supervisor import Child, Supervisor
 
+    # a worker that outlives its supervisor would hold the port, and ignore SIGTERM if it hangs
     children = [
-        Child(f"worker-{number}", ["explorer", "-c", str(file), "--worker"])
+        Child(f"worker-{number}", ["explorer", "-c", str(file), "--worker"], _WORKER_STOP_TIMEOUT_S, signal.SIGKILL)
         for number in range(config.explorer.workers)
     ]
     with tempfile.TemporaryDirectory(prefix="flywheel-metrics-") as folder:
@@ -128,7 +132,7 @@ def build_server(app: ASGIApp, explorer: ExplorerConfig) -> uvicorn.Server:
             log_level="error",  # a warning for each malformed request would flood the log
             access_log=False,
             lifespan="on",
-            timeout_graceful_shutdown=10,
+            timeout_graceful_shutdown=_GRACE_S,
             timeout_keep_alive=KEEP_ALIVE_S,
             loop="uvloop",
             http=protocol,

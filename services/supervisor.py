@@ -25,6 +25,7 @@ log = StageLogger("up")
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 STABLE_AFTER_S = 60.0  # a process that ran this long restarts with the shortest backoff
 STOP_TIMEOUT_S = 20.0
+REPEATED_S = 1.0  # a signal this soon after the first one is the same request: some launchers send it twice
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class Child:
 
     name: str
     arguments: list[str]
+    stop_timeout_s: float = STOP_TIMEOUT_S  # from SIGTERM until it is killed
+    death_signal: int = signal.SIGTERM  # sent by the kernel if the supervisor dies
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0  # time.monotonic()
     failures: int = 0
@@ -47,9 +50,10 @@ class Child:
 class Supervisor:
     """Starts, monitors, restarts and stops children."""
 
-    def __init__(self, children: list[Child], stop: StopRequest) -> None:
+    def __init__(self, children: list[Child], stop: StopRequest, kill: StopRequest | None = None) -> None:
+        """kill: a request to kill the children that have not ended after `stop`."""
         self._children = children
-        self._stop = stop
+        self._stop, self._kill = stop, kill
         self._width = max(len(child.name) for child in children)
 
     def run(self) -> int:
@@ -78,7 +82,7 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             process_group=0,  # a group, not a session; see decision 10
-            preexec_fn=die_with_parent(),  # noqa: PLW1509 — one prctl call, no lock
+            preexec_fn=die_with_parent(child.death_signal),  # noqa: PLW1509 — one prctl call, no lock
             env={**os.environ, **import_path(), "FLYWHEEL_LOG_PLAIN": "1", "PYTHONUNBUFFERED": "1"},
         )
         child.started_at, child.restart_at = time.monotonic(), None
@@ -117,29 +121,30 @@ class Supervisor:
 
     def _end_all(self) -> None:
         """Stop explorer and trainer first, then the engines: draining requests still need an engine."""
-        log.info("stopping")
+        log.info("stopping" if self._kill is None else "stopping; a second signal kills what has not ended")
         engines = [child for child in self._children if child.arguments[0] == "engine"]
         for stage in ([child for child in self._children if child not in engines], engines):
-            _end_together(stage)
+            _end_together(stage, self._kill)
         for child in self._children:
             if child.reader is not None:
                 child.reader.join(1.0)
         log.info("stopped")
 
 
-def _end_together(children: list[Child]) -> None:
-    """Send SIGTERM to all of them, wait for all of them, then kill the rest of their groups."""
+def _end_together(children: list[Child], kill: StopRequest | None) -> None:
+    """Send SIGTERM to all of them, wait for each until its limit or `kill`, then kill the rest of their groups."""
     for child in children:
         if child.alive and child.process is not None:
             child.process.terminate()
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    for child in children:
+    began = time.monotonic()
+    for child in sorted(children, key=lambda child: child.stop_timeout_s):
         if child.process is None:
             continue
-        try:
-            child.process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            log.warning("did not stop in time; killed", process=child.name)
+        while child.alive and not kill and time.monotonic() - began < child.stop_timeout_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(0.1)
+        if child.alive:
+            log.warning("killed by a second signal" if kill else "did not stop in time; killed", process=child.name)
         _end_group(child.process, signal.SIGKILL)
         child.process.wait()
 
@@ -149,3 +154,15 @@ def _end_group(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
     except ProcessLookupError:
         return  # the whole group has ended
+
+
+def listen_for_two(stop: StopRequest, kill: StopRequest) -> None:
+    """Let a first SIGTERM or SIGINT set `stop`, and a second one `kill` (main thread only)."""
+    times: list[float] = []
+
+    def note(*_: object) -> None:
+        times.append(time.monotonic())
+        (stop if len(times) == 1 or times[-1] - times[0] < REPEATED_S else kill).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)

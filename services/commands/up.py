@@ -21,11 +21,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Run everything except the parts left out until SIGINT or SIGTERM. Raises StartupError."""
+    """Run everything except the parts left out until SIGINT or SIGTERM; a second one kills. Raises StartupError."""
     config = read_config(args)
     if len(set(args.without)) == len(PARTS):
         raise ConfigError("--without leaves all parts out, and nothing is left to run; name one less")
-    from services.supervisor import Child, Supervisor
+    from services.supervisor import STOP_TIMEOUT_S, Child, Supervisor, listen_for_two
     from shared.belonging import require_belonging
     from shared.config import is_loopback
     from shared.ledger.connect import Ledger
@@ -34,7 +34,8 @@ def run(args: Namespace) -> int:
     from shared.stop_request import StopRequest
 
     configure_logging("up", config.log_level)
-    stop = StopRequest().listen()
+    stop, kill = StopRequest(), StopRequest()
+    listen_for_two(stop, kill)
     engines = [e for e in config.explorer.engines if is_loopback(e.host) and "engines" not in args.without]
     for engine in engines:
         require_free_port(engine.host, engine.port, f"the url of explorer.engines {engine.name!r}")
@@ -49,5 +50,8 @@ def run(args: Namespace) -> int:
     children = [Child(f"engine-{e.name}", ["engine", "-c", args.config, "--name", e.name]) for e in engines]
     if not engines and {"explorer", "trainer"} <= set(args.without):
         raise ConfigError("no engine is on this machine, and --without leaves the rest out: nothing is left to run")
-    parts = [name for name in ("explorer", "trainer") if name not in args.without]
-    return Supervisor([*children, *(Child(name, [name, "-c", args.config]) for name in parts)], stop).run()
+    saving_s = STOP_TIMEOUT_S + config.trainer.rank_timeout_s  # at a regular end, the trainer saves a state
+    limits = {"explorer": STOP_TIMEOUT_S, "trainer": saving_s}
+    wanted = [name for name in limits if name not in args.without]
+    parts = [Child(name, [name, "-c", args.config], limits[name]) for name in wanted]
+    return Supervisor([*children, *parts], stop, kill).run()

@@ -9,7 +9,9 @@ ignored, so that nothing here needs to survive a power cut.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
 import shutil
 import socketserver
 import sys
@@ -32,6 +34,7 @@ log = StageLogger("stage")
 
 REQUEST_BYTES = 16_384
 _NICENESS = 5  # lower priority than the engines
+_OWN = re.compile(r"v\d{6,}-[0-9a-f]{16}|\.tmp")  # what staging writes into its folder
 # statuses of the gate's answers
 STAGED, MISSING, UNSOUND, NO_DISK = 200, 409, 422, 507
 
@@ -51,19 +54,20 @@ class Stage:
     """The staged versions of one engine. Thread-safe: one version is staged at a time."""
 
     def __init__(self, root: Path, folder: Path, keep: int) -> None:
-        """Empty the folder. keep: number of versions to keep there. Raises StartupError."""
+        """Empty the folder, which must hold nothing but staged versions. Raises StartupError.
+
+        keep: number of versions to keep there.
+        """
         self._root = root
         self._folder = folder
         self._keep = keep
         self._staged: dict[str, Path] = {}  # by the manifest's sha256, the last requested one at the end
         self._lock = threading.Lock()
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        except OSError as exc:
-            raise StartupError(
-                f"engine.staging_dir cannot be written ({folder}: {exc.strerror}); correct its permissions"
-            ) from exc
+        with _writable(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            _require_own(folder)
+            for old in folder.iterdir():
+                shutil.rmtree(old)
 
     def stage(self, version: int, manifest_sha256: str | None = None, in_use: Collection[int] = ()) -> Path:
         """Return a version's folder on this machine, with all its weights; create it if necessary.
@@ -109,6 +113,46 @@ class Stage:
         return folder
 
 
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """In this block, an error of the file system raises StartupError."""
+    try:
+        yield
+    except OSError as exc:
+        raise StartupError(
+            f"engine.staging_dir cannot be written ({folder}: {exc.strerror}); correct its permissions"
+        ) from exc
+
+
+def _require_own(folder: Path) -> None:
+    """Raise StartupError if the folder holds what no engine has staged, such as the base model."""
+    for entry in sorted(folder.iterdir()):
+        if not _OWN.fullmatch(entry.name):
+            raise StartupError(
+                f"{folder} holds {entry.name}, and an engine deletes what is in its folder of engine.staging_dir; "
+                "nothing was deleted; set engine.staging_dir to a folder of its own"
+            )
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of an engine's folder; a second engine would delete its versions. Raises StartupError.
+
+    The lock's file is beside the folder.
+    """
+    with _writable(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = (folder.parent / f".{folder.name}.lock").open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            raise StartupError(
+                f"another engine uses {folder}; stop it, or give each deployment its own engine.staging_dir"
+            ) from exc
+        yield
+
+
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
     """Whether the staged files are still there: others may have emptied the folder to free space."""
     files = {name: entry for name, entry in manifest.files.items() if not name.endswith(WEIGHTS_SUFFIX)}
@@ -149,9 +193,10 @@ def serve_stage(config: Config, engine: str) -> Iterator[tuple[Stage, str] | Non
         yield None
         return
     own = engine.replace("/", "%")  # which no name contains: another engine's folder must not be inside
-    stage = Stage(config.root, Path(config.engine.staging_dir) / own, config.engine.keep_staged)
-    with tempfile.TemporaryDirectory(prefix="flywheel-") as private:  # the socket's path must be short and private
-        socket = os.path.join(private, "stage")  # noqa: PTH118
+    folder = Path(config.engine.staging_dir) / own
+    with _locked(folder), tempfile.TemporaryDirectory(prefix="flywheel-") as private:
+        stage = Stage(config.root, folder, config.engine.keep_staged)
+        socket = os.path.join(private, "stage")  # noqa: PTH118 — its path must be short and private
         with _listen(socket, stage) as server:
             thread = threading.Thread(target=server.serve_forever, name="stage", daemon=True)
             thread.start()

@@ -98,20 +98,22 @@ class DistillConfig(TaughtConfig):
     def check_in_use(self, key: str) -> None:
         super().check_in_use(key)
         if (self.path is None) == (self.url is None):
-            raise ValueError(
-                f"{key}: path={self.path!r} and url={self.url!r}; set one of them, to where the teacher is"
-            )
+            found = "neither of path and url is set" if self.url is None else "both of path and url are set"
+            raise ValueError(f"{key}: {found}; set one of them, to where the teacher is")
         for name in ("model", "key_env", "timeout_s", "requests_in_flight"):
             if self.url is None and name in self.model_fields_set:
                 raise ValueError(f"{key}.{name} is set, and {key}.url is not; it is for a server alone; remove it")
         if self.url is not None and not _is_address(self.url):
-            raise ValueError(f"{key}.url={self.url!r} is no address; write http://HOST:PORT, without /v1")
+            raise ValueError(
+                f"{key}.url is no address; write http://HOST:PORT, without /v1, user, password and options"
+            )
 
 
 def _is_address(url: str) -> bool:
-    """Whether it names a scheme and a server."""
+    """Whether it names a scheme and a server, and holds no password: logs show it."""
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_plain = not ("@" in url or parts.query or parts.fragment)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and is_plain
     except ValueError:
         return False

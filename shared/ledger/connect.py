@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Column, ColumnElement, Connection, Engine, Table, exc, select
+from sqlalchemy import URL, Column, ColumnElement, Connection, Engine, Table, exc, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 
@@ -51,7 +51,7 @@ class Ledger:
     def __init__(self, engine: Engine, shown_url: str) -> None:
         self._engine = engine
         self.is_sqlite = engine.dialect.name == "sqlite"
-        self.shown_url = shown_url  # without the password
+        self.shown_url = shown_url  # without passwords
         file = engine.url.database if self.is_sqlite else None
         self._queue = None if file in (None, "", ":memory:") else WriterQueue(Path(file))
 
@@ -63,7 +63,7 @@ class Ledger:
         create: create the ledger if there is none; otherwise a missing ledger is an error.
         """
         parsed = make_url(url)
-        shown_url = parsed.render_as_string(hide_password=True)
+        shown_url = _shown(parsed)
         absent = LedgerError(f"{shown_url} holds no ledger; correct root_dir or database_url")
         if parsed.get_backend_name() == "sqlite" and parsed.database:
             if not create and not Path(parsed.database).exists():
@@ -254,6 +254,12 @@ def database_clock(connection: Connection) -> float:
 def placeholder(connection: Connection) -> str:
     """Return the driver's placeholder for a parameter."""
     return "?" if connection.dialect.paramstyle == "qmark" else "%s"
+
+
+def _shown(url: URL) -> str:
+    """Return a database's URL without passwords; of the options in its query, only those that name the server."""
+    named = {name: value for name, value in url.query.items() if name in ("host", "port", "dbname")}
+    return url.set(query=named).render_as_string(hide_password=True)
 
 
 def _make_folder(folder: Path) -> None:

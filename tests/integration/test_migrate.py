@@ -11,7 +11,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, select, text
 
 from shared.config import ledger_url
-from shared.errors import LedgerError
+from shared.errors import LedgerError, StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.driver import answering_within
@@ -157,6 +157,22 @@ def test_a_ledger_moves_to_another_database_whole(tmp_path, postgres, capsys):
     with pytest.raises(LedgerError, match="holds rows already"):
         run_here(config, "migrate", "--to", there)
     assert "copied and verified" in capsys.readouterr().out
+
+
+def test_a_ledger_that_explorers_or_trainers_still_write_is_not_moved_unless_forced(tmp_path):
+    """What they write after the copy would be lost."""
+    config, there = make_config(tmp_path, ["http://127.0.0.1:1"]), f"sqlite:///{tmp_path}/there.sqlite3"
+    source = Ledger.open(config.ledger_url)
+    record_ready(source, rows(1))
+    with source.write() as connection:
+        transitions.heartbeat(connection, "an-explorer", {})
+        about = {"step": 0, "version": 0, "state_path": None, "state_sha256": None}
+        transitions.announce_trainer(connection, name="a-trainer", **about)
+    source.close()
+    with pytest.raises(StartupError, match=r"explorer an-explorer and trainer a-trainer.*stop .*--force"):
+        run_here(config, "migrate", "--to", there)
+    assert not (tmp_path / "there.sqlite3").exists()
+    assert run_here(config, "migrate", "--to", there, "--force") == 0
 
 
 def test_a_ledger_moves_to_a_database_that_sorts_names_in_another_order(tmp_path):

@@ -105,6 +105,32 @@ def test_an_engine_whose_name_begins_like_another_has_a_folder_of_its_own(config
             assert contents(folder).keys() == {*FILES, "config.json"}
 
 
+@pytest.mark.parametrize("entry", ["config.json", "v000001", "v000001-0123456789abcdeg", ".tmp.bak"])
+def test_a_folder_with_anything_but_staged_versions_is_refused_and_keeps_it(entry, config, tmp_path):
+    """The engine is named as the model in the folder of models, for example."""
+    folder = tmp_path / "own disk" / "e0"
+    staged = folder / "v000001-0123456789abcdef"
+    staged.mkdir(parents=True)
+    (staged / "config.json").touch()
+    (folder / entry).mkdir()
+    refusal = f"{folder} holds {entry}, .*set engine.staging_dir"
+    with pytest.raises(StartupError, match=refusal), serve_stage(config, "e0"):
+        pass
+    assert {one.name for one in folder.iterdir()} == {entry, staged.name}
+    assert (staged / "config.json").exists()
+
+
+def test_a_second_engine_on_the_same_folder_is_refused_while_the_first_one_runs(config, weights):
+    with serve_stage(config, "e0") as served:
+        assert served is not None
+        folder = served[0].stage(2)
+        with pytest.raises(StartupError, match=r"another engine uses .*e0; "), serve_stage(config, "e0"):
+            pass
+        assert contents(folder).keys() == {*FILES, "config.json"}
+    with serve_stage(config, "e0"):
+        assert not folder.exists()
+
+
 def test_a_folder_for_temporary_files_whose_name_is_too_long_for_a_socket_is_refused(config, tmp_path, monkeypatch):
     long = tmp_path / ("x" * 100)
     long.mkdir()

@@ -130,7 +130,7 @@ def test_an_engines_port_in_use_is_named_with_its_setting(tmp_path):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_database_that_is_away_is_named_without_its_password(command, tmp_path, refused):
     make_tiny_model(tmp_path / "base")
-    url = f"postgresql://flywheel:secret@127.0.0.1:{free_port()}/flywheel"
+    url = f"postgresql://fw:secret@127.0.0.1:{free_port()}/fw?password=secret&sslpassword=secret&passfile=secret"
     line = refused(command, "-c", str(config_file(tmp_path, database_url=url)))
     assert "the database postgresql" in line and "is it up and reachable?" in line
     assert "secret" not in line
@@ -205,6 +205,10 @@ def config_error(file: Path, **environ: str) -> str:
         {"databse_url": f"postgresql://u:{SECRET}@db/x"},
         {"engine__admin_token": SECRET + "\n"},
         {"engine__admin_token": [SECRET]},
+        {"trainer": {"algorithm": "distill", "distill": {"url": f"http://u:{SECRET}@t:1"}}},
+        {"trainer": {"algorithm": "distill", "distill": {"url": f"ftp://u:{SECRET}@t:1"}}},
+        {"trainer": {"algorithm": "distill", "distill": {"url": f"http://t:1?key={SECRET}"}}},
+        {"trainer": {"algorithm": "distill", "distill": {"url": f"http://u:{SECRET}@t:1", "path": "x"}}},
     ],
     ids=str,
 )

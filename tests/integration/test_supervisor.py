@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,12 +14,12 @@ import psutil
 import pytest
 
 from services.explorer import run_explorer
-from services.supervisor import Child, Supervisor
+from services.supervisor import STOP_TIMEOUT_S, Child, Supervisor, listen_for_two
 from shared.ledger.connect import Ledger
 from shared.stop_request import StopRequest
 from tests.support.experiences import trainer_config
 from tests.support.models import make_tiny_model
-from tests.support.processes import Process, descendants, wait_for, write_config
+from tests.support.processes import Process, descendants, run_here, wait_for, write_config
 from tests.support.servers import free_port, make_config
 
 
@@ -159,3 +160,112 @@ def test_the_pause_before_a_restart_grows(monkeypatch, tmp_path):
     stop.set()
     running.join(240)
     assert not running.is_alive()
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch) -> Path:
+    """What children run in place of Python: their first argument is code, and no command."""
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "$4"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return program
+
+
+def code(ready: Path, on_sigterm: str) -> str:
+    """Code that writes its process id to a file once it handles SIGTERM, and then waits."""
+    return (
+        "import os, pathlib, signal, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: {on_sigterm})\n"
+        f"pathlib.Path({str(ready)!r}).write_text(f'{{os.getpid()}} ')\n"
+        "while True: time.sleep(600)"
+    )
+
+
+@contextlib.contextmanager
+def supervised(children: list[Child], ready: list[Path], *stops: StopRequest) -> Iterator[None]:
+    """In this block the children run; it must request a stop, and all end after it."""
+    running = threading.Thread(target=Supervisor(children, *stops).run)
+    running.start()
+    wait_for(lambda: all(file.exists() and file.read_text().endswith(" ") for file in ready), "the children", 240)
+    yield
+    running.join(240)
+    assert not running.is_alive()
+
+
+@pytest.mark.usefixtures("program")
+def test_a_child_has_its_own_time_to_end_and_is_killed_after_that(tmp_path):
+    hangs, saves = tmp_path / "hangs", tmp_path / "saves"
+    children = [
+        Child("hangs", [code(hangs, "None")], stop_timeout_s=0.5),
+        Child("saves", [code(saves, "(time.sleep(3), os._exit(0))")], stop_timeout_s=240),
+    ]
+    stop = StopRequest()
+    with supervised(children, [hangs, saves], stop):
+        stop.set()
+    assert [child.process.returncode for child in children if child.process] == [-signal.SIGKILL, 0]
+
+
+@pytest.mark.usefixtures("program", "own_handlers")
+def test_a_second_signal_kills_what_takes_long_to_end_and_a_repeat_of_the_first_does_not(tmp_path, monkeypatch):
+    stop, kill = StopRequest(), StopRequest()
+    listen_for_two(stop, kill)
+    child = Child("hangs", [code(tmp_path / "hangs", "None")], stop_timeout_s=3600)
+    with supervised([child], [tmp_path / "hangs"], stop, kill):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop and not kill and child.alive
+        monkeypatch.setattr("services.supervisor.REPEATED_S", 0.0)
+        signal.raise_signal(signal.SIGINT)
+    assert child.process is not None and child.process.returncode == -signal.SIGKILL
+
+
+def test_a_worker_that_hangs_ends_with_its_supervisor_even_if_that_one_is_killed(tmp_path, program):
+    worker = code(tmp_path / "worker", "None")
+    nested = f"""
+import signal, sys
+sys.executable = {str(program)!r}
+from services.supervisor import Child, Supervisor
+from shared.stop_request import StopRequest
+worker = Child("worker", [{worker!r}], stop_timeout_s=3600, death_signal=signal.SIGKILL)
+Supervisor([worker], StopRequest().listen()).run()
+"""
+    child, stop = Child("explorer", [nested], stop_timeout_s=1), StopRequest()
+    with supervised([child], [tmp_path / "worker"], stop):
+        stop.set()
+    assert child.process is not None and child.process.returncode == -signal.SIGKILL
+    pid = int((tmp_path / "worker").read_text())
+    wait_for(lambda: not psutil.pid_exists(pid), "the end of the worker", 240)
+
+
+@pytest.fixture
+def composed(monkeypatch) -> list[Child]:
+    """The children that a command would supervise; none of them starts."""
+    children: list[Child] = []
+
+    class Composed:
+        def __init__(self, given: list[Child], *_: StopRequest) -> None:
+            children.extend(given)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr("services.supervisor.Supervisor", Composed)
+    return children
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_the_trainer_has_time_to_save_and_workers_end_before_their_explorer_is_killed(composed, tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # restored afterwards
+    config = make_config(tmp_path, [f"http://127.0.0.1:{free_port()}"], workers=2)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").touch()
+    assert run_here(config, "up") == 0
+    limits = {child.name: child.stop_timeout_s for child in composed}
+    assert limits["trainer"] > config.trainer.rank_timeout_s
+    assert limits["engine-e0"] == limits["explorer"] == STOP_TIMEOUT_S
+    composed.clear()
+    assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
+    assert len(composed) == 2
+    assert all(child.stop_timeout_s < limits["explorer"] for child in composed)
+    assert {child.death_signal for child in composed} == {signal.SIGKILL}

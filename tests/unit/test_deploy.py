@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 
-from shared.config import Config, load_config
+from shared.config import Config, TrainerConfig, load_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,6 +179,54 @@ def test_every_configuration_of_the_documents_is_valid():
     for page in (ROOT / "docs").rglob("*.md"):
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
             Config.model_validate({"model": {"path": "m"}, **yaml.safe_load(block)})
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+
+@pytest.mark.parametrize(("image", "port"), [("explorer", "8010"), ("engine", "8101")])
+def test_a_health_check_asks_its_own_container_and_no_proxy(image, port):
+    """Docker passes the proxies of its client into containers."""
+    text = (ROOT / f"deploy/{image}.Dockerfile").read_text().replace("\\\n", "")
+    command = json.loads(re.findall(r"^HEALTHCHECK .* CMD (.*)$", text, re.MULTILINE)[0])
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asked = [part.replace(port, str(server.server_port)) for part in command[1:]]
+        environ = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": "", "NO_PROXY": ""}
+        ended = subprocess.run([sys.executable, *asked], env=environ, capture_output=True, text=True, check=False)
+        server.shutdown()
+        assert ended.returncode == 0, ended.stderr
+        elsewhere = [part.replace("/health", "/other") for part in asked]
+        assert subprocess.run([sys.executable, *elsewhere], capture_output=True, check=False).returncode != 0
+
+
+@pytest.mark.parametrize("image", ["explorer", "trainer", "engine"])
+def test_the_user_of_an_image_can_read_the_code_of_a_clone_that_is_private(image):
+    text = (ROOT / f"deploy/{image}.Dockerfile").read_text()
+    readable = text.index("RUN chmod -R a+rX /app\n")
+    assert text.rindex("\nCOPY ") < readable < text.index("\nUSER flywheel")
+
+
+def test_a_container_has_as_much_time_to_end_as_the_process_in_it_takes():
+    services = compose()["services"]
+    for name in ("trainer", "trainer-gpu"):
+        limit = re.fullmatch(r"\$\{TRAINER_STOP_LIMIT:-(\d+)s\}", services[name]["stop_grace_period"])
+        assert limit is not None and int(limit[1]) > TrainerConfig().rank_timeout_s
+    assert "TRAINER_STOP_LIMIT=" in (ROOT / "deploy/compose/env.example").read_text()
+    for name in ("explorer", "engine", "engine-gpu"):
+        assert services[name]["stop_grace_period"] == "30s"
+
+
+def test_the_example_names_a_profile_so_that_every_command_of_compose_acts_on_the_services():
+    example = (ROOT / "deploy/compose/env.example").read_text()
+    (profile,) = re.findall(r"^COMPOSE_PROFILES=(.*)$", example, re.MULTILINE)
+    services = compose()["services"]
+    assert {name for name, one in services.items() if profile in one["profiles"]} == {
+        "postgres", "explorer", "engine", "trainer"
+    }  # fmt: skip
 
 
 VENV_WITHOUT_PIP = """#!/bin/sh

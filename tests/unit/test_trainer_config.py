@@ -58,10 +58,10 @@ from trainer_service.backends.deepspeed import has_bf16
         ),
         (
             "{algorithm: distill, distill: {url: 'localhost:8000'}}",
-            "trainer.distill.url='localhost:8000' is no address; write http://HOST:PORT, without /v1",
+            "trainer.distill.url is no address; write http://HOST:PORT, without /v1",
         ),
-        ("{algorithm: distill, distill: {url: 'http://'}}", "trainer.distill.url='http://' is no address; write http"),
-        ("{algorithm: distill, distill: {url: 'http://a:b'}}", "trainer.distill.url='http://a:b' is no address; write"),
+        ("{algorithm: distill, distill: {url: 'http://'}}", "trainer.distill.url is no address; write http"),
+        ("{algorithm: distill, distill: {url: 'http://a:b'}}", "trainer.distill.url is no address; write"),
         (
             "{batch_size: 100000000000000000000}",
             "trainer.batch_size=100000000000000000000: input should be less",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from trainer_service.watch.wandb import WeightsAndBiases
 
 log = StageLogger("update")
 QUEUED = 256  # records
+_PASSWORD = re.compile(r"://[^/\s]*@")  # a user and a password in a URL
 
 
 class Watch:
@@ -129,7 +131,7 @@ def _logged(name: str, sinks: dict[str, Sink]) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 — boundary to code of others
         sinks.pop(name, None)
-        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        reason = _PASSWORD.sub("://…@", f"{type(error).__name__}: {error}".split("\n")[0])
         log.warning("figures are no longer sent; training goes on", where=name, reason=reason)
 
 
@@ -143,7 +145,7 @@ def _output_factories(settings: WatchConfig, trainer: str, folder: Path) -> dict
     for package, wanted, _ in makers.values():
         if wanted and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"trainer.watch.{package}={wanted}: the package {package} is not installed; install it beside "
+                f"trainer.watch.{package} is set, and the package {package} is not installed; install it beside "
                 "Flywheel, or remove the key"
             )
     return {name: make for name, (_, wanted, make) in makers.items() if wanted}
