@@ -65,15 +65,20 @@ def counted(figures: Path) -> dict[str, float | None]:
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over the runs of each figure of the evaluations, before and after; and how many runs improved."""
+    """Means over the runs of each figure of the evaluations, before and after; and how many runs improved.
+
+    failures: runs of training that failed. evaluations_failed: runs of both evaluations. merged_least: the smallest
+    share of merged turns.
+    """
     names = [name for name in runs[0]["before"] if name not in ("version", "n", "failed", "standard_error")]
     pairs = {name: [(run["before"][name], run["after"][name]) for run in runs] for name in names}
     return {
         "better": sum(after > before for before, after in pairs["reward"]),
         "of": len(runs),
         "failures": sum(sum(run["failures"].values()) for run in runs),
+        "evaluations_failed": sum(run[side]["failed"] for run in runs for side in ("before", "after")),
         "rows_quarantined": sum(run["rows_quarantined"] for run in runs),
-        "merged": min((run["merged"] for run in runs if run["merged"] is not None), default=None),
+        "merged_least": min((run["merged"] for run in runs if run["merged"] is not None), default=None),
         "training": [_mean([run[end] for run in runs]) for end in ("reward_first", "reward_last")],
         **{name: [_mean(side) for side in zip(*values, strict=True)] for name, values in pairs.items()},
     }

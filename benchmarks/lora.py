@@ -3,8 +3,9 @@
     python -m benchmarks.lora
 
 A separate process for each kind makes one PPO update of the same batch of the same model, in float32 on one thread.
-Memory is the process' peak resident memory above its memory before any model was loaded, less one copy of the base's
-weights. A version's bytes are those of its folder's weights, as a share of version 0's.
+Memory is the process' peak resident memory above its memory after the same update of a tiny model, which loads the
+libraries, less one copy of the base's weights. Another process prepares the rows and version 0. A version's bytes are
+those of its folder's weights, as a share of version 0's.
 
 An adapter of rank r over layers of i inputs and o outputs has r Σ(i + o) numbers to their Σ i o, in the base's type:
 a share of about 2r / width for square layers. So there are three models: "narrow" has six layers that are 384 wide,
@@ -14,17 +15,24 @@ a share of about 2r / width for square layers. So there are three models: "narro
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import pickle
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.reload.model import ONE_LAYER, SMALL, WIDE, make_model
+from benchmarks.reload.model import ONE_LAYER, SMALL, WIDE, Shape, make_model
 from shared.config import Config
 
+if TYPE_CHECKING:
+    from trainer_service.learner import Learner
+
 RANK = 8
+BATCH = "batch.pickle"
+TINY = Shape(1, 64, 128, 2, 2)
 SHAPES = {"narrow": SMALL, "wide": WIDE, "one layer": ONE_LAYER}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"kind": "full"},
@@ -50,7 +58,11 @@ def compare(base: Path, folder: Path) -> dict[str, Any]:
     """Run each kind in its own process, over one base model."""
     found: dict[str, Any] = {}
     for number, name in enumerate(KINDS):
-        command = [sys.executable, "-m", "benchmarks.lora", name, str(base), str(folder / f"{base.name} {number}")]
+        tiny, root, tiny_root = folder / "tiny", folder / f"{base.name} {number}", folder / f"tiny {base.name} {number}"
+        prepare(name, make_model(tiny, shape=TINY), tiny_root)
+        prepare(name, base, root)
+        paths = [str(path) for path in (tiny, tiny_root, base, root)]
+        command = [sys.executable, "-m", "benchmarks.lora", name, *paths]
         ended = subprocess.run(command, capture_output=True, text=True, check=True)
         found[name] = json.loads(ended.stdout.splitlines()[-1])
     for figures in found.values():
@@ -59,35 +71,55 @@ def compare(base: Path, folder: Path) -> dict[str, Any]:
     return found
 
 
-def measure(kind: str, base: Path, root: Path) -> dict[str, int]:
-    """Make one update and one version, in this process."""
-    import torch
-
-    from services.trainer import build_update
+def prepare(kind: str, base: Path, root: Path) -> None:
+    """Write version 0 and the batch, which both load models."""
     from shared.ledger.connect import Ledger
-    from shared.versions import version_path
-    from tests.support.batches import rows_batch
     from tests.support.experiences import make_experiences
     from trainer_service.base_version import ensure_base_version
-    from trainer_service.learner import Learner
-    from trainer_service.ranks import join_ranks
 
-    torch.set_num_threads(1)
-    config = Config.model_validate(
-        {"root_dir": str(root), "model": {"path": str(base), **KINDS[kind]}, "trainer": {"epochs": 1}}
-    )
-    rows = make_experiences(base, 8, reply_tokens=32)
+    config = _config(kind, base, root)
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
         ensure_base_version(config, ledger)
-    ranks = join_ranks(60)
+    (root / BATCH).write_bytes(pickle.dumps(make_experiences(base, 8, reply_tokens=32)))
+
+
+def _config(kind: str, base: Path, root: Path) -> Config:
+    model = {"path": str(base), **KINDS[kind]}
+    return Config.model_validate({"root_dir": str(root), "model": model, "trainer": {"epochs": 1}})
+
+
+def measure(kind: str, tiny: Path, tiny_root: Path, base: Path, root: Path) -> dict[str, int]:
+    """Make one update and one version of what was prepared, in this process."""
+    from shared.versions import version_path
+
+    update(kind, tiny, tiny_root)
+    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status("VmRSS")
-    learner = Learner(lambda: build_update(config, root / version_path(0), ranks), ranks)
-    learner._update.update(rows_batch(rows), step=0, version=0)
+    learner = update(kind, base, root)
     most = _status("VmHWM")
     learner.write_version(root, version=1, parent=0, step=1)
     weights = _bytes(root / version_path(0))
     return {"memory_bytes": most - before - weights, "version_bytes": _bytes(root / version_path(1))}
+
+
+def update(kind: str, base: Path, root: Path) -> Learner:
+    """Make one update by the prepared batch."""
+    import torch
+
+    from services.trainer import build_update
+    from shared.versions import version_path
+    from tests.support.batches import rows_batch
+    from trainer_service.learner import Learner
+    from trainer_service.ranks import join_ranks
+
+    torch.set_num_threads(1)
+    config = _config(kind, base, root)
+    rows = pickle.loads((root / BATCH).read_bytes())
+    ranks = join_ranks(60)
+    learner = Learner(lambda: build_update(config, root / version_path(0), ranks), ranks)
+    learner._update.update(rows_batch(rows), step=0, version=0)
+    return learner
 
 
 def _bytes(folder: Path) -> int:
@@ -101,6 +133,6 @@ def _status(name: str) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))))
+        print(json.dumps(measure(sys.argv[1], *map(Path, sys.argv[2:]))))
     else:
         main()

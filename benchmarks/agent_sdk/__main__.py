@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.agent_sdk
-from benchmarks.agent_sdk import ROOT
+from benchmarks.agent_sdk import PARTS, ROOT
 
 sys.path.insert(0, str(ROOT / "agent_sdk"))
 
@@ -66,7 +66,7 @@ def beside_production(url: str, share: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=benchmarks.agent_sdk.__doc__)
     parser.add_argument("--share", type=int, default=1, help="10 makes a tenth of the calls")
-    parser.add_argument("--only", nargs="*", help="parts to run")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     args = parser.parse_args()
     share = args.share
     report: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def main() -> None:
             "overload": lambda: learning.overload(600 // share, folder),
         }
         for part, measure in parts.items():
-            if not args.only or part in args.only:
+            if part in args.only:
                 report[part] = measure()
                 print(part, json.dumps(report[part]), file=sys.stderr, flush=True)
     print(json.dumps(report, indent=1))

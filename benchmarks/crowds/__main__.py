@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import statistics
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from benchmarks.front_door.gateways import OTHER_CORE, REPOSITORY, Gateway, star
 from benchmarks.front_door.load import measure_chats
 
 HONEST = 32
+LEAST = 2  # of a crowd, also of requests that it sends one after the other
 STEADY_PAUSE_S = 0.05  # between two chats of a caller
 AT_MOST = 2.0  # relative to the p99 of the same callers alone
 PROMPT, REPLY = 100, 64  # tokens
@@ -32,6 +34,7 @@ PROMPT, REPLY = 100, 64  # tokens
 
 def main() -> None:
     args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends the processes that it started
     os.sched_setaffinity(0, {OTHER_CORE})
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -58,13 +61,13 @@ def _arguments() -> argparse.Namespace:
         description=benchmarks.crowds.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of one measurement, at least")
     parser.add_argument("--only", nargs="+", choices=CROWDS, default=list(CROWDS))
     return parser.parse_args()
 
 
 async def measure(gateway: Gateway, folder: Path, crowd: Crowd, seconds: float, pause_s: float) -> dict[str, float]:
-    """Measure the honest callers' chats beside a crowd."""
+    """Measure the honest callers' chats beside a crowd, for at least `seconds`, and until the crowd is LEAST."""
     request = http_request(gateway)
     latencies: list[float] = []
     failed = 0
@@ -72,12 +75,15 @@ async def measure(gateway: Gateway, folder: Path, crowd: Crowd, seconds: float, 
         for client in clients:  # a connection's first chat is not counted
             await client.send(request)
         async with crowd(gateway, folder) as figures:
-            until = time.perf_counter() + seconds
+            began = time.perf_counter()
+
+            def goes_on() -> bool:
+                return time.perf_counter() < began + seconds or figures.get("crowd", LEAST) < LEAST
 
             async def call(client: Client, number: int) -> None:
                 nonlocal failed
                 await asyncio.sleep(pause_s * number / HONEST)
-                while time.perf_counter() < until:
+                while goes_on():
                     try:
                         latencies.append(await client.send(request))
                     except ChatFailed:
@@ -85,10 +91,11 @@ async def measure(gateway: Gateway, folder: Path, crowd: Crowd, seconds: float, 
                     await asyncio.sleep(pause_s)
 
             await asyncio.gather(*(call(client, number) for number, client in enumerate(clients)))
+            took = time.perf_counter() - began
     latencies.sort()
     p50, p99 = (1000 * latencies[int(len(latencies) * share)] for share in (0.5, 0.99))
     waits = {"p50_ms": p50, "p99_ms": p99, "slowest_ms": 1000 * latencies[-1]}
-    return {"chats": len(latencies), "failed": failed, **waits, **figures}
+    return {"chats": len(latencies), "seconds": took, "failed": failed, **waits, **figures}
 
 
 def summary(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 import sqlite3
+import statistics
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -17,6 +19,7 @@ from benchmarks.front_door.gateways import Gateway
 
 SILENT, SLOW, DEAF, TARGETS = 2_000, 200, 50, 10_000
 DRIP_S = 0.1  # between two bytes of a slow body
+AT_ONCE = 10  # slow bodies that get a byte at once: uvloop rounds shorter pauses than a millisecond to none
 SETTLE_S = 6.0  # until the buffers of callers that do not read are full
 RECEIVE_BUFFER = 4096
 
@@ -47,17 +50,25 @@ async def slow(gateway: Gateway, _folder: Path) -> AsyncIterator[dict[str, float
     for opened in sockets:
         opened.send(f"{head}Content-Length: 100000\r\n\r\n".encode())
 
-    async def drip() -> None:
-        while True:
-            for opened in sockets:
-                opened.send(b" ")
-                await asyncio.sleep(DRIP_S / SLOW)
+    figures: dict[str, float] = {"crowd": len(sockets)}
+    sent, began = 0, time.perf_counter()
 
-    dripping = asyncio.create_task(drip())
-    yield {"crowd": len(sockets)}
-    dripping.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await dripping
+    async def drip() -> None:
+        nonlocal sent
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            for first in range(0, SLOW, AT_ONCE):
+                for opened in sockets[first : first + AT_ONCE]:
+                    sent += opened.send(b" ")
+                due += AT_ONCE * DRIP_S / SLOW
+                await asyncio.sleep(max(0.0, due - loop.time()))
+
+    async with asyncio.TaskGroup() as group:  # one that fails ends the measurement
+        dripping = group.create_task(drip())
+        yield figures
+        dripping.cancel()
+    figures["bytes_per_s"] = sent / (time.perf_counter() - began)
     _close(sockets)
 
 
@@ -74,24 +85,24 @@ async def deaf(gateway: Gateway, _folder: Path) -> AsyncIterator[dict[str, float
 
 @asynccontextmanager
 async def raters(gateway: Gateway, folder: Path) -> AsyncIterator[dict[str, float]]:
-    """One feedback after the other on the same rows, each with another reward."""
+    """One feedback after the other on the same rows, each with another reward: an equal one would write nothing."""
     names = _recorded(folder)
+    figures: dict[str, float] = {"crowd": 0}
     taken: list[float] = []
     ended = False
 
     async def rate() -> None:
         while not ended:
             began = time.perf_counter()
-            body = json.dumps({"msg_ids": names, "reward": 0.01 * (len(taken) % 7)}).encode()
-            await _feedback(gateway, body)
+            await _feedback(gateway, json.dumps({"msg_ids": names, "reward": random.random()}).encode())
             taken.append(time.perf_counter() - began)
+            figures["crowd"] = len(taken)
 
-    rating = asyncio.create_task(rate())
-    figures: dict[str, float] = {}
-    yield figures
-    ended = True
-    await rating
-    figures |= {"crowd": len(taken), "feedback_s": sum(taken) / len(taken)}
+    async with asyncio.TaskGroup() as group:  # one that fails ends the measurement
+        group.create_task(rate())
+        yield figures
+        ended = True
+        figures["feedback_s"] = statistics.mean(taken)  # without the last one, which ends beside nobody
 
 
 def _recorded(folder: Path) -> list[str]:
@@ -110,6 +121,8 @@ async def _feedback(gateway: Gateway, body: bytes) -> None:
     writer.close()
     if not answer.startswith(b"HTTP/1.1 200"):
         raise Misbehaviour(f"feedback was answered {answer[:200]!r}")
+    if b"duplicate" in answer:
+        raise Misbehaviour("feedback wrote nothing: it was a duplicate of the feedback before it")
 
 
 async def _connect(gateway: Gateway) -> socket.socket:

@@ -11,8 +11,9 @@ LiteLLM's proxy records nothing.
 All gateways run at the same time. They are loaded one after the other, a few seconds each, in many turns, because the
 speed of a machine changes within minutes. A figure is the median over its turns. "flywheel / before" and similar keys
 give two ratios for each figure: of the medians, and the median of the ratios within each turn. The soak follows:
-resident memory over many recorded chats. "targets" compares the figures with their bounds; a missed target is reported,
-and the exit status is still 0.
+resident memory over many recorded chats. A turn in which a gateway answers no chat of a load, or does not finish, is
+dropped: "turns_counted" is the number of the others, "turns_dropped" names each dropped one's gateway and reason.
+"targets" compares the figures with their bounds; a missed target is reported, and the exit status is still 0.
 
 --peers: the Python of a virtual environment with requirements/peers.txt, installed as that file says.
 --against: a checkout of another commit (`git worktree add DIRECTORY COMMIT`). Its explorer runs as the gateway

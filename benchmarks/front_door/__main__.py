@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ SMALL, LARGE = (100, 64), (1024, 256)  # prompt and reply tokens
 
 def main() -> None:
     args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends the processes that it started
     os.sched_setaffinity(0, {OTHER_CORE})
     report: dict[str, Any] = {}
     for size in (SMALL, LARGE):
@@ -35,7 +37,7 @@ def main() -> None:
         try:
             report["soak"] = run_soak(args)
         except load.LoadFailed as error:
-            print(f"no soak: {error}", file=sys.stderr)
+            report["soak"] = {"turns_counted": 0, "turns_dropped": [error.as_json()]}
     report["targets"] = targets(report, SMALL[1], _named(SMALL), _named(LARGE))
     print(json.dumps(rounded(report)))
 
@@ -74,8 +76,9 @@ def _named(size: tuple[int, int]) -> str:
 
 
 def run_size(args: argparse.Namespace, size: tuple[int, int], loads: dict[str, load.Load]) -> dict[str, Any]:
-    """Run every load of every gateway, in turns."""
+    """Run every load of every gateway, in turns. A turn in which a gateway fails wholly is dropped, and reported."""
     turns: Turns = {}
+    dropped: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(prefix="flywheel-front-door-", dir=REPOSITORY) as name, ExitStack() as stack:
         gateways = _ready(args, size, args.only, Path(name), stack)
         for turn in range(args.turns):
@@ -83,13 +86,13 @@ def run_size(args: argparse.Namespace, size: tuple[int, int], loads: dict[str, l
             try:
                 measured = run_turn(gateways, loads, args.requests)
             except load.LoadFailed as error:
-                print(f"this turn does not count: {error}", file=sys.stderr)
+                dropped.append(error.as_json())
                 continue
             for what, by_gateway in measured.items():
                 for gateway, figures in by_gateway.items():
                     turns.setdefault(gateway, {}).setdefault(what, []).append(figures)
             gateways.reverse()  # so that no gateway always follows the same one
-    return summarize(turns)
+    return summarize(turns) | {"turns_counted": args.turns - len(dropped), "turns_dropped": dropped}
 
 
 def run_turn(gateways: list[Gateway], loads: dict[str, load.Load], requests: int) -> dict[str, dict[str, load.Figures]]:

@@ -86,7 +86,7 @@ def targets(report: dict[str, Any], n_reply: int, small: str, large: str) -> lis
     wrong = _both(lambda name: _wrong_events(report, small, name, n_reply + 2))
     rows.append(_row("events lost or added in a stream, the most of all streams", wrong, at_most=0))
     failed = _both(lambda name: _failed(report, name))
-    rows.append(_row("chats and streams that failed", failed, at_most=0))
+    rows.append(_row("chats and streams that failed, and dropped turns", failed, at_most=0))
     return rows
 
 
@@ -133,8 +133,10 @@ def _wrong_events(report: dict[str, Any], size: str, name: str, expected: int) -
 
 
 def _failed(report: dict[str, Any], name: str) -> float | None:
+    """Failed chats and streams, and turns that were dropped because all of them failed."""
     loads = [figures for part in report.values() for figures in part.get(name, {}).values()]
-    return sum(figures.get("failed", 0) for figures in loads) if loads else None
+    dropped = [turn for part in report.values() for turn in part.get("turns_dropped", ()) if turn["gateway"] == name]
+    return sum(figures.get("failed", 0) for figures in loads) + len(dropped) if loads or dropped else None
 
 
 def rounded(value: Any) -> Any:

@@ -22,6 +22,13 @@ LIMIT_S = 300.0  # for one load of one gateway
 class LoadFailed(Exception):
     """A gateway answered no chat of a load, or did not finish in time."""
 
+    def __init__(self, gateway: str, why: str) -> None:
+        super().__init__(f"{gateway}: {why}")
+        self._gateway, self._why = gateway, why
+
+    def as_json(self) -> dict[str, str]:
+        return {"gateway": self._gateway, "why": self._why}
+
 
 async def run_load(measure: Load, gateway: Gateway, requests: int) -> Figures:
     """Run one load of one gateway, within LIMIT_S. Raises LoadFailed."""
@@ -29,7 +36,7 @@ async def run_load(measure: Load, gateway: Gateway, requests: int) -> Figures:
         async with asyncio.timeout(LIMIT_S):
             return await measure(gateway, requests)
     except TimeoutError:
-        raise LoadFailed(f"{gateway.name}: not finished within {LIMIT_S:g} s") from None
+        raise LoadFailed(gateway.name, f"not finished within {LIMIT_S:g} s") from None
 
 
 async def measure_chats(gateway: Gateway, in_flight: int, requests: int) -> Figures:
@@ -102,7 +109,7 @@ async def measure_streams(gateway: Gateway, in_flight: int, rounds: int, within_
 
 def _require_some(gateway: Gateway, succeeded: list[Any], failures: list[ChatFailed]) -> None:
     if not succeeded:
-        raise LoadFailed(f"{gateway.name}: every chat failed, the first one with {failures[0]!r}")
+        raise LoadFailed(gateway.name, f"every chat failed, the first one with {failures[0]!r}")
 
 
 CHATS: dict[str, Load] = {

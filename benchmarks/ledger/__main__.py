@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--hold-s", type=float, default=180.0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends the processes that it started
     with tempfile.TemporaryDirectory(prefix="flywheel-ledger-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # PostgreSQL's server runs as another user

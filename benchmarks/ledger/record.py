@@ -15,10 +15,12 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from benchmarks.ledger.databases import N_PROMPT, N_REPLY, WRITERS, Databases, Figures, make_sample
 from explorer_service.background import Background
+from explorer_service.chat.conversation import DIGEST_BYTES
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.metrics import ExplorerMetrics
 from shared.experience import new_message_id
@@ -61,15 +63,16 @@ def _write_at_once(ledger: Ledger, rows: int) -> float:
     return rows / (time.perf_counter() - started)
 
 
-async def _write_with_64(ledger: Ledger, seconds: int) -> float:
+async def _write_with_64(ledger: Ledger, seconds: float) -> float:
     writer = LedgerWriter(ledger, ExplorerMetrics(), Background())
-    sample = make_sample()
+    sample = make_sample()  # its tokens are those of all rows
     stored = 0
 
     async def writing() -> None:
         nonlocal stored
         while time.perf_counter() < until:
-            await writer.record([replace(sample, msg_id=new_message_id("chatcmpl-"))])
+            about: dict[str, Any] = {"msg_id": new_message_id("chatcmpl-"), "exchange": os.urandom(DIGEST_BYTES)}
+            await writer.record([replace(sample, **about)])
             stored += 1
 
     started = time.perf_counter()

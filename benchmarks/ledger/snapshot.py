@@ -56,7 +56,7 @@ class Learner:
 
 
 def measure(databases: Databases, hold_s: float) -> Figures:
-    """Claims a second on two databases, alternating. hold_s: how long a snapshot of the first is open."""
+    """Claims a second on two databases, alternating. hold_s: how long a snapshot of the first is open, at least."""
     held, free = (Learner(databases.open("postgresql")) for _ in range(2))
 
     def claims_per_s(seconds: float) -> list[float]:
@@ -72,11 +72,13 @@ def measure(databases: Databases, hold_s: float) -> Figures:
     with held.ledger._engine.connect() as report:
         report.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
         report.execute(text("SELECT count(*) FROM experiences"))
-        parts = [claims_per_s(2 * hold_s / 6) for _ in range(6)]
+        began = time.perf_counter()
+        parts = [claims_per_s(hold_s / 6) for _ in range(6)]
+        held_s = time.perf_counter() - began
     held.ledger.close()
     free.ledger.close()
     return {
-        "hold_s": hold_s,
+        "held_s": held_s,
         "claims_per_s_before": before[0],
         "claims_per_s_first_sixth": parts[0][0],
         "claims_per_s_last_sixth": parts[-1][0],

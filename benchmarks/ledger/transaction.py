@@ -18,6 +18,7 @@ from typing import Any
 from sqlalchemy import event
 
 from benchmarks.ledger.databases import Databases, Figures, make_sample
+from explorer_service.chat.conversation import DIGEST_BYTES
 from shared.experience import Sample, new_message_id
 from shared.ledger import transitions
 from shared.ledger.connect import DedicatedConnection, Ledger
@@ -36,7 +37,7 @@ def measure(databases: Databases, kind: str, chats: int = 3000) -> Figures:
             for _ in range(_WARM + chats):
                 sample = _new(model)
                 ours.append(_cpu_us(partial(dedicated.write, partial(transitions.record, samples=[sample]))))
-                values = _rename(statements, model.msg_id)
+                values = _renamed(statements, model)
                 drivers.append(_cpu_us(partial(_by_driver, driver, values)))
     result: Figures = {}
     for name, took in (("record", ours[_WARM:]), ("driver", drivers[_WARM:])):
@@ -47,7 +48,7 @@ def measure(databases: Databases, kind: str, chats: int = 3000) -> Figures:
 
 
 def _new(model: Sample) -> Sample:
-    return replace(model, msg_id=new_message_id("chatcmpl-"), exchange=os.urandom(16))
+    return replace(model, msg_id=new_message_id("chatcmpl-"), exchange=os.urandom(DIGEST_BYTES))
 
 
 def _cpu_us(work: Callable[[], object]) -> float:
@@ -73,10 +74,10 @@ def _statements(ledger: Ledger, sample: Sample) -> list[_Statement]:
     return seen
 
 
-def _rename(statements: list[_Statement], before: str) -> list[_Statement]:
-    """The same statements for another chat."""
-    name = new_message_id("chatcmpl-")
-    return [(text, tuple(name if value == before else value for value in values)) for text, values in statements]
+def _renamed(statements: list[_Statement], model: Sample) -> list[_Statement]:
+    """The statements of this chat for another one: with its own id and exchange, as in `_new`."""
+    new = {model.msg_id: new_message_id("chatcmpl-"), model.exchange: os.urandom(DIGEST_BYTES)}
+    return [(text, tuple(new.get(value, value) for value in values)) for text, values in statements]
 
 
 def _by_driver(driver: Any, statements: list[_Statement]) -> None:

@@ -10,18 +10,21 @@ version is published while the streams run ("reload"); or new weights arrive as 
 models this on the same engine. Short chats, one after the other, measure a request that arrives during the event.
 
 Gaps are between two events of a stream. A reply counts as failed if its status is not 200 or it ends in an error, as
-truncated if it does not have 200 tokens, as reordered if its tokens differ from the ledger's. "engine_ms" is the time
-of the engine's own answers to pause, load and resume; "prefill_ms" that of one prefill of as many tokens as the streams
-had when they paused. "fresh_engine_equal": `/weight_checker` finds all tensors equal to those of an engine that is
+truncated if it does not have 200 tokens, as reordered if its tokens differ from the ledger's. "pause_ms", "gap_ms",
+"stage_ms" and "proof_ms" are by the explorer's clock, the mean over the engines that reloaded. "pause_ms" contains the
+pause, two labels, the load, the reset of the cache, the checks of ownership and the resumption; "gap_ms" the proof in
+addition. "prefill_ms" is the time of one prefill of as many tokens as the streams had when they paused.
+"fresh_engine_equal": `/weight_checker` finds all tensors equal to those of an engine that is
 newly started on the last version.
 
 Adapters ("lora"): the same model as `model.kind: lora`, rank 8, in other processes. A turn that loads nothing ("none"),
 with the same number of short chats, follows each turn that publishes a version. "gap_above_ms" and
 "first_token_above_ms" are the differences between the two: of the longest gaps, and of the slowest first tokens.
-"first_load" is the very first load. "side_by_side": four versions at once with 8 streams each, all loaded, and 32
-streams of one version. "two_explorers": 8 streams at each while versions arrive. "wrong_labels" counts rows, of all of
-these, whose logprobs differ from those that PEFT computes for the row's version, in float32; "largest_gap_to_peft" is
-the engine's largest difference, and that of the last version merged into one folder.
+"first_load" is the first load of these turns: the engine's very first for the first number of streams alone.
+"side_by_side": four versions at once with 8 streams each, all loaded, and 32 streams of one version. "two_explorers": 8
+streams at each while versions arrive. "wrong_labels" counts rows, of all of these, whose logprobs differ from those
+that PEFT computes for the row's version, in float32; "largest_gap_to_peft" is the engine's largest difference, and that
+of the last version merged into one folder.
 
 Deltas: bfloat16, AdamW, median over the steps, bytes as a share of the whole; rebuilding and copying alternate.
 """

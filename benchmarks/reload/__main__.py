@@ -17,7 +17,14 @@ from typing import Any
 import benchmarks.reload
 from benchmarks.reload.deltas import measure_deltas
 from benchmarks.reload.drain import drain_and_load
-from benchmarks.reload.figures import read_recorded, row_to_first_token, spread, summarize
+from benchmarks.reload.figures import (
+    read_recorded,
+    read_reloads,
+    row_to_first_token,
+    seconds_of_each,
+    spread,
+    summarize,
+)
 from benchmarks.reload.lora import measure_adapters
 from benchmarks.reload.model import make_model
 from benchmarks.reload.service import POLL_INTERVAL_S, Service
@@ -74,10 +81,10 @@ async def run_turns(service: Service, streams: int, reloads: int) -> dict[str, A
             print(f"{streams} streams: reload {number + 1} of {reloads}", file=sys.stderr)
             await asyncio.to_thread(service.prepare_version)
             turns["none"].append(await callers.turn(streams, None))
-            before = await asyncio.to_thread(service.reload_seconds)
+            before = read_reloads(await asyncio.to_thread(service.read_metrics))
             turns["reload"].append(await callers.turn(streams, lambda: asyncio.to_thread(service.publish)))
-            after = await asyncio.to_thread(service.reload_seconds)
-            seconds.append({name: value - before.get(name, 0.0) for name, value in after.items()})
+            after = read_reloads(await asyncio.to_thread(service.read_metrics))
+            seconds.append(seconds_of_each(before, after))
             prefills.append(await asyncio.to_thread(measure_prefill, service, turns["reload"][-1]))
             if number < DRAINS and len(service.engines) == 1:
                 turns["drain"].append(await callers.turn(streams, lambda: drain_and_load(service, callers)))

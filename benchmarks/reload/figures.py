@@ -42,6 +42,20 @@ def summarize(turns: list[Turn], recorded: dict[str, list[int]]) -> dict[str, An
     }
 
 
+def read_reloads(metrics: str) -> dict[str, float]:
+    """Sums and counts of the reload times in an explorer's metrics, as "pause_sum" and "pause_count"."""
+    lines = [line.split() for line in metrics.splitlines() if line.startswith("flywheel_reload_")]
+    found = {name.removeprefix("flywheel_reload_").replace("_seconds", ""): float(value) for name, value in lines}
+    return {name: value for name, value in found.items() if name.endswith(("_sum", "_count"))}
+
+
+def seconds_of_each(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """By metric, the mean over the engines that reloaded in between: each engine's reload counts once."""
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    names = [name.removesuffix("_sum") for name in grown if name.endswith("_sum")]
+    return {name: grown[f"{name}_sum"] / max(1.0, grown[f"{name}_count"]) for name in names}
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Minimum, median and maximum."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}

@@ -51,11 +51,13 @@ class Service:
         self.url = f"http://127.0.0.1:{self.config.explorer.port}"
         self.engines = [address.url for address in self.config.explorer.engines]
         self.admin = {TOKEN_HEADER: engine_token(self.config)}
+        # one client for all requests: to make another takes as long as a prefill, and some requests are timed
+        self.http = stack.enter_context(httpx.Client(trust_env=False, timeout=120))
         for address in addresses:
             self._start(["engine", "-c", str(self.file), "--name", address["name"]], address["name"])
-            _wait(f"{address['url']}/health")
+            _wait(self.http, f"{address['url']}/health")
         self._start(["explorer", "-c", str(self.file)], "explorer")
-        _wait(f"{self.url}/ready")
+        _wait(self.http, f"{self.url}/ready")
         self.ledger = stack.enter_context(contextlib.closing(Ledger.open(self.config.ledger_url)))
         make = Publisher if kind == "full" else AdapterPublisher
         self.publisher: Publisher | AdapterPublisher = make(self.config, self.ledger)
@@ -80,7 +82,7 @@ class Service:
         config["explorer"]["port"] = port
         file.write_text(yaml.safe_dump(config))
         self._start(["explorer", "-c", str(file)], "other")
-        _wait(f"http://127.0.0.1:{port}/ready")
+        _wait(self.http, f"http://127.0.0.1:{port}/ready")
         return f"http://127.0.0.1:{port}"
 
     def prepare_version(self) -> None:
@@ -91,19 +93,13 @@ class Service:
         """Make the prepared version official. Returns its number."""
         return self.publisher.publish()
 
-    def reload_seconds(self) -> dict[str, float]:
-        """Sums of the explorer's reload metrics so far, by metric."""
-        text = httpx.get(f"{self.url}/metrics").text
-        sums = [
-            line.split() for line in text.splitlines() if line.startswith("flywheel_reload_") and "_seconds_sum" in line
-        ]
-        return {
-            name.removeprefix("flywheel_reload_").removesuffix("_seconds_sum"): float(value) for name, value in sums
-        }
+    def read_metrics(self) -> str:
+        """The explorer's metrics so far."""
+        return self.http.get(f"{self.url}/metrics").text
 
     def read_version(self) -> int:
         """The version in service."""
-        return int(httpx.get(f"{self.url}/status").json()["versions"]["serving"])
+        return int(self.http.get(f"{self.url}/status").json()["versions"]["serving"])
 
     def read_seconds(self) -> float:
         """Time to read the weights of the version in service, without hashing."""
@@ -116,7 +112,7 @@ class Service:
 
     def ask_engine(self, method: str, path: str, body: object = None, url: str | None = None) -> Any:
         """An engine's answer to an administration request."""
-        reply = httpx.request(method, (url or self.engines[0]) + path, json=body, headers=self.admin, timeout=120)
+        reply = self.http.request(method, (url or self.engines[0]) + path, json=body, headers=self.admin)
         return reply.raise_for_status().json() if reply.content else None
 
     def is_fresh_engine_equal(self, model: Path) -> bool:
@@ -125,7 +121,7 @@ class Service:
         file = self._folder / "fresh.yaml"
         self._write_config(file, model, [address])
         self._start(["engine", "-c", str(file)], "fresh")
-        _wait(f"{address['url']}/health")
+        _wait(self.http, f"{address['url']}/health")
         baseline = self.ask_engine("POST", "/weight_checker", {"action": "checksum"}, address["url"])["checksums"]
         body = {"action": "compare", "baseline": baseline}
         return all(self.ask_engine("POST", "/weight_checker", body, url)["match"] for url in self.engines)
@@ -194,11 +190,11 @@ def _running(arguments: list[str], log: Path) -> Iterator[None]:
             process.wait()
 
 
-def _wait(url: str) -> None:
+def _wait(http: httpx.Client, url: str) -> None:
     deadline = time.monotonic() + START_S
     while True:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url).status_code == 200:
+            if http.get(url).status_code == 200:
                 return
         if time.monotonic() > deadline:
             raise SystemExit(f"{url} was not ready within {START_S:g} s")

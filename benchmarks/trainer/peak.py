@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,13 +26,16 @@ def measure(spread: float, score: Callable[[nn.Linear, Tensor, Tensor], Tensor],
     layer.weight.grad = torch.zeros_like(layer.weight)
     hidden_KD = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     actions_K = torch.randint(0, VOCABULARY, (TOKENS,))
-    before = _resident()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which contains what was freed
+    before = _status("VmRSS")
     with torch.set_grad_enabled(update):
         logprobs_K = score(layer, hidden_KD, actions_K)
     if update:
         logprobs_K.sum().backward()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / UNIT
+    return (_status("VmHWM") - before) / UNIT
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def _status(name: str) -> int:
+    """Bytes of this process by the kernel: ru_maxrss would contain the peak of the process that started it."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return 1024 * int(line.split()[1])

@@ -1,4 +1,4 @@
-"""A benchmark is a program: started by its name, it says how it is called."""
+"""A benchmark is a program: started by its name, it says how it is called, and refuses parts that it does not have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import agent_sdk
+
 PROGRAMS = sorted(Path(__file__).parents[2].glob("benchmarks/*/__main__.py"))
+IN_PARTS = [path for path in PROGRAMS if '"--only"' in path.read_text()]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=[path.parent.name for path in PROGRAMS])
@@ -16,3 +19,16 @@ def test_a_benchmark_prints_its_usage_for_help(program, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(program), run_name="__main__")
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage:")
+
+
+@pytest.mark.parametrize("program", IN_PARTS, ids=[path.parent.name for path in IN_PARTS])
+def test_a_benchmark_refuses_a_part_that_it_does_not_have(program, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [str(program), "--only", "nothing"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(program), run_name="__main__")
+    assert ended.value.code == 2 and "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+def test_the_parts_of_the_agents_side_have_one_spelling():
+    said = (agent_sdk.__doc__ or "").partition("Parts: ")[2].partition(".")[0]
+    assert tuple(said.replace("\n", " ").split(", ")) == agent_sdk.PARTS
