@@ -111,7 +111,10 @@ def learn_options(own: Mapping[str, Any], file: Path | None) -> Mapping[str, Any
         return own
     config = flywheel.LearnConfig.load(file)
     given = json.loads(file.read_text(encoding="utf-8-sig"))
-    return {**own, **{name: getattr(config, name) for name in given}}
+    options = {**own, **{name: getattr(config, name) for name in given}}
+    if "params" in given:  # those that the file does not name, such as max_tokens, stay the example's
+        options["params"] = {**own.get("params", {}), **config.params}
+    return options
 
 
 @contextlib.contextmanager

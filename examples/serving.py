@@ -145,10 +145,12 @@ def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] 
             _wait_ready(url, found, waiting)
             yield found
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
+        for wait_s in (60, 30):  # the second signal kills what has not ended
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(wait_s)
+                break
+        else:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 

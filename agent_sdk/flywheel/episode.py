@@ -89,6 +89,7 @@ class Attempts:
                 reward = None if self.how.on_timeout is None else Reward(self.how.on_timeout)
                 if await self._end(place, run, reward, "timeout", began) is None:
                     return run.chats
+                run.forget()
                 break  # nothing was sent: it has no chats, or its credit function failed
             except JudgeFailed as exc:
                 self.failures.failed(exc)  # the run is valid: another attempt would not help the judge
@@ -103,6 +104,7 @@ class Attempts:
                 self.failures.succeeded()
                 return run.chats
             self.failures.failed(failure)
+            run.forget()
         await self.journal.write(self._line(place, None, None, "dropped", 0.0))
         self.counted += 1
         return 0

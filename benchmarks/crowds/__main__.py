@@ -50,9 +50,11 @@ def main() -> None:
             for load, pause_s in (("busy", 0.0), ("steady", STEADY_PAUSE_S)):
                 for crowd in args.only:
                     of_crowd = found.setdefault(f"{crowd}, {load}", {"alone": [], "beside": []})
-                    for who, beside in (("alone", nobody), ("beside", CROWDS[crowd])):
-                        figures = uvloop.run(measure(gateway, folder, beside, args.seconds, pause_s))
+                    seconds = args.seconds
+                    for who, beside in (("beside", CROWDS[crowd]), ("alone", nobody)):
+                        figures = uvloop.run(measure(gateway, folder, beside, seconds, pause_s))
                         of_crowd[who].append(figures)
+                        seconds = figures["seconds"]  # alone for as long: the slowest of more chats is slower
     print(json.dumps(rounded({name: summary(turns) for name, turns in found.items()})))
 
 

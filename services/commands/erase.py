@@ -62,7 +62,10 @@ def _trained(versions: set[int], leased: int) -> str:
     """Say which versions were trained on the rows."""
     known = f"they went into {_ranges(versions)}" if versions else "no version is known to contain them"
     if leased:
-        return f"{known}; a trainer has leased {leased} of them: repeat this command after it has saved its next state"
+        return (
+            f"{known}; a trainer has leased {leased} of them, or of replies that are preferred over them: repeat this "
+            "command after it has saved its next state"
+        )
     return known if versions else "no version was trained on them"
 
 

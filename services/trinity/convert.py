@@ -9,7 +9,7 @@ from typing import Any
 from services.trinity import algorithms, gpus, table, workflow
 from services.trinity.key import Fate, Given, NoCounterpart, NotNeeded, Settings, refusal
 from services.trinity.takes import ARGUMENTS, COLOCATED_SHARE, is_hub_name, words
-from services.trinity.takes_trainer import kl, own_mean
+from services.trinity.takes_trainer import SHUFFLED, kl, own_mean
 from shared.config import ALGORITHMS, Config
 from shared.errors import ConfigError
 
@@ -192,6 +192,9 @@ def _add_defaults(done: Conversion, given: Given) -> None:
             f"explorer.host is {done.settings['explorer.host']}: Trinity listens on 0.0.0.0 without a key; to listen "
             "on another address, give explorer.keys"
         )
+    reads_file = has_tasks(given) and given.get("mode") != "bench" and workflow.example(given) is None
+    if reads_file and not any(name.endswith("_selector.selector_type") for name in given):
+        done.remarks.append(f"Trinity's default is the order of the file: {SHUFFLED}")
     runs = {"learn.runs_per_task": 1} if workflow.example(given) else {}
     for path, value in {**_SAMPLING, **runs}.items() if has_tasks(given) else ():
         if path not in done.settings:

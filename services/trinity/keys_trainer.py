@@ -123,8 +123,8 @@ BUFFER: tuple[Key, ...] = (
     moved(_EVAL + "eval_temperature", "learn.eval_params.temperature"),
     unneeded(_TASKSET + "{rollout_args.n,repeat_times}", "algorithm.repeat_times counts"),
     unneeded(_ANY + "rollout_args.logprobs", "every token's is recorded"),
-    lost(_TASKSET + "{data_selector,task_selector}.selector_type", "learn draws a new order in each epoch; to begin "
-         "with easy tasks, learn them first", ("shuffle", "random"), changes_training=True),
+    Key(_TASKSET + "{data_selector,task_selector}.selector_type", note=takes.SHUFFLED, off=("shuffle", "random"),
+        changes_training=True, take=takes.order),
     moved(_TASKSET + "{data_selector,task_selector}.seed", "learn.seed"),
     unneeded(_EVAL + "{data_selector,task_selector}.{selector_type,seed}", "an evaluation runs every task"),
     unneeded(_ANY + "{data_selector,task_selector}.{feature_keys,kwargs.**}", "with selector_type"),

@@ -23,6 +23,7 @@ _LOSS_ARGUMENTS = "algorithm.policy_loss_fn_args"
 _BY_TOKEN, _BY_SEQUENCE = "token-mean", "seq-mean-token-mean"
 _MEANS = {_BY_TOKEN: "tokens", _BY_SEQUENCE: "sequences"}
 _NAME_IT = "name it in policy_loss_fn_args, too, if it is to count"
+SHUFFLED = "learn draws a new order of the tasks in each epoch; to begin with easy ones, learn them first"
 _KEYS_OF_KL = {"reward": "algorithm.kl_penalty_fn", "loss": "algorithm.kl_loss_fn"}
 
 
@@ -175,6 +176,15 @@ def staleness(value: Any, given: Given) -> Settings:
     steps = int(value)
     versions = steps // publish_every(value, given)["trainer.publish_every"]
     return {"trainer.max_staleness_versions": max(min(1, steps), versions)}
+
+
+def order(value: Any, given: Given) -> Settings:
+    """Accept a random order of tasks."""
+    if given.get("mode") in ("train", "bench"):
+        raise NotNeeded("no tasks are learned from")
+    if str(value).lower() in ("shuffle", "random", ""):
+        raise NotNeeded("as it is here")
+    raise NoCounterpart(SHUFFLED, changes_training=True)
 
 
 def critic(setting: str) -> Take:

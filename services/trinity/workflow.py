@@ -22,6 +22,7 @@ EXAMPLES = {
     "frozen_lake_workflow": "frozen_lake",
     "webshop_workflow": "webshop",
 }
+_BOUND = ("webshop", "email_search")  # examples whose agents set max_tokens in each chat
 _REWARDS = {  # ours for Trinity's, and how ours differs
     "math_reward": ("number", "the last number counts; Trinity's form with <think> and <answer> earns nothing"),
     "math_boxed_reward": ("boxed", "a formula counts word for word"),
@@ -123,6 +124,8 @@ def require_no_own(path: str, given: Given) -> None:
         return
     if path in ("tasks", "learn.epochs"):
         raise NoCounterpart(_OWN_TASKS, changes_training=True)
+    if path == "learn.params.max_tokens" and example(given) in _BOUND:
+        raise NoCounterpart("the example's agent asks for at most 256 tokens an answer", changes_training=True)
     if path.startswith(("eval_tasks", "learn.eval_")):
         raise NoCounterpart("the example evaluates held-out tasks of its own, before and after it learns")
 

@@ -70,7 +70,10 @@ def test_a_reply_over_which_a_trained_one_was_preferred_names_that_version(ledge
         }
         transitions.apply_feedback(connection, msg_ids=["m#0"], learned=frozenset(("preferred_over",)), **said)
     commit(ledger)
-    publish(ledger, claim(ledger), 1)
+    lease = claim(ledger)
+    assert run_here(config, "erase", "--message", "m#1") == 0
+    assert "a trainer has leased 1 of them, or of replies that are preferred over them" in capsys.readouterr().out
+    publish(ledger, lease, 1)
     assert run_here(config, "erase", "--message", "m#1") == 0
     assert "1 rows erased; they went into versions 1" in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import flywheel
@@ -156,6 +157,34 @@ def test_what_a_failed_attempt_left_running_says_is_never_sent(explorer, tmp_pat
 
     learn(explorer, tmp_path, workflow, TASKS[:1])
     assert [row.reward for row in rows(explorer)] == [None, None, None, 1.0]
+
+
+def test_what_an_attempt_left_running_whose_credit_function_failed_says_is_never_sent(explorer, tmp_path):
+    left: list[asyncio.Task[None]] = []
+    dropped = asyncio.Event()
+
+    async def late(run: flywheel.AsyncRun) -> None:
+        await dropped.wait()
+        async with run.child("late") as own:
+            await say_async(own.model)
+            own.reward(0.25)
+
+    async def workflow(task: Any, model: flywheel.Model, run: flywheel.AsyncRun) -> float:
+        if left:
+            dropped.set()
+            await left[0]
+        else:
+            left.append(asyncio.create_task(late(run)))
+        await say_async(model)
+        return 1.0
+
+    def credit(reward: float, msg_ids: Sequence[str]) -> list[float]:
+        if not dropped.is_set():
+            raise ValueError("no shares")
+        return [reward]
+
+    learn(explorer, tmp_path, workflow, TASKS[:1], credit=credit)
+    assert sorted(row.reward or 0.0 for row in rows(explorer)) == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("none", [{"reward": None}, flywheel.Reward(None), flywheel.Result(response="x")])

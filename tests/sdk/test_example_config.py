@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from examples.run import parser, run
+from examples.run import learn_options, parser, run
 from tests.sdk.conftest import rows
 from tests.sdk.test_example_run import example
 from tests.support.time_limits import end_when
@@ -27,6 +27,14 @@ def test_the_options_of_the_file_replace_the_example_s(explorer, scripted_engine
     assert {run.rpartition("#")[2] for run in runs} == {"0", "1", "2"}
     assert all(run.startswith("one/") for run in runs)
     assert {(body["max_tokens"], body["seed"]) for body in scripted_engine.script.bodies if "seed" in body} == {(9, 5)}
+
+
+def test_the_file_s_params_leave_those_of_the_example_that_it_does_not_name(tmp_path):
+    file = tmp_path / "learn.yaml"
+    file.write_text(json.dumps({"name": "one", "params": {"temperature": 0.5}}))
+    own = {"runs_per_task": 8, "params": {"max_tokens": 256, "temperature": 1.0}}
+    options = {"name": "one", "runs_per_task": 8, "params": {"max_tokens": 256, "temperature": 0.5}}
+    assert learn_options(own, file) == options
 
 
 @pytest.mark.parametrize(

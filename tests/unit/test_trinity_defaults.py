@@ -77,6 +77,18 @@ def test_an_order_of_tasks_that_learn_does_not_keep_is_marked(order, marked):
     assert [line.key for line in converted(**tasks).lost] == marked
 
 
+@pytest.mark.parametrize("mode", ["train", "bench"])
+def test_an_order_of_tasks_from_which_nothing_is_learned_is_not_marked(mode):
+    tasks = {"buffer.explorer_input.taskset.path": "tasks.jsonl", SELECTOR: "sequential", "mode": mode}
+    assert SELECTOR not in [line.key for line in converted(**tasks).lost]
+
+
+def test_the_order_of_tasks_is_told_if_the_file_names_none():
+    tasks = {"buffer.explorer_input.taskset.path": "tasks.jsonl"}
+    for keys, is_told in ((tasks, True), ({**tasks, SELECTOR: "random"}, False)):
+        assert any("learn draws a new order" in one for one in converted(**keys).remarks) is is_told
+
+
 def test_the_order_of_held_out_tasks_is_not_marked():
     held_out = "buffer.explorer_input.eval_tasksets.0.task_selector.selector_type"
     assert not converted(**{"buffer.explorer_input.taskset.path": "tasks.jsonl", held_out: "sequential"}).lost

@@ -118,6 +118,13 @@ def test_without_a_number_of_runs_an_example_makes_trinity_s_one():
     assert (converted(as_yaml(keys)).learn() or {})["runs_per_task"] == 1
 
 
+@pytest.mark.parametrize(("workflow", "is_lost"), [("webshop", True), ("email_search", True), ("frozen_lake", False)])
+def test_the_length_of_answers_is_reported_where_the_example_s_agent_sets_its_own(workflow, is_lost):
+    keys = {WORKFLOW: f"{workflow}_workflow", f"{SETS}taskset.rollout_args.max_tokens": 99}
+    line = line_of(f"{SETS}taskset.rollout_args.max_tokens", **keys)
+    assert (line.fate is Fate.NO_COUNTERPART) is line.changes_training is is_lost
+
+
 @pytest.mark.parametrize("path", ["tasks.jsonl", "tasks.parquet"])
 def test_keys_that_an_example_does_not_read_have_no_counterpart(path):
     keys = {WORKFLOW: "frozen_lake_workflow", f"{SETS}taskset.path": path}

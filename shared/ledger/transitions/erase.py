@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, or_, select, update
+from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, in_parts, is_done, split_name
@@ -50,34 +50,36 @@ def erase(
     untrained = experiences.c.state.in_((State.RECORDED, State.READY))
     connection.execute(update(experiences).where(of_them, untrained).values(state=State.DISCARDED, reason="erased"))
     _blank_later_requests(connection, [choice_name(row.msg_id, row.choice) for row in rows])
-    versions = frozenset(_versions_trained_on(connection, rows))
-    leased = sum(row.state == State.LEASED for row in rows)
+    preferring = [row for row in _preferring(connection, rows) if row.id not in ids]
+    trained = [*rows, *(row for row in preferring if row.taught & Lesson.PREFERENCE)]
+    versions = frozenset(_versions_trained_on(connection, trained))
+    leased = sum(row.state == State.LEASED for row in (*rows, *(row for row in preferring if row not in trained)))
     last_id = rows[-1].id if len(rows) == MAX_PARAMETERS else None  # fewer: what arrives later is not for this erasure
     return Erased(len(rows), versions, last_id, frozenset(names), leased)
 
 
 def _versions_trained_on(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[int]:
-    """Yield the first and the last version that was trained on each row, or on a preference for another reply over it.
+    """Yield the first and the last version that was trained on each row.
 
     Without the last one, none may be in the present line: a rollback may have rejected the first.
     """
-    names = {row.msg_id for row in rows} | {choice_name(row.msg_id, row.choice) for row in rows}
-    trained = list(rows)
-    for part in in_parts(signals.c.text, sorted(names)):
-        trained += _trained_to_prefer(connection, part)
-    yield from (row.consumed_version for row in trained if row.consumed_version is not None)
-    batch_ids = sorted({row.batch_id for row in trained if row.batch_id is not None})
+    yield from (row.consumed_version for row in rows if row.consumed_version is not None)
+    batch_ids = sorted({row.batch_id for row in rows if row.batch_id is not None})
     for part in in_parts(batches.c.id, batch_ids):
         last = select(batches.c.consumed_version).where(part, batches.c.consumed_version.is_not(None))
         yield from connection.execute(last).scalars()
 
 
-def _trained_to_prefer(connection: Connection, over: ColumnElement[bool]) -> Sequence[AnyRow]:
-    """Return the rows that were trained on a preference over these replies."""
+def _preferring(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[AnyRow]:
+    """Yield the rows that were trained on a preference over these replies, or are leased for one."""
+    names = {row.msg_id for row in rows} | {choice_name(row.msg_id, row.choice) for row in rows}
     about = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
-    was_trained = experiences.c.taught.bitwise_and(int(Lesson.PREFERENCE)) != 0
-    query = select(experiences.c.consumed_version, experiences.c.batch_id).join(signals, about)
-    return connection.execute(query.where(over, signals.c.kind == "preferred_over", was_trained)).all()
+    is_leased = and_(experiences.c.state == State.LEASED, experiences.c.acts.bitwise_and(int(Lesson.PREFERENCE)) != 0)
+    known = or_(experiences.c.taught.bitwise_and(int(Lesson.PREFERENCE)) != 0, is_leased)
+    columns = (experiences.c[name] for name in ("id", "state", "taught", "consumed_version", "batch_id"))
+    query = select(*columns).distinct().join(signals, about).where(signals.c.kind == "preferred_over", known)
+    for part in in_parts(signals.c.text, sorted(names)):
+        yield from connection.execute(query.where(part))
 
 
 def _blank_later_requests(connection: Connection, names: list[str]) -> None:
@@ -153,4 +155,5 @@ class Erased:
     versions: frozenset[int]  # versions trained on these rows
     last_id: int | None
     names: frozenset[str] = frozenset()  # ids of the messages
-    leased: int = 0  # rows that a trainer has leased: a version may contain them that the ledger does not name yet
+    leased: int = 0  # rows that a trainer has leased, or others for a preference over these: a version may contain
+    # them that the ledger does not name yet
