@@ -235,34 +235,41 @@ def test_nobody_waits_for_a_transaction_that_its_process_forgot(on_postgres):
         assert connection.exec_driver_sql("SHOW statement_timeout").scalar() == "2s"
 
 
-def test_deadlocked_feedback_is_repeated(scripted_engine, tmp_path, server):
-    """Two explorers, the same messages in opposite order."""
-    url = server.new_database()
-    both = [
-        RunningExplorer(
-            make_config(tmp_path, [scripted_engine.url], database_url=url, ledger_timeout_s=60.0)
-        ).wait_ready()
-        for _ in range(2)
-    ]
+DEADLOCK_ONCE = """CREATE SEQUENCE tries;
+CREATE FUNCTION deadlock_once() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    IF nextval('tries') = 1 THEN RAISE 'deadlock detected' USING ERRCODE = '40P01'; END IF; RETURN NEW;
+END $$;
+CREATE TRIGGER deadlock_once BEFORE INSERT ON signals FOR EACH ROW EXECUTE FUNCTION deadlock_once()"""
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_deadlocked_feedback_is_repeated(explorer):
+    known = explorer.chat().json()["id"]
+    with psycopg.connect(explorer.config.database_url) as connection:
+        connection.execute(DEADLOCK_ONCE)
+    reply = explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 1})
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["receipts"][0]["state"] == "applied"
+    with psycopg.connect(explorer.config.database_url) as connection:
+        assert connection.execute("SELECT last_value, (SELECT count(*) FROM signals) FROM tries").fetchone() == (2, 1)
+
+
+def test_feedback_on_the_same_messages_in_opposite_orders_is_stored(scripted_engine, tmp_path, server):
+    patient = {"database_url": server.new_database(), "ledger_timeout_s": 60.0}
+    config = [make_config(tmp_path, [scripted_engine.url], **patient) for _ in range(2)]
+    both = [RunningExplorer(one).wait_ready() for one in config]
     try:
         ids = [both[0].chat().json()["id"] for _ in range(40)]
         orders = (ids, ids[::-1])
-        wrong: list[str] = []
 
-        def rate(number: int) -> None:
+        def rate(number: int) -> list[str]:
+            bodies = [{"msg_ids": orders[number % 2], "reward": reward + 10 * number} for reward in range(6)]
             with httpx.Client(base_url=both[number % 2].url, timeout=120) as http:
-                for reward in range(6):
-                    body = {"msg_ids": orders[number % 2], "reward": reward + 10 * number}
-                    reply = http.post("/feedback", json=body)
-                    if reply.status_code != 200:
-                        wrong.append(reply.text)
+                replies = [http.post("/feedback", json=body) for body in bodies]
+            return [reply.text for reply in replies if reply.status_code != 200]
 
-        raters = [threading.Thread(target=rate, args=(number,)) for number in range(4)]
-        for rater in raters:
-            rater.start()
-        for rater in raters:
-            rater.join()
-        assert not wrong
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(rate, range(4))) == [[]] * 4
     finally:
         for explorer in both:
             explorer.stop()

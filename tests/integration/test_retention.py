@@ -199,6 +199,37 @@ def test_nobody_reads_what_is_given_up(tmp_path, ledger):
     assert left(tmp_path) == [0, 1, 2, 3, 4], "the folders are deleted afterwards"
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["with its state", "ahead of its state"])
+def test_the_base_of_a_delta_stays_as_long_as_the_delta_and_no_longer(ahead, ledger):
+    for version in range(7):
+        about = {"parent": version - 1 if version else None, "kind": "full", "step": version}
+        about |= {"delta_of": 1, "kind": "delta"} if version == 2 else {}
+        with ledger.write() as connection:
+            if ahead:
+                transitions.reserve_version(connection, writer="trainer")
+                transitions.publish_ahead(connection, version=version, trainer="trainer", **about)
+            else:
+                transitions.publish(connection, version=version, **about)
+            assert transitions.serve_version(connection, version, by="engine e0")
+    assert write(ledger, lambda c: transitions.tag_version(c, 2, "best"))
+    assert write(ledger, give_up) == [3, 4]
+    assert write(ledger, lambda c: transitions.untag_version(c, 2))
+    assert write(ledger, give_up) == [2]
+    assert write(ledger, give_up) == [1]
+
+
+def test_a_version_that_failed_goes_before_an_older_one_that_has_served(tmp_path, ledger):
+    make_line(ledger, tmp_path, served=2, newest=3)
+    assert write(ledger, lambda c: transitions.fail_version(c, 3, "engines hung on it", by="explorer"))
+    make_line_longer(ledger, tmp_path, 4)
+    assert write(ledger, lambda c: give_up(c, max_versions=4)) == [3]
+
+
+def test_a_version_that_has_served_goes_before_one_that_waits_for_an_engine(tmp_path, ledger):
+    make_line(ledger, tmp_path, served=3, newest=5)
+    assert write(ledger, lambda c: give_up(c, max_versions=5)) == [1]
+
+
 @pytest.mark.parametrize("reader_is_first", [True, False])
 def test_a_reader_and_a_deletion_at_the_same_moment_never_both_succeed(reader_is_first, tmp_path, ledger):
     """Whoever comes second waits for the first to commit, and sees it."""

@@ -9,7 +9,7 @@ import pytest
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_states
-from tests.integration.test_retention import config_of, make_line, write
+from tests.integration.test_retention import config_of, left, make_line, write
 from tests.support.servers import write_scripted_version
 from trainer_service.janitor import Janitor
 from trainer_service.leftovers import remove_leftovers
@@ -48,6 +48,18 @@ def test_states_are_kept_as_long_as_their_versions_and_no_more_than_keep_states(
     write(ledger, lambda c: transitions.reject_version(c, 4, "a reason", by="engine e0"))
     Janitor(config_of(tmp_path, keep_states=2), ledger, store).run(current)
     assert [state.name for state in store.folder.glob("s*")] == ["state-000005"]
+    store.close()
+
+
+def test_the_state_of_a_rejected_version_takes_the_place_of_no_good_one(tmp_path, ledger):
+    make_line(ledger, tmp_path, served=0, newest=0)
+    store = StateStore(tmp_path, "trainer")
+    make_states(ledger, tmp_path, store, 4)
+    write(ledger, lambda c: transitions.reject_version(c, 3, "a reason", by="engine e0"))
+    config = config_of(tmp_path, max_versions=9, keep_states=2)
+    Janitor(config, ledger, store).run(SavedState("trainer/trainer/state-000004", None))
+    assert left(tmp_path) == [0, 1, 2, 3, 4], "the rejected version keeps its files"
+    assert sorted(state.name for state in store.folder.glob("s*")) == ["state-000002", "state-000004"]
     store.close()
 
 

@@ -62,6 +62,11 @@ def test_all_turns_of_a_run_get_the_same_version_and_runs_differ(divided):
     assert set(of_run.values()) == {"1", "3"}
 
 
+def test_runs_that_have_the_same_name_in_different_tasks_are_divided_too(divided):
+    named = [{"task_id": f"t{number}", "run_id": "0"} for number in range(24)]
+    assert {divided.chat(metadata=one).headers["X-Flywheel-Version"] for one in named} == {"1", "3"}
+
+
 def test_a_conversation_stays_with_the_version_that_began_it(divided):
     begun = Counter[str]()
     for number in range(8):
