@@ -62,7 +62,7 @@ class Run:
         self.unrecorded = 0  # replies that were not to be recorded, or have no id
         self.guard: Guard | None = None
         self.pinned: Model | None = None  # replaces the trainee: with parameters, or a version of it
-        self.attempts: list[tuple[str, Mapping[str, Any]]] = []  # writing tools that a shadow run called, arguments
+        self.attempts: list[tuple[str, Mapping[str, Any]]] = []  # of writing tools in a shadow run: name, arguments
         self._explorer = explorer
         self._credit = credit
         self._said: dict[str | None, dict[str, Any]] = {}  # by message; None: about the run
@@ -190,7 +190,7 @@ class Run:
 
     @property
     def _is_sent(self) -> bool:
-        """Whether the end of this block sends what was said: not inside another block of the run or its parent."""
+        """Whether the end of this block sends what was said: not inside another block, nor after a failure."""
         return not (self.is_trial or self._is_entered or self._is_forgotten)
 
     @property

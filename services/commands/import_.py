@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shared.ledger.connect import Ledger
 
 HELP = "record conversations from a file, with rewards or as demonstrations"
-TRANSACTION_ROWS = 100  # a chat that continues one of the rows that they continue waits for the transaction
+TRANSACTION_ROWS = 100  # few: a chat that continues the same row as an imported one waits for the transaction
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -53,7 +53,7 @@ def erase(
     preferring = [row for row in _preferring(connection, rows) if row.id not in ids]
     trained = [*rows, *(row for row in preferring if row.taught & Lesson.PREFERENCE)]
     versions = frozenset(_versions_trained_on(connection, trained))
-    leased = sum(row.state == State.LEASED for row in (*rows, *(row for row in preferring if row not in trained)))
+    leased = sum(row.state == State.LEASED for row in rows) + sum(bool(row.is_leased) for row in preferring)
     last_id = rows[-1].id if len(rows) == MAX_PARAMETERS else None  # fewer: what arrives later is not for this erasure
     return Erased(len(rows), versions, last_id, frozenset(names), leased)
 
@@ -76,8 +76,13 @@ def _preferring(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[AnyR
     about = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     is_leased = and_(experiences.c.state == State.LEASED, experiences.c.acts.bitwise_and(int(Lesson.PREFERENCE)) != 0)
     known = or_(experiences.c.taught.bitwise_and(int(Lesson.PREFERENCE)) != 0, is_leased)
-    columns = (experiences.c[name] for name in ("id", "state", "taught", "consumed_version", "batch_id"))
-    query = select(*columns).distinct().join(signals, about).where(signals.c.kind == "preferred_over", known)
+    columns = (experiences.c[name] for name in ("id", "taught", "consumed_version", "batch_id"))
+    query = (
+        select(*columns, is_leased.label("is_leased"))
+        .distinct()
+        .join(signals, about)
+        .where(signals.c.kind == "preferred_over", known)
+    )
     for part in in_parts(signals.c.text, sorted(names)):
         yield from connection.execute(query.where(part))
 
@@ -155,5 +160,6 @@ class Erased:
     versions: frozenset[int]  # versions trained on these rows
     last_id: int | None
     names: frozenset[str] = frozenset()  # ids of the messages
-    leased: int = 0  # rows that a trainer has leased, or others for a preference over these: a version may contain
-    # them that the ledger does not name yet
+    # rows that a trainer has leased, or others for a preference over these: versions may contain them that the ledger
+    # does not name yet
+    leased: int = 0
