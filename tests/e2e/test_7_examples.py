@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,15 @@ AIMS = {
     "werewolf": ("wins", 0.15),
 }
 EXAMPLES = (*AIMS, "webshop", "email_search")
-MINUTES = {"alfworld": "0.5", "frozen_lake": "0.5"}  # the next group starts once the chats of the first one are trained
+RUNS, VERSIONS = 8, 2  # more than a group of runs, so that learning has gone on after the first one was trained
 
 
-def start(*arguments: str, limit_s: float) -> str:
-    """What a program prints. An error shows the end of its output and, if it hangs, the stacks of its threads."""
+def start(*arguments: str, limit_s: float, until: Callable[[], bool] | None = None) -> str:
+    """What a program prints, which gets a Ctrl-C once `until` holds.
+
+    An error shows the end of its output and, if it hangs, the stacks of its threads.
+    """
+    deadline = time.monotonic() + limit_s
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "agent_sdk")])
     process = subprocess.Popen(
         [str(PYTHON), *arguments],
@@ -43,18 +49,25 @@ def start(*arguments: str, limit_s: float) -> str:
         text=True,
     )
     with process:
-        try:
-            printed, errors = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)
-            printed, errors = process.communicate()
+        while True:
+            try:
+                printed, errors = process.communicate(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                if time.monotonic() >= deadline:
+                    process.send_signal(signal.SIGABRT)
+                elif until is not None and until():
+                    process.send_signal(signal.SIGINT)
+                    until = None
     assert process.returncode == 0, (printed + errors)[-16000:]
     return printed
 
 
-def play(name: str, root: Path, *options: str, limit_s: float) -> dict[str, Any]:
+def play(
+    name: str, root: Path, *options: str, limit_s: float, until: Callable[[], bool] | None = None
+) -> dict[str, Any]:
     """The JSON line of an example."""
-    printed = start("-m", f"examples.{name}", "--root", str(root), *options, limit_s=limit_s)
+    printed = start("-m", f"examples.{name}", "--root", str(root), *options, limit_s=limit_s, until=until)
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     assert found["failures"] == {}
     assert found["rows"].get("QUARANTINED", 0) == 0
@@ -103,15 +116,31 @@ def test_who_ends_the_command_ends_the_example(tmp_path):
                 os.kill(left, signal.SIGKILL)
 
 
+def learned_enough(live: Live, journal: Path) -> Callable[[], bool]:
+    """Whether so many runs have ended, and so many versions are in service that were not when learning began."""
+    first: list[int] = []
+
+    def holds() -> bool:
+        if not journal.exists():
+            return False
+        version = int(live.status()["versions"]["serving"])
+        first.append(version)
+        runs = sum(b'"kind":"ended"' in line for line in journal.read_bytes().splitlines())
+        return runs > RUNS and version >= first[0] + VERSIONS
+
+    return holds
+
+
 @pytest.mark.engine
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_evaluates_learns_and_reports_on_a_server_that_runs(name, tools_live: Live, tmp_path):
-    url = str(tools_live.http.base_url)
-    options = ("--url", url, "--minutes", MINUTES.get(name, "0.2"), "--held-out", "4")
-    found = play(name, tmp_path / "run", *options, limit_s=500)
-    assert found["after"]["version"] >= found["before"]["version"] + 2
+    options = ("--url", str(tools_live.http.base_url), "--minutes", "8", "--held-out", "4")
+    enough = learned_enough(tools_live, tmp_path / "run" / "journal.jsonl")
+    found = play(name, tmp_path / "run", *options, limit_s=800, until=enough)
+    assert found["after"]["version"] >= found["before"]["version"] + VERSIONS
     assert found["before"]["failed"] == found["after"]["failed"] == 0
-    assert found["runs"] > 8
+    assert found["runs"] > RUNS
 
 
 @pytest.mark.engine
