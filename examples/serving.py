@@ -31,6 +31,7 @@ from shared.process import die_with_parent
 REPOSITORY = Path(__file__).parents[1]
 MARKER = ".flywheel-example"
 READY_TIMEOUT_S = 600.0
+STOP_S = (60.0, 30.0)  # how long the processes may take to end after the first signal, and after the second
 GIVE_UP_AFTER = 2  # failed process starts
 FULL: Mapping[str, Any] = {"kind": "full"}
 
@@ -145,7 +146,7 @@ def running(url: str, file: Path, *options: str, waiting: Callable[[int], None] 
             _wait_ready(url, found, waiting)
             yield found
     finally:
-        for wait_s in (60, 30):  # the second signal kills what has not ended
+        for wait_s in STOP_S:  # the second signal kills what has not ended
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(wait_s)

@@ -35,20 +35,20 @@ class Lesson(IntFlag):
     NEXT_MESSAGE = 32  # the user's, in the row that continues this one
 
 
-_LESSONS: dict[Kind, Lesson] = {
-    **dict.fromkeys(SCORES, Lesson.REWARD),
-    "comment": Lesson.COMMENT,
-    "correction": Lesson.CORRECTION,
-    "preferred_over": Lesson.PREFERENCE,
-    "demonstration": Lesson.DEMONSTRATION,
+_LESSONS: dict[Kind, int] = {  # plain numbers: those of the enumeration are slow, and feedback has many rows
+    **dict.fromkeys(SCORES, int(Lesson.REWARD)),
+    "comment": int(Lesson.COMMENT),
+    "correction": int(Lesson.CORRECTION),
+    "preferred_over": int(Lesson.PREFERENCE),
+    "demonstration": int(Lesson.DEMONSTRATION),
 }
 EVERY_LESSON = int(~Lesson(0))
 WORDS: frozenset[Kind] = frozenset(("comment", "correction", "preferred_over"))  # all of them act, not only the last
 
 
-def lessons_of(kinds: Iterable[Kind]) -> Lesson:
+def lessons_of(kinds: Iterable[Kind]) -> int:
     """Return the lessons of signals of these kinds."""
-    lessons = Lesson(0)
+    lessons = 0
     for kind in kinds:
         lessons |= _LESSONS[kind]
     return lessons
@@ -129,8 +129,8 @@ def credit_of(
     outcome = reward_of((signal for signal in signals if signal.scope != "message"), rule)
     scores = [one for one in signals if one.kind in SCORES and has_effect(one, rule.metrics)]
     last = own if scores and scores[-1].scope == "message" else outcome
-    once = (*scores, *(one for one in signals if one.kind not in SCORES | WORDS))
-    teaches = lessons_of(one.kind for one in once if one.kind in learned) & ~taught
+    once = {one.kind for one in (*scores, *(one for one in signals if one.kind not in SCORES | WORDS))}
+    teaches = lessons_of(once & learned) & ~taught
     new = NewWords(taught, last_signal)
     words = {one.kind for one in signals if new.has(one)}
     return Credit(last, own, outcome, teaches | lessons_of(words & learned))

@@ -31,7 +31,7 @@ from flywheel.evaluation import Comparison, aevaluate, compare, evaluate
 from flywheel.judge import LLMJudge, Verdict
 from flywheel.learning import alearn, learn
 from flywheel.model import Model
-from flywheel.play import Played, TextEnvironment, play
+from flywheel.play import Played, TextEnvironment, is_context_full, play
 from flywheel.report import Evaluation, Report
 from flywheel.results import Committed, Receipt, Receipts, Status, Version
 from flywheel.reward import Reward
@@ -103,6 +103,7 @@ __all__ = [
     "evaluate",
     "guard",
     "http_client",
+    "is_context_full",
     "learn",
     "load_tasks",
     "mark",

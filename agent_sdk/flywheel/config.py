@@ -89,15 +89,20 @@ class LearnConfig:
     """Maximum share of failures among the last 50 attempts."""
     seconds: float | None = None
     """Time after which no run is started, and running ones are finished. None: until all tasks are done."""
+    versions: int | None = None
+    """Number of newer versions, counted from the one in service at the start, after which no run is started, and
+    running ones are finished. None: until all tasks are done."""
     seed: int = 0
     """Seed of the order of the tasks."""
     progress: bool = True
     """Whether to show a line of progress."""
 
     def __post_init__(self) -> None:
-        for name in ("runs_per_task", "epochs", "at_once", "eval_every_versions", "eval_runs", "retries"):
+        for name in ("runs_per_task", "epochs", "at_once", "eval_every_versions", "eval_runs", "retries", "versions"):
             value: Any = getattr(self, name)
             least = 0 if name == "retries" else 1
+            if name == "versions" and value is None:
+                continue
             if not isinstance(value, Integral) or value < least:
                 raise ConfigError(f"{name}={value!r}: give a whole number of {least} or more")
         for name in ("max_ready_rows", "patience_s", "timeout_s", "on_timeout", "seconds"):

@@ -75,7 +75,7 @@ async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Repo
     learning.planned = len(tasks) * how.epochs * how.runs_per_task - len(journal.ended)
     learning.report.evaluations = [Evaluation(**line["result"]) for line in journal.evaluations]
     shown = asyncio.create_task(show(learning)) if how.progress else None
-    timer = None if how.seconds is None else asyncio.get_running_loop().call_later(how.seconds, _end, learning)
+    timer = None if how.seconds is None else asyncio.get_running_loop().call_later(how.seconds, learning.end, "time")
     try:
         with _CtrlC(learning):
             await learning.go(tasks)
@@ -91,13 +91,6 @@ async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Repo
         learning.report.waited_s = round(learning.pacer.waited_s, 3)
         summarize(learning.report, journal.path, learning.attempts.failures.causes).write(home, journal.path)
     return learning.report
-
-
-def _end(learning: Learning) -> None:
-    """Stop learn because its time is over, unless it is stopping already."""
-    if not learning.stopping.is_set():
-        learning.report.stopped = "time"
-        learning.stopping.set()
 
 
 class _CtrlC(contextlib.AbstractContextManager[None]):

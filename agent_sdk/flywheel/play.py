@@ -56,6 +56,19 @@ class Played:
     messages: list[dict[str, str]] = field(default_factory=list, repr=False)
 
 
+def is_context_full(error: Exception) -> bool:
+    """Whether a chat was refused because its messages fill the model's context. error: from OpenAI's client.
+
+    >>> import httpx, openai
+    >>> response = httpx.Response(400, request=httpx.Request("POST", "http://127.0.0.1"))
+    >>> is_context_full(openai.BadRequestError("The maximum context length is 2048.", response=response, body=None))
+    True
+    """
+    import openai
+
+    return isinstance(error, openai.BadRequestError) and any(words in error.message for words in _CONTEXT_IS_FULL)
+
+
 async def play(
     environment: TextEnvironment,
     model: Model,
@@ -87,7 +100,7 @@ async def play(
             try:
                 reply = await client.chat.completions.create(model=model.name, messages=messages, **params)  # type: ignore[arg-type]
             except openai.BadRequestError as error:
-                if not turns or not any(words in error.message for words in _CONTEXT_IS_FULL):
+                if not turns or not is_context_full(error):
                     raise
                 break
             said = reply.choices[0].message.content or ""

@@ -58,7 +58,7 @@ class Report:
     evaluations: list[Evaluation] = field(default_factory=list)
     seconds: float = 0.0
     waited_s: float = 0.0  # time without starts, so that training keeps up
-    stopped: str = "done"  # reason of the end: done | early | time | interrupted | failed: error
+    stopped: str = "done"  # reason of the end: done | early | time | versions | interrupted | failed: error
 
     def write(self, folder: Path, journal: Path) -> None:
         """Write report.json, report.html, and episodes.jsonl with a line for each run."""

@@ -59,6 +59,12 @@ class Learning:
         if self._evaluation is not None:
             self._evaluation.cancel()
 
+    def end(self, reason: str) -> None:
+        """Start nothing more, and finish what runs, unless learn is stopping already."""
+        if not self.stopping.is_set():
+            self.report.stopped = reason
+            self.stopping.set()
+
     async def go(self, tasks: list[NamedTask]) -> None:
         """Run everything that is not in the journal. Raises LearnError, and errors of the explorer."""
         try:
@@ -109,6 +115,7 @@ class Learning:
             return
         await self.pacer.wait(self.stopping, len(missing))
         await self._evaluate_when_due()
+        await self._end_when_learned()
         self._open.append(group)
         for number in missing:
             await self._slots.acquire()
@@ -178,13 +185,18 @@ class Learning:
         if version is not None and version >= max(0, self._evaluated or 0) + self.how.eval_every_versions:
             await self._evaluate()
 
+    async def _end_when_learned(self) -> None:
+        version, wanted = await self.pacer.version(), self.how.versions
+        if wanted is not None and version is not None and version >= (self.report.version_first or 0) + wanted:
+            self.end("versions")
+
     async def _evaluate(self) -> None:
         """Evaluate the version in service, unless it was evaluated before, or learn was interrupted."""
         version = await self.pacer.version(0.0)
         if self.report.version_first is None:
             self.report.version_first = version
         self.report.version_last = version
-        is_over = self.stopping.is_set() and self.report.stopped != "time"
+        is_over = self.stopping.is_set() and self.report.stopped not in ("time", "versions")
         if not self._eval_tasks or version == self._evaluated or is_over:
             return
         job = asyncio.create_task(try_serving(self.attempts.client, self._trial, self._eval_tasks))
@@ -205,8 +217,7 @@ class Learning:
         self.attempts.journal.note({"kind": "evaluation", "result": asdict(found)})
         stop = self.how.stop
         if stop is not None and stop.says_stop([one.mean for one in self.report.evaluations if one.n]):
-            self.report.stopped = "early"
-            self.stopping.set()
+            self.end("early")
 
 
 def _evaluation_line(found: Evaluation) -> str:
@@ -216,20 +227,29 @@ def _evaluation_line(found: Evaluation) -> str:
     return f"version {found.version}: {found.mean:.3f} ± {found.standard_error:.3f} over {found.n} runs{failed}{cause}"
 
 
+def _share_done(learning: Learning) -> float:
+    """Return the share of the runs, or of the versions, that is done; at least that of the first one."""
+    runs = max(1, learning.attempts.counted) / max(1, learning.planned)
+    status, wanted = learning.pacer.status, learning.how.versions
+    if wanted is None or status is None:
+        return runs
+    made = (status.serving or 0) - (learning.report.version_first or 0)
+    return max(runs, max(1, made) / wanted)
+
+
 async def show(learning: Learning) -> None:
     """Show progress: one line on a terminal, or else one every ten seconds."""
     live, began = sys.stderr.isatty(), time.monotonic()
     while True:
         await asyncio.sleep(1.0 if live else 10.0)
         done, seconds = learning.attempts.counted, time.monotonic() - began
-        left_s = (learning.planned - done) * seconds / max(1, done)
-        left_s = min(left_s, max(0.0, (learning.how.seconds or math.inf) - seconds))
+        left_s = min(seconds / _share_done(learning), learning.how.seconds or math.inf) - seconds
         status = learning.pacer.status
-        planned = "" if learning.how.seconds else f"/{learning.planned}"
+        planned = "" if learning.how.seconds or learning.how.versions else f"/{learning.planned}"
         line = (
             f"{learning.how.name}: {done}{planned} runs, {done / seconds:.1f}/s, version "
             f"{status.serving if status else '?'}, ready {status.ready if status else '?'}, "
-            f"failed {sum(learning.attempts.failures.causes.values())}, {left_s / 60:.1f} min to go"
+            f"failed {sum(learning.attempts.failures.causes.values())}, {max(0.0, left_s) / 60:.1f} min to go"
         )
         line += "" if status is None or status.has_engine else "; no engine is in service"
         sys.stderr.write(f"\r\x1b[K{line}" if live else f"{line}\n")

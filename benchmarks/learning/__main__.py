@@ -53,12 +53,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peers", metavar="PYTHON", type=lambda text: str(Path(text).absolute()))
     args = parser.parse_args()
+    parts, names = args.cases.split(","), [*CASES, *STYLES, *(PEERS if args.peers else ())]
+    chosen = [[part] if part in names else [name for name in names if name.startswith(part)] for part in parts]
+    if not all(chosen):
+        parser.error(f"--cases: no case begins with {parts[chosen.index([])]!r} (those of peers need --peers)")
+    wanted = list(dict.fromkeys(name for some in chosen for name in some))
     torch.set_num_threads(1)
     source = base_model(lambda *_: None)
     base = make_base(source, source.parent / f"{source.name}-follows-hints-{STEPS}")
-    parts, names = args.cases.split(","), [*CASES, *STYLES, *(PEERS if args.peers else ())]
-    chosen = [[part] if part in names else [name for name in names if name.startswith(part)] for part in parts]
-    wanted = list(dict.fromkeys(name for some in chosen for name in some))
     if "sparse/distill" in wanted:
         teacher(lambda *_: None)
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flywheel import Model
+from flywheel import Model, is_context_full
 
 PROMPT = (
     "You answer questions about the mail of {inbox}. Today is {today}. Search with a few words of the question, read "
@@ -24,6 +24,7 @@ async def answer_by_mail(
     request: dict[str, Any], model: Model, prompt: str = PROMPT, max_tokens: int = MAX_TOKENS
 ) -> str:
     """Work on one question. Returns the text of the last message; `mail` receives the answer."""
+    import openai
     from langchain.agents import create_agent
     from langchain_core.tools import tool
     from langgraph.errors import GraphRecursionError
@@ -55,6 +56,10 @@ async def answer_by_mail(
     try:
         state = await agent.ainvoke(asked, {"recursion_limit": 2 * MAX_TURNS + 1})
     except GraphRecursionError:
+        return ""
+    except openai.BadRequestError as error:
+        if not mail.calls or not is_context_full(error):
+            raise
         return ""
     return str(state["messages"][-1].content)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from flywheel import Model
+from flywheel import Model, is_context_full
 
 TOOLS_PROMPT = "You shop online. Search, open a product, choose each option that is asked for, then click buy now."
 LOOP_PROMPT = (
@@ -23,8 +23,6 @@ LOOP_PROMPT = (
 )
 MAX_TURNS = 30  # the shop closes before, after 15 possible or 15 impossible actions
 MAX_TOKENS = 256  # of an answer
-# In the errors of OpenAI's API and vLLM for a history that is too long; flywheel.play reads the same.
-CONTEXT_IS_FULL = ("maximum context length", "maximum model length", "max_tokens must be at least 1, got 0")
 
 
 @functools.cache
@@ -60,7 +58,7 @@ def until_context_is_full(browser: Browser) -> Iterator[None]:
     try:
         yield
     except openai.BadRequestError as error:
-        if not browser.page or not any(words in error.message for words in CONTEXT_IS_FULL):
+        if not browser.page or not is_context_full(error):
             raise
 
 
@@ -93,6 +91,7 @@ async def shop_by_tools(
     from agents import (
         Agent,
         MaxTurnsExceeded,
+        ModelBehaviorError,
         ModelSettings,
         Runner,
         ToolsToFinalOutputResult,
@@ -123,6 +122,7 @@ async def shop_by_tools(
             model_settings=ModelSettings(max_tokens=max_tokens),
             tool_use_behavior=until_done,
         )
-        with until_context_is_full(browser), contextlib.suppress(MaxTurnsExceeded):
+        # the SDK ends a run in which the model calls a tool that does not exist
+        with until_context_is_full(browser), contextlib.suppress(MaxTurnsExceeded, ModelBehaviorError):
             await Runner.run(shopper, request["instruction"], max_turns=MAX_TURNS)
     return browser.page

@@ -32,8 +32,8 @@ _SAMPLING: dict[str, Any] = {  # Trinity's too; without them our engine samples 
 }
 _OF_AN_ADAPTER = ("model.lora.", "trainer.learning_rate")  # in other cases the defaults are the same, or unused
 _TRAINED = (  # settings with these prefixes determine what is learned, and from what
-    *("trainer.", "model.", "tasks", "learn.params.", "learn.runs_per_task", "learn.epochs", workflow.FILE),
-    *("examples.", "engine.max_model_len", "engine.dtype", f"{ARGUMENTS}."),
+    *("trainer.", "model.", "tasks", "learn.params.", "learn.runs_per_task", "learn.epochs", "learn.versions"),
+    *(workflow.FILE, "examples.", "engine.max_model_len", "engine.dtype", f"{ARGUMENTS}."),
 )
 _OPEN = ("deepspeed", "params", "eval_params")  # sections that accept any key
 _THEIRS = "Trinity's default, where ours is another"
@@ -101,7 +101,7 @@ def convert(given: Given) -> Conversion:
     if not any(table.find(name) for name in given):
         raise ConfigError("no key of the file is one of Trinity's; name Trinity's YAML file")
     done = Conversion(given=given)
-    if has_tasks(given):
+    if given.has_tasks:
         done.settings["learn.name"] = str(given.first("name", "monitor.name", default="rft"))
     for name, value in given.items():
         if not all(isinstance(one, _PLAIN) for one in (value, *(value if isinstance(value, list) else ()))):
@@ -114,12 +114,6 @@ def convert(given: Given) -> Conversion:
     if is_hub_name(str(done.settings.get("model.path"))):
         done.remarks.append(f"model.path is {done.settings['model.path']}: download it, and name its folder")
     return done
-
-
-def has_tasks(given: Given) -> bool:
-    """Whether a task set is explored; a trainer alone has none."""
-    sets = ("buffer.explorer_input.taskset.", "buffer.explorer_input.tasksets.", "data.dataset_path")
-    return given.get("mode") != "train" and any(name.startswith(sets) for name in given)
 
 
 def _line(done: Conversion, name: str, value: Any, given: Given) -> Line:
@@ -148,11 +142,11 @@ def _our_settings(done: Conversion, name: str, settings: Settings, given: Given)
     """Return the settings with the algorithm's name filled in. Raises NotNeeded or NoCounterpart for others."""
     ours = {path.replace("ALGORITHM", algorithms.ours(given)): value for path, value in settings.items()}
     for path, value in ours.items():
-        if path.startswith(("learn.", workflow.FILE, "examples.")) and not has_tasks(given):
+        if path.startswith(("learn.", workflow.FILE, "examples.")) and not given.has_tasks:
             if path.startswith("learn.params.") and given.get("mode") != "train":
                 raise NoCounterpart(_SENT, changes_training=path.endswith(".temperature") and value != 1.0)
             raise NotNeeded(_NO_TASKS)
-        if has_tasks(given):
+        if given.has_tasks:
             workflow.require_no_own(path, given)
         if not exists(path):
             if not value:
@@ -192,11 +186,11 @@ def _add_defaults(done: Conversion, given: Given) -> None:
             f"explorer.host is {done.settings['explorer.host']}: Trinity listens on 0.0.0.0 without a key; to listen "
             "on another address, give explorer.keys"
         )
-    reads_file = has_tasks(given) and given.get("mode") != "bench" and workflow.example(given) is None
+    reads_file = given.has_tasks and given.get("mode") != "bench" and workflow.example(given) is None
     if reads_file and not any(name.endswith("_selector.selector_type") for name in given):
         done.remarks.append(f"Trinity's default is the order of the file: {SHUFFLED}")
     runs = {"learn.runs_per_task": 1} if workflow.example(given) else {}
-    for path, value in {**_SAMPLING, **runs}.items() if has_tasks(given) else ():
+    for path, value in {**_SAMPLING, **runs}.items() if given.has_tasks else ():
         if path not in done.settings:
             done.settings[path] = value
             done.remarks.append(f"{path} is {value}: {_THEIRS}")

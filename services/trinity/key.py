@@ -46,6 +46,12 @@ def refusal(name: str, value: Any) -> ConfigError:
 class Given(dict[str, Any]):
     """The values of a Trinity configuration by dotted key; items of lists are keyed by number."""
 
+    @property
+    def has_tasks(self) -> bool:
+        """Whether a task set is explored; a trainer alone has none."""
+        sets = ("buffer.explorer_input.taskset.", "buffer.explorer_input.tasksets.", "data.dataset_path")
+        return self.get("mode") != "train" and any(name.startswith(sets) for name in self)
+
     def first(self, *names: str, default: Any = None) -> Any:
         """Return the value of the first of these keys that has one."""
         return next((self[name] for name in names if self.get(name) is not None), default)

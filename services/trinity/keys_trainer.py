@@ -17,7 +17,6 @@ _WORKFLOW = "complete for Trinity's single chats; an environment of Trinity's is
 _REWARD = "for numbers; else you write it, with `flywheel.rewards`"
 _BIND = "bind it to your workflow, as functools.partial does"
 _ROW = "the workflow gets the row, and takes from it what it wants"
-_STEPS = "learn ends with its epochs; give it so many tasks, or press Ctrl-C"
 _PACKED = "always on: rows are packed up to trainer.max_tokens_per_micro_batch"
 _STATES = "trainer.save_every says when a state is saved, always a whole one"
 _FILES = "every version is safetensors as Hugging Face writes them"
@@ -89,8 +88,9 @@ BUFFER: tuple[Key, ...] = (
     moved("buffer.train_batch_size", "trainer.batch_size"),
     moved("{buffer,data,global_config}.batch_size", "trainer.batch_size",
           "times repeat_times, unless train_batch_size is set", takes.batch_size),
-    moved("{buffer,data,global_config}.total_epochs", "learn.epochs"),
-    lost("{buffer,trainer}.total_steps", _STEPS, changes_training=True),
+    moved("{buffer,data,global_config}.total_epochs", "learn.epochs", "unless total_steps is set", takes.epochs),
+    moved("{buffer,trainer}.total_steps", "learn.versions", "divided by publish_every; epochs are then enough for it",
+          takes.steps),
     unneeded("buffer.{explorer_output.**,tokenizer_path,cache_dir,pad_token_id,max_retry_times,max_retry_interval,"
              "read_batch_size,explore_batch_size}", _LEDGER),
     moved(_TASKSET + "path", "learn TASKS", "a .jsonl or .csv file; write the rows of another into one",

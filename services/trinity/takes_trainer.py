@@ -44,6 +44,26 @@ def batch_size(value: Any, given: Given) -> Settings:
     return {"trainer.batch_size": int(value) * runs}
 
 
+def epochs(value: Any, given: Given) -> Settings:
+    """Return the passes over the tasks, if no number of steps is set."""
+    if given.get("buffer.total_steps") or given.get("trainer.total_steps"):
+        raise NotNeeded("total_steps counts")
+    return {"learn.epochs": value}
+
+
+def steps(value: Any, given: Given) -> Settings:
+    """Return the versions after which learn ends, and as many passes over the tasks as they need at most."""
+    if not value:
+        raise NotNeeded("epochs count")
+    if not given.has_tasks:
+        raise NoCounterpart("a trainer trains as long as there are rows; stop it after so many", changes_training=True)
+    versions = {"learn.versions": -(-int(value) // publish_every(value, given)["trainer.publish_every"])}
+    if workflow.example(given) is not None:
+        return versions
+    tasks = given.whole(*(f"{section}.batch_size" for section in ("buffer", "data", "global_config")), default=1)
+    return {**versions, "learn.epochs": int(value) * tasks}
+
+
 def save_every(value: Any, given: Given) -> Settings:
     """Return the versions between two saved states; Trinity counts updates."""
     if not value:

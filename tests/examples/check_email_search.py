@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import flywheel
+import openai
 import pytest
 
 from examples.email_search.agent import MAX_TURNS, answer_by_mail
@@ -81,6 +82,16 @@ async def test_a_call_of_an_unknown_tool_is_answered_and_costs_two_by_the_articl
     visit, _ = await work(ANSWERED, steps)
     assert [one.name for one in visit.calls] == ["fly", "search_emails", "read_email", "answer"]
     assert reward(visit, by_tools=True).value == pytest.approx(2.5 - 2)
+
+
+@in_a_loop
+async def test_a_history_that_fills_the_context_ends_the_visit_and_another_error_the_run():
+    begun = call("search_emails", 1, keywords=["nothing", "of", "this"])
+    visit, bodies = await work(OPEN, [begun, {"error": "The maximum context length is 9."}])
+    assert (visit.answered, len(visit.calls), len(bodies)) == (None, 1, 2)
+    for messages in ([{"error": "The maximum context length is 9."}], [begun, {"error": "no such model"}]):
+        with pytest.raises(openai.BadRequestError):
+            await work(OPEN, messages)
 
 
 @in_a_loop

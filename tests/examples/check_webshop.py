@@ -8,13 +8,14 @@ import flywheel
 import openai
 import pytest
 
-from examples.webshop.agent import CONTEXT_IS_FULL, LOOP_PROMPT, shop_by_loop, shop_by_tools
+from examples.webshop.agent import LOOP_PROMPT, shop_by_loop, shop_by_tools
 from examples.webshop.reward import reward
 from examples.webshop.site import serve
 from examples.webshop.world import PAGE_SIZE, Shop
 from tests.examples.loop import in_a_loop
 from tests.examples.stub import at_once, call, stub
 
+FULL = ("maximum context length is 9", "longer than the maximum model length", "max_tokens must be at least 1, got 0")
 LONGEST = 8000  # characters of a chat: Qwen has room for four times as much
 
 
@@ -100,12 +101,21 @@ async def test_a_shopper_still_buys_after_ten_impossible_actions(name):
 async def test_only_a_history_that_fills_the_context_ends_a_visit_without_an_error(name):
     shop, (shopper, said) = Shop(), SHOPPERS[name]
     begun = [said(turn, *step) for turn, step in enumerate(plan(shop, 7)[:3])]
-    for number, words in enumerate(CONTEXT_IS_FULL):
-        session, bodies = await visit(shop, f"7.{number}", shopper, [*begun, {"error": f"The {words} is 9."}])
+    for number, words in enumerate(FULL):
+        session, bodies = await visit(shop, f"7.{number}", shopper, [*begun, {"error": f"The {words}."}])
         assert session.bought is None and len(bodies) == 4
-    for replies in ([{"error": CONTEXT_IS_FULL[0]}], [*begun, {"error": "no such tool"}]):
+    for replies in ([{"error": FULL[0]}], [*begun, {"error": "no such tool"}]):
         with pytest.raises(openai.BadRequestError):
             await visit(shop, "7.refused", shopper, replies)
+
+
+@in_a_loop
+async def test_a_visit_ends_unrewarded_where_the_model_calls_a_tool_that_does_not_exist():
+    shop = Shop()
+    replies = [as_call(0, *plan(shop, 7)[0]), call("buy", 1)]
+    session, bodies = await visit(shop, "7.unknown", shop_by_tools, replies)
+    assert (session.bought, len(bodies)) == (None, 2)
+    assert reward(session.bought, session.goal)["reward"] == 0.0
 
 
 @in_a_loop

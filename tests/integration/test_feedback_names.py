@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def test_messages_of_many_choices_cost_as_many_rows(explorer, monkeypatch):
         def execute(self, query):
             found = self.connection.execute(query).all()
             self.read += len(found)
-            return found
+            return SimpleNamespace(all=lambda: found)
 
     with explorer.ledger.read() as connection:
         counted = Counted(connection)

@@ -14,7 +14,7 @@ from sqlalchemy import select, update
 from shared.ledger import transitions
 from shared.ledger.tables import experiences, signals, trainers
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.servers import RunningExplorer, make_config
+from tests.support.servers import RunningExplorer, make_config, publish, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,12 @@ def announce_trainer(explorer: RunningExplorer) -> None:
     with explorer.ledger.write() as connection:
         transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
         connection.execute(update(trainers).values(heartbeat_at=time.time() + 3600))
+
+
+def serve(explorer: RunningExplorer, version: int) -> None:
+    """Publish a version, and wait until it is in service."""
+    publish(explorer, version)
+    wait_until(lambda: explorer.http.get("/status").json()["versions"]["serving"] == version)
 
 
 def say(model: flywheel.Model, text: str = "hi") -> Any:

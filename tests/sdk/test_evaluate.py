@@ -16,8 +16,7 @@ import openai
 import pytest
 from flywheel.transport import Chats, Pin, current_pin
 
-from tests.sdk.conftest import TASKS, count, learn, rows, say
-from tests.support.servers import publish, wait_until
+from tests.sdk.conftest import TASKS, count, learn, rows, say, serve
 from tests.support.time_limits import end_when
 
 counted = itertools.count()
@@ -108,11 +107,6 @@ class Moving:
             serve(self.explorer, 2)
         say(model)
         return 1.0
-
-
-def serve(explorer: Any, version: int) -> None:
-    publish(explorer, version)
-    wait_until(lambda: explorer.http.get("/status").json()["versions"]["serving"] == version)
 
 
 def test_an_evaluation_of_the_version_in_service_is_repeated_if_it_is_replaced(explorer):

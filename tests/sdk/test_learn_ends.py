@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ import flywheel
 import pytest
 from flywheel import schedule
 
-from tests.sdk.conftest import COLLECT, TASKS, count, learn, rows, say_async
+from tests.sdk.conftest import COLLECT, TASKS, count, learn, rows, say, say_async, serve
 from tests.support.time_limits import end_when
 
 
@@ -73,6 +74,24 @@ def test_what_runs_when_the_work_is_ended_is_finished_and_rewarded(explorer, tmp
     assert report.stopped == ("time" if seconds else "interrupted")
     assert report.rewarded == len(rows(explorer)) > 0
     assert {row.state for row in rows(explorer)} == {"READY"}
+
+
+@pytest.mark.parametrize("epochs", [1, 1000])
+def test_after_so_many_newer_versions_it_starts_nothing_more(explorer, tmp_path, epochs):
+    serve(explorer, 3)
+    newer = iter((4, None, 5, None, 6))
+
+    def publishes(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
+        say(model)
+        if run.run_id != "eval" and (version := next(newer, None)) is not None:
+            serve(explorer, version)
+            time.sleep(1.1)  # /status is asked for once a second
+        return 0.5
+
+    report = learn(explorer, tmp_path, publishes, TASKS, epochs=epochs, versions=2, at_once=1, eval_tasks=TASKS[:1])
+    assert (report.stopped, report.version_first, report.version_last) == ("versions", 3, 5)
+    assert report.runs == report.rewarded < len(TASKS)
+    assert [evaluation.version for evaluation in report.evaluations] == [3, 5]
 
 
 class Away(flywheel.AsyncClient):

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from flywheel import learning
 from flywheel.learning import Learning
 from flywheel.workflow import within
 
@@ -19,15 +18,15 @@ _LOOK_S = 0.01
 
 def end_when(monkeypatch: pytest.MonkeyPatch, ready: Callable[[], bool]) -> None:
     """The `seconds` of learn are not over before `ready` is true."""
-    end = learning._end
+    end = Learning.end
 
-    def end_or_wait(one: Learning) -> None:
-        if ready():
-            end(one)
+    def end_or_wait(one: Learning, reason: str) -> None:
+        if reason != "time" or ready():
+            end(one, reason)
         else:
-            asyncio.get_running_loop().call_later(_LOOK_S, end_or_wait, one)
+            asyncio.get_running_loop().call_later(_LOOK_S, end_or_wait, one, reason)
 
-    monkeypatch.setattr(learning, "_end", end_or_wait)
+    monkeypatch.setattr(Learning, "end", end_or_wait)
 
 
 def limit_when(monkeypatch: pytest.MonkeyPatch, module: str, reached: Callable[[], object]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import random
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +22,7 @@ from services.commands.demo import examples, run_example
 from shared.config import load_config
 from shared.errors import StartupError
 from tests.support.processes import REPOSITORY
+from tests.support.servers import wait_until
 
 NAMES = sorted(examples())
 FILES = [file for name in NAMES for file in sorted((REPOSITORY / "examples" / name).glob("*.py"))]
@@ -68,24 +71,49 @@ class Ready(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def test_an_example_reaches_its_processes_also_where_the_environment_names_a_proxy(tmp_path, monkeypatch):
-    # the tests may have been started with SIGINT ignored, which a shell script could not undo
-    sleeping = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(600)"
-    (tmp_path / "python").write_text(f"#!{sys.executable}\n{sleeping}")
+@contextlib.contextmanager
+def running(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[serving.Running]:
+    """A program in the place of `flywheel up`, which is ready at once."""
+    (tmp_path / "python").write_text(f"#!{sys.executable}\n{program}")
     (tmp_path / "python").chmod(0o700)
     monkeypatch.setattr(serving, "product_python", lambda: str(tmp_path / "python"))
     monkeypatch.setattr(serving, "READY_TIMEOUT_S", 60.0)
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("NO_PROXY", "example.com")
-    monkeypatch.delenv("no_proxy", raising=False)
     with ThreadingHTTPServer(("127.0.0.1", 0), Ready) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            with serving.running(f"http://127.0.0.1:{server.server_port}", tmp_path / "flywheel.yaml"):
-                assert os.environ["no_proxy"] == "example.com,127.0.0.1"
+            with serving.running(f"http://127.0.0.1:{server.server_port}", tmp_path / "flywheel.yaml") as found:
+                yield found
         finally:
             server.shutdown()
+
+
+def test_an_example_reaches_its_processes_also_where_the_environment_names_a_proxy(tmp_path, monkeypatch):
+    # the tests may have been started with SIGINT ignored, which a shell script could not undo
+    sleeping = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_DFL); time.sleep(600)"
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.com")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with running(sleeping, tmp_path, monkeypatch):
+        assert os.environ["no_proxy"] == "example.com,127.0.0.1"
     assert "no_proxy" not in os.environ
+
+
+NEEDS_TWO_SIGNALS = """
+import signal, time
+signals = []
+signal.signal(signal.SIGINT, lambda *_: signals.append(signal.SIGINT))
+print("begun", flush=True)
+while len(signals) < 2:
+    time.sleep(0.05)
+print("ended", flush=True)
+"""
+
+
+def test_a_second_signal_ends_what_the_first_one_did_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "STOP_S", (0.5, 300.0))
+    with running(NEEDS_TWO_SIGNALS, tmp_path, monkeypatch) as found:
+        wait_until(lambda: found.lines() == ["begun"])
+    assert (found.lines(), found.process.returncode) == (["begun", "ended"], 0)
 
 
 def test_without_a_proxy_the_environment_is_left_as_it_is(monkeypatch):

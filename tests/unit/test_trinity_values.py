@@ -68,6 +68,32 @@ def test_one_of_two_values_that_is_left_out_changes_training(first, second):
     assert lost(**{f"{TASKS}tasksets.0.path": "a.jsonl", first: 2, second: 3}) == [second]
 
 
+@pytest.mark.parametrize(
+    ("keys", "epochs", "versions"),
+    [
+        ({"buffer.total_epochs": 3}, 3, None),
+        ({"buffer.total_epochs": 3, "buffer.total_steps": 50}, 50 * 8, 50),
+        ({"trainer.total_steps": 50, "synchronizer.sync_interval": 4}, 50 * 8, 13),
+        ({"buffer.total_epochs": 3, "buffer.total_steps": 0}, 3, None),
+    ],
+)
+def test_learn_ends_after_the_steps_or_the_epochs(keys, epochs, versions):
+    done = convert(Given({**MODEL, f"{TASKS}taskset.path": "a.jsonl", "buffer.batch_size": 8, **keys}))
+    learn = done.learn()
+    assert learn is not None and (learn["epochs"], learn.get("versions")) == (epochs, versions)
+    assert not done.lost
+
+
+def test_an_example_learns_for_so_many_versions_with_its_own_tasks():
+    workflow = {f"{TASKS}taskset.default_workflow_type": "frozen_lake_workflow"}
+    learn = convert(Given({**MODEL, **workflow, "buffer.total_steps": 50})).learn()
+    assert learn is not None and learn["versions"] == 50 and "epochs" not in learn
+
+
+def test_the_steps_of_a_trainer_alone_are_lost():
+    assert lost(**{"mode": "train", "trainer.total_steps": 50}) == ["trainer.total_steps"]
+
+
 def test_one_of_two_values_on_which_no_training_depends_is_left_out_without_a_mark():
     eval_sets = {f"{TASKS}eval_tasksets.{number}.path": f"{number}.jsonl" for number in range(2)}
     assert not lost(**{f"{TASKS}taskset.path": "a.jsonl", **eval_sets})

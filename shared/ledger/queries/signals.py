@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import fields
 
 from sqlalchemy import Connection, and_, func, or_, select
 
@@ -11,6 +12,7 @@ from shared.ledger.conditions import AnyRow, in_parts, in_trajectories
 from shared.ledger.tables import experiences, signals
 from shared.reward import Kind, Signal
 
+_FIELDS = tuple(field.name for field in fields(Signal))  # which are columns
 _RECENT = 10_000  # signals
 _RECENT_ROWS = 1_000
 
@@ -72,12 +74,12 @@ def load_signals(
     """
     log: dict[tuple[str, int], list[Signal]] = {(row.msg_id, row.choice): [] for row in rows}
     choices = sorted({choice for _, choice in log})
-    query = select(signals).where(signals.c.choice.in_(choices)).order_by(signals.c.id)
+    columns = (signals.c[name] for name in ("msg_id", "choice", *_FIELDS))
+    query = select(*columns).where(signals.c.choice.in_(choices)).order_by(signals.c.id)
     if kinds is not None:
         query = query.where(signals.c.kind.in_(sorted(kinds)))
     for mine in in_parts(signals.c.msg_id, sorted({msg_id for msg_id, _ in log})):
-        for row in connection.execute(query.where(mine)):
-            if (row.msg_id, row.choice) in log:
-                signal = Signal(row.kind, row.value, row.name, row.text, row.scope, row.key_name, row.id)
-                log[row.msg_id, row.choice].append(signal)
+        for msg_id, choice, *values in connection.execute(query.where(mine)).all():
+            if (of_row := log.get((msg_id, choice))) is not None:
+                of_row.append(Signal(*values))
     return log

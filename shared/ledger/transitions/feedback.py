@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -32,8 +33,11 @@ from shared.reward import (
     lessons_of,
 )
 
+_REWARD = int(Lesson.REWARD)
 MAX_SIGNALS = 500  # about one row; all of them are read for each further signal
 _CREDIT = tuple(field.name for field in fields(Credit))  # fields that are columns
+_of_credit = operator.attrgetter(*_CREDIT)
+_rewards = operator.attrgetter("reward", "turn_reward", "outcome")
 _COLUMNS = ("id", "msg_id", "choice", "task_id", "run_id", "state", "acts", "taught", "last_signal", *_CREDIT)
 _LOGGED = ("msg_id", "choice", "kind", "name", "value", "text", "scope", "key_name", "created_at")
 # SQLite would reuse the ids of deleted signals, but a batch compares ids with its last one
@@ -111,9 +115,9 @@ def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) 
     changed: dict[tuple[Credit, bool], list[int]] = {}
     for row_id, credit in applied.credits.items():
         row, before = rows[row_id], _credit(rows[row_id])
-        rewards = credit.teaches & ~_given(row) & Lesson.REWARD
+        rewards = credit.teaches & ~_given(row) & _REWARD
         if credit != before:
-            is_kept = bool(rewards) and replace(credit, teaches=before.teaches) == before
+            is_kept = bool(rewards) and _rewards(credit) == _rewards(before)
             changed.setdefault((credit, is_kept), []).append(row_id)
     for (credit, is_kept), ids in changed.items():  # a comment does not make another key's reward one's own
         _set_credit(connection, ids, credit, **({} if is_kept else {"feedback_key": feedback.key_name}))
@@ -162,9 +166,9 @@ class _Application:
             return "unknown"
         open_rows = [row for row in rows if self._may_act(row)]
         before = {row.id: self.credits.get(row.id) or _credit(row) for row in open_rows}
-        # False if a signal arrived while a trainer had leased the row
-        is_current = before == self._current_credits(open_rows)
-        if open_rows and is_current and all(_repeats(self._log_of(row), self._signals_about(row)) for row in rows):
+        repeats = bool(open_rows) and all(_repeats(self._log_of(row), self._signals_about(row)) for row in rows)
+        # credits differ if a signal arrived while a trainer had leased a row
+        if repeats and before == self._current_credits(open_rows):
             return "duplicate"
         for row in rows:
             self._append(row)
@@ -173,7 +177,8 @@ class _Application:
         now = self._current_credits(open_rows)
         self.credits |= now
         was_rewarded = any(credit.reward is not None for credit in before.values())
-        return "updated" if _rewards(now) != _rewards(before) and was_rewarded else "applied"
+        is_changed = any(_rewards(now[row.id]) != _rewards(before[row.id]) for row in open_rows)
+        return "updated" if is_changed and was_rewarded else "applied"
 
     def _may_act(self, row: AnyRow) -> bool:
         """Whether the row can still be trained on some of the feedback."""
@@ -218,18 +223,14 @@ def _given(row: AnyRow) -> int:
 def _credit_by(log: Sequence[Signal], row: AnyRow, rule: RewardConfig, learned: frozenset[Kind]) -> Credit:
     """Return the credit of a row from its log; rewards that it was trained on do not change."""
     credit = credit_of(log, rule, learned, row.taught, row.last_signal)
-    if not _given(row) & Lesson.REWARD:
+    if not _given(row) & _REWARD:
         return credit
-    teaches = (credit.teaches & ~Lesson.REWARD) | (row.teaches & Lesson.REWARD)
+    teaches = (credit.teaches & ~_REWARD) | (row.teaches & _REWARD)
     return replace(_credit(row), teaches=teaches)
 
 
-def _rewards(credits: dict[int, Credit]) -> list[Credit]:
-    return [replace(credit, teaches=0) for credit in credits.values()]
-
-
 def _credit(row: AnyRow) -> Credit:
-    return Credit(*(row._mapping[name] for name in _CREDIT))
+    return Credit(*_of_credit(row))
 
 
 def _append(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
