@@ -7,10 +7,12 @@ produces the tokens, once, and the engine computes their logprobs.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,6 +46,9 @@ SignalsByKey = list[tuple[tuple[str | None, Scope], list[Signal]]]  # oldest fir
 _DEMONSTRATION = Signal("demonstration")
 
 
+Ends = frozenset[int]  # tokens that end a reply
+
+
 class ImportedRow(NamedTuple):
     """A row of a file."""
 
@@ -60,6 +65,7 @@ class SampleReader:
         self._config = config
         self._versions = frozenset(versions)
         self._newest = max(self._versions, default=0)
+        self._ends = _end_tokens(Path(config.model.path))
         self.reasons: set[str] = set()  # reasons why rows were left out
         self._alike: Counter[bytes] = Counter()  # rows without a message id, by content
 
@@ -80,7 +86,7 @@ class SampleReader:
     async def _sample(self, row: dict[str, Any], engine: EngineAdmin) -> Sample:
         names, created_at, (messages, tools) = names_of(row), time_of(row, time.time()), conversation_of(row)
         (msg_id, choice), version = choice_of(row, names["msg_id"] or ""), number_of(row, "version")
-        tokens, sampling = await _tokens(row, messages, tools, engine)
+        tokens, sampling = await _tokens(row, messages, tools, engine, self._ends)
         tokens.check()
         sampling.check()
         if row.get("version") is None or version not in self._versions:
@@ -139,22 +145,35 @@ def _digest_of_name(name: str) -> bytes:
     return hashlib.blake2b(f"row {choice_name(msg_id, choice or 0)}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
+def _end_tokens(folder: Path) -> Ends:
+    """Return the tokens that end the model's replies, by the files of its folder; empty if they name none."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            ends = json.loads((folder / name).read_bytes()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if ends is not None:
+            return frozenset(ends if isinstance(ends, list) else [ends])
+    return frozenset()
+
+
 async def _tokens(
-    row: dict[str, Any], messages: list[dict[str, Any]], tools: list[Any] | None, engine: EngineAdmin
+    row: dict[str, Any], messages: list[dict[str, Any]], tools: list[Any] | None, engine: EngineAdmin, ends: Ends
 ) -> tuple[Tokens, Sampling]:
     """Return the row's tokens and sampling parameters. Raises ValueError for a row without a reply."""
     if row.get("prompt_ids") is not None:
         return tokens_of(row)
     if messages and messages[-1].get("role") == "assistant":
-        return await _render(engine, messages, tools), Sampling()
+        return await _render(engine, messages, tools, ends), Sampling()
     raise ValueError("a row needs prompt_ids, reply_ids and logprobs, or messages that end with the assistant's")
 
 
-async def _render(engine: EngineAdmin, messages: list[Any], tools: Any) -> Tokens:
+async def _render(engine: EngineAdmin, messages: list[Any], tools: Any, ends: Ends = frozenset()) -> Tokens:
     """Tokenize a conversation by the model's own template; the engine computes the logprobs now.
 
     Text that the template writes before a reply, such as an empty thought, belongs to the reply. Of the text after it,
-    the model samples the first token. Raises ValueError if the template shows neither.
+    the model samples what precedes the first of `ends`, and that token, or else the first token. Raises ValueError if
+    the template shows neither.
     """
     prompt = await engine.tokenize(messages[:-1], tools, ends_with_reply=False)
     whole, zero, one = [
@@ -165,7 +184,8 @@ async def _render(engine: EngineAdmin, messages: list[Any], tools: Any) -> Token
     after = next((n for n, (a, b) in enumerate(backwards) if a != b), 0)
     if not after or any(tokens[: len(prompt)] != prompt for tokens in (whole, zero)) or whole[-after:] != zero[-after:]:
         raise ValueError("the model's chat template does not write a reply after its prompt")
-    reply_ids = whole[len(prompt) : len(whole) - after + 1]
+    n_end = next((n for n, token in enumerate(whole[-after:], 1) if token in ends), 1)
+    reply_ids = whole[len(prompt) : len(whole) - after + n_end]
     (logprobs,) = await engine.score([[*prompt, *reply_ids]])
     sampled = np.array(logprobs[len(prompt) - 1 :], np.float32)
     return Tokens(np.array(prompt, np.int32), np.array(reply_ids, np.int32), sampled)

@@ -116,10 +116,14 @@ def resumed(
                 partial(build_update, config, one, ranks) for one in (folder, config.root / version_path(0))
             )
             learner = Learner(build, ranks, states, prepare, again)
-            with contextlib.closing(Watch(config.trainer, states.folder)) as watch:
-                trainer = kind(config, ledger, learner, states, stop, watch)
-                trainer.resume(row, start)
-                yield trainer
+            try:
+                with contextlib.closing(Watch(config.trainer, states.folder)) as watch:
+                    trainer = kind(config, ledger, learner, states, stop, watch)
+                    trainer.resume(row, start)
+                    yield trainer
+            except RolledBack:  # the models are loaded again in this process
+                learner.close()
+                raise
             learner.close()
 
 

@@ -8,7 +8,7 @@ that it belongs to make the outcome. A row without any of these signals has no r
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Literal, get_args
@@ -91,6 +91,11 @@ class Credit:
     teaches: int  # Lesson: lessons in its signals that are learned from, and that it was not trained on yet
 
 
+def identity_of(words: Signal) -> Hashable:
+    """Return what two signals share if one repeats the words of the other: the same key says the same of the same."""
+    return words.kind, words.text, words.key_name, words.scope == "message"
+
+
 class NewWords:
     """Tells which words of a row's log are new: they have not acted on the row, and repeat none of their key.
 
@@ -103,7 +108,7 @@ class NewWords:
         log: earlier signals.
         """
         self._taught, self._last_signal = taught, last_signal
-        self._seen: set[tuple[Kind, str | None, str | None]] = set()
+        self._seen: set[Hashable] = set()
         for signal in log:
             self.has(signal)
 
@@ -111,7 +116,7 @@ class NewWords:
         """Whether the signal is new words."""
         if signal.kind not in WORDS:
             return False
-        words = (signal.kind, signal.text, signal.key_name)
+        words = identity_of(signal)
         repeats = words in self._seen
         self._seen.add(words)
         acted = signal.id is not None and signal.id <= self._last_signal and lessons_of([signal.kind]) & self._taught

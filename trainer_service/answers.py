@@ -33,7 +33,14 @@ class _Template:
 
     prompt: str = ""  # a prompt that the answer may follow
     before: str = ""  # an empty thought before the answer, if the template writes one
-    after: str = ""  # its first token ends the answer; "": the tokenizer's end-of-sequence token does
+    # the text up to its first control token ends the answer; "": the tokenizer's end-of-sequence token does
+    after: str = ""
+
+
+def control_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the special tokens, and added tokens that the chat template itself writes."""
+    template, added = str(tokenizer.chat_template or ""), tokenizer.get_added_vocab().items()
+    return frozenset(tokenizer.all_special_ids) | {number for text, number in added if text in template}
 
 
 class AnswerTokenizer:
@@ -50,8 +57,9 @@ class AnswerTokenizer:
         self._special = [token for token in tokenizer.all_special_tokens if token]
         self._template = template = _read_template(tokenizer)
         self._prompt_ids, self._before_ids = self._encode(template.prompt), self._encode(template.before)
-        self._end_ids = self._encode(template.after)[:1] or [tokenizer.eos_token_id]
-        self._n_after = len(self._encode(template.after))
+        after, control = self._encode(template.after), control_tokens(tokenizer)
+        n_end = next((n for n, token in enumerate(after, 1) if token in control), 1)
+        self._end_ids, self._n_after = after[:n_end] or [tokenizer.eos_token_id], len(after)
 
     def with_corrections(self, rows: Sequence[Experience], later: Collection[TrajectoryKey] = ()) -> list[Experience]:
         """Add the tokens of the last correction to each row; a correction of a whole is about its last reply.

@@ -151,8 +151,11 @@ class Claimer:
         whole: transitions.Whole = self._whole if failures < 2 else "run"  # single runs isolate one that fails
         if expired:
             with self._ledger.write() as connection:
+                # its own may have expired while the database was unavailable
+                transitions.extend_lease(connection, owner=self._config.name, lease_s=self._config.lease_s)
                 returned = transitions.give_back(connection)
-            log.warning("leases expired without heartbeats from their trainer", rows_taken_back=returned)
+            if returned:
+                log.warning("leases expired without heartbeats from their trainer", rows_taken_back=returned)
         elif not ready:
             self._first_ready_at = None
             self._log_once("no ready rows; waiting for commits")

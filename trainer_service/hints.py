@@ -23,6 +23,7 @@ from shared.errors import StartupError, first_line
 from shared.experience import Experience, choice_name
 from shared.reward import Lesson
 from trainer_service.algorithms.seam import Batch, Ints, Words
+from trainer_service.answers import control_tokens
 
 _TEXT, _REPLY = "<flywheel-text>", "<flywheel-reply>"  # placeholders in a rendered template, where it is cut
 _LARGEST_TOKEN = 32  # characters; a text is cut to so many for each token that it may have, before it is tokenized
@@ -171,9 +172,7 @@ def _encode(tokenizer: Any, text: str, **options: bool) -> Ints:
 def _frame(tokenizer: Any) -> _Frame:
     """Read what a tokenizer's chat template writes; without a template, words are a paragraph of plain text."""
     encode = partial(_encode, tokenizer)
-    template = str(tokenizer.chat_template or "")
-    added = tokenizer.get_added_vocab().items()
-    control = frozenset(tokenizer.all_special_ids) | {number for text, number in added if text in template}
+    control = control_tokens(tokenizer)
     around = _cut(tokenizer, _message("system")) or _cut(tokenizer, _message("user"))
     if around is None:
         return _Frame(_NOTHING, encode("\n\n"), control, _NOTHING, _NOTHING)

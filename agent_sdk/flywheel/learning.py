@@ -114,6 +114,8 @@ class _CtrlC(contextlib.AbstractContextManager[None]):
         if self._learning.how.progress:
             sys.stderr.write("\nstopping: what runs is finished; Ctrl-C once more breaks it off\n")
         self._loop.remove_signal_handler(signal.SIGINT)
+        if self._before is not None:  # asyncio's cancels the main task
+            signal.signal(signal.SIGINT, self._before)
 
     def __exit__(self, *_: object) -> None:
         if self._is_set:

@@ -167,7 +167,7 @@ class Pacer:
         """Return the version in service, from `look`; the last known one while the explorer is unavailable."""
         try:
             return (await self.look(max_age_s)).serving
-        except (Away, Unreachable):
+        except (Away, Unreachable, NotTraining):  # the last one ends starts of runs, by `wait`
             return None if self.status is None else self.status.serving
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +22,8 @@ from flywheel.shadow import Agent, Replay, Shadow, ShadowOptions, Stats
 from flywheel.tools import ReadOnlyTools, Recording, recorded_in
 from flywheel.transport import current_run
 from flywheel.workflow import Caller, Function, is_async
+
+_Chosen = tuple[Call, Selected | None, Recording | None]
 
 
 class TrainingRunner:
@@ -137,8 +141,11 @@ class TrainingRunner:
         @functools.wraps(agent)
         async def asynchronous(request: Any) -> Any:
             chosen = self._before(request)
+            return await answered(agent(request, production), chosen)
+
+        async def answered(call: Awaitable[Any], chosen: _Chosen | None) -> Any:
             with nullcontext() if chosen is None else recorded_in(chosen[2]):
-                reply = await agent(request, production)
+                reply = await call
             self._after(trainee, chosen, reply)
             return reply
 
@@ -147,6 +154,8 @@ class TrainingRunner:
             chosen = self._before(request)
             with nullcontext() if chosen is None else recorded_in(chosen[2]):
                 reply = agent(request, production)
+            if inspect.iscoroutine(reply):
+                return answered(reply, chosen)
             self._after(trainee, chosen, reply)
             return reply
 
@@ -176,7 +185,7 @@ class TrainingRunner:
             chosen = (*chosen[:2], recorded if self._tools.records else None)
         self._after(agent, chosen, reply)
 
-    def _before(self, request: Any) -> tuple[Call, Selected | None, Recording | None] | None:
+    def _before(self, request: Any) -> _Chosen | None:
         """Return a copy of a call that is, or may be, selected; None for others. Raises no error."""
         try:
             if self._running_shadow() is None or current_run.get() is not None:
@@ -188,13 +197,13 @@ class TrainingRunner:
                 selected = self._select.pick(call)
                 if selected is None:
                     return None
-            copied = Call(self._copy(request), mark=call.mark)
+            copied = replace(call, request=self._copy(request))
             return copied, selected, [] if self._tools.records else None
         except Exception as exc:  # noqa: BLE001 — a user's strategy or copy: production continues
             self._count("watch", exc)
             return None
 
-    def _after(self, agent: Agent, chosen: tuple[Call, Selected | None, Recording | None] | None, reply: Any) -> None:
+    def _after(self, agent: Agent, chosen: _Chosen | None, reply: Any) -> None:
         """Submit a selected call. Raises no error, and does not wait."""
         if chosen is None:
             return
@@ -202,8 +211,8 @@ class TrainingRunner:
             call, selected, recorded = chosen
             shadow = self._shadow
             self.stats.selected += selected is not None
-            seen = Call(call.request, reply, call.mark)
-            if shadow is None or not shadow.offer(Replay(agent, call.request, seen, selected, recorded or [])):
+            seen, known = replace(call, reply=reply), [] if recorded is None else recorded
+            if shadow is None or not shadow.offer(Replay(agent, call.request, seen, selected, known)):
                 self.stats.dropped += 1
         except Exception as exc:  # noqa: BLE001 — production continues
             self._count("watch", exc)

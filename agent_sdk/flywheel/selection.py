@@ -60,7 +60,7 @@ def marked(*labels: str, task_id: str | None = None, **metadata: Any) -> Iterato
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a watched agent. reply: None for a strategy that decides before the reply.
+    """One call of a watched agent. reply: None for a strategy that decides before the reply. at_s: time.monotonic().
 
     >>> Call({"user": "u1"}).request["user"]
     'u1'
@@ -69,6 +69,7 @@ class Call:
     request: Any
     reply: Any = None
     mark: Mark | None = None
+    at_s: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class SamplingRate(Selection):
 
 
 class Marked(Selection):
-    """Selects calls that were marked at most ttl_s ago.
+    """Selects calls that were marked at most ttl_s before.
 
     >>> with marked("refund", task_id="t-1"):
     ...     Marked().pick(Call("hello", mark=current_mark())).task_id
@@ -162,7 +163,7 @@ class Marked(Selection):
     def pick(self, call: Call) -> Selected | None:
         """Decide by the mark of the call."""
         found = call.mark
-        if found is None or time.monotonic() - found.at_s > self.ttl_s:
+        if found is None or call.at_s - found.at_s > self.ttl_s:
             return None
         return Selected("marked", found.labels, found.task_id, found.metadata)
 

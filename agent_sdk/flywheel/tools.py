@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from flywheel.arguments import Reader, arguments_in_json, arguments_of
 from flywheel.errors import ConfigError, UnsafeTool, describe
 from flywheel.run import Run
 from flywheel.transport import current_run
@@ -78,15 +79,9 @@ def tool(*, read_only: bool, name: str | None = None) -> Callable[[F], F]:
     return decorate
 
 
-def _guarded(function: F, name: str, read_only: bool) -> F:
-    """Wrap a function by the policy of the run that calls it."""
-    signature = inspect.signature(function)
-
-    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-        try:
-            return signature.bind(*args, **kwargs).arguments
-        except TypeError:  # smolagents' `forward` declares a `self` that its callers do not pass
-            return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+def _guarded(function: F, name: str, read_only: bool, read: Reader = arguments_of) -> F:
+    """Wrap a function by the policy of the run that calls it. read: returns the tool's arguments of a call."""
+    arguments = functools.partial(read, inspect.signature(function))
 
     @functools.wraps(function)
     async def asynchronous(*args: Any, **kwargs: Any) -> Any:
@@ -165,7 +160,8 @@ def _guard_one(given: Any) -> Any:
         )
     guarded = copy.copy(given)
     for attribute, function in called.items():
-        object.__setattr__(guarded, attribute, _guarded(function, name, read_only))
+        read = arguments_in_json if attribute == "on_invoke_tool" else arguments_of
+        object.__setattr__(guarded, attribute, _guarded(function, name, read_only, read))
     return guarded
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
@@ -39,39 +40,42 @@ def is_async(function: Function) -> bool:
 class Caller:
     """Calls one function with those of the offered arguments that it takes: by their names, or else by position.
 
-    offered: the names of the arguments, in their order. Sync functions run in the pool, within the caller's context;
-    None is the event loop's default pool, which waits for a function that hangs.
+    offered: the names of the arguments, in their order. A required parameter of another name gets the first value that
+    no parameter names. Sync functions run in the pool, within the caller's context; None is the event loop's default
+    pool, which waits for a function that hangs.
 
-    >>> caller = Caller(lambda task: task["n"] + 1, ("task", "model", "run"), None)
-    >>> caller.arguments({"n": 1}, None, None)
-    ({'n': 1},)
+    >>> caller = Caller(lambda row, seed=0, model=None: row["n"] + 1, ("task", "model", "run"), None)
+    >>> caller.arguments({"n": 1}, "agent", None)
+    (({'n': 1},), {'model': 'agent'})
     """
 
     def __init__(self, function: Function, offered: tuple[str, ...], pool: Executor | None) -> None:
         self.function = function
         self._pool = pool
         self._is_async = is_async(function)
-        self._places = _places(function, offered)
+        self._places, self._named = _places(function, offered)
 
-    def arguments(self, *values: Any) -> tuple[Any, ...]:
-        """Return the values that the function takes, in its order."""
-        return tuple(values[place] for place in self._places)
+    def arguments(self, *values: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the values that the function takes by position, and those that it takes by name."""
+        by_name = {name: values[place] for name, place in self._named.items()}
+        return tuple(values[place] for place in self._places), by_name
 
     async def __call__(self, *values: Any) -> Any:
         """Return the function's result."""
-        arguments = self.arguments(*values)
+        by_position, by_name = self.arguments(*values)
+        call = functools.partial(self.function, *by_position, **by_name)
         if self._is_async:
-            return await _without_exit(self.function(*arguments))
+            return await _without_exit(call())
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._pool, context.run, _without_stop, self.function, arguments)
+        result = await loop.run_in_executor(self._pool, context.run, _without_stop, call)
         return await _without_exit(result) if inspect.isawaitable(result) else result
 
 
-def _without_stop(function: Function, arguments: tuple[Any, ...]) -> Any:
-    """Return the function's result. A future cannot store StopIteration: awaiting it would never end."""
+def _without_stop(call: Callable[[], Any]) -> Any:
+    """Return the result of a call. A future cannot store StopIteration: awaiting it would never end."""
     try:
-        return function(*arguments)
+        return call()
     except StopIteration as exc:
         raise RuntimeError("the function raised StopIteration") from exc
     except SystemExit as exc:
@@ -90,24 +94,47 @@ def _exited(error: SystemExit) -> RunError:
     return RunError(f"the function raised SystemExit({error.code!r}): only its run ends")
 
 
-def _places(function: Function, offered: tuple[str, ...]) -> tuple[int, ...]:
+def _places(function: Function, offered: tuple[str, ...]) -> tuple[tuple[int, ...], dict[str, int]]:
+    """Return the places, among the offered ones, of the function's arguments by position and of those by name.
+
+    Arguments go by position as far as possible: a decorated function may show names that its wrapper does not take.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin
-        return (0,)
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [p for p in parameters if p.kind in kinds]
-    required = [p.name for p in positional if p.default is p.empty]
-    if required and set(required) <= set(offered):
-        return tuple(offered.index(p.name) for p in positional if p.name in offered)
-    if not required and any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return tuple(range(len(offered)))
-    if not 1 <= len(required) <= len(offered):
-        raise ConfigError(
-            f"{getattr(function, '__name__', function)!r} wants the arguments {required}: "
-            f"write a function of {', '.join(offered)}, or of the first of them"
-        )
-    return tuple(range(len(required)))
+        return (0,), {}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    single = [p for p in parameters if p.kind not in several]
+    others = [place for place, name in enumerate(offered) if name not in {p.name for p in single}]
+    by_position: list[int] = []
+    by_name: dict[str, int] = {}
+    for parameter in single:
+        if parameter.name in offered:
+            place = offered.index(parameter.name)
+        elif parameter.default is parameter.empty and others and parameter.kind is not parameter.KEYWORD_ONLY:
+            place = others.pop(0)
+        elif parameter.default is parameter.empty:
+            required = [p.name for p in single if p.default is p.empty]
+            raise _wrong_parameters(function, required, offered)
+        else:
+            continue
+        is_next = len(by_position) == single.index(parameter)  # no parameter before it is left out
+        if is_next and parameter.kind is not parameter.KEYWORD_ONLY:
+            by_position.append(place)
+        elif parameter.kind is not parameter.POSITIONAL_ONLY:
+            by_name[parameter.name] = place
+    if by_position or by_name:
+        return tuple(by_position), by_name
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return tuple(range(len(offered))), {}
+    raise _wrong_parameters(function, [], offered)
+
+
+def _wrong_parameters(function: Function, required: list[str], offered: tuple[str, ...]) -> ConfigError:
+    return ConfigError(
+        f"{getattr(function, '__name__', function)!r} wants the arguments {required}: "
+        f"write a function of {', '.join(offered)}, or of the first of them"
+    )
 
 
 async def within(call: Awaitable[T], timeout_s: float | None) -> T:

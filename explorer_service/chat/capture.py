@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -18,10 +19,11 @@ from msgspec import Raw
 from explorer_service.chat.request import ChatRequest
 from explorer_service.engines.dispatch import EngineReply
 from explorer_service.engines.slot import EngineSlot
-from explorer_service.errors import NO_JSON, InvalidReply
+from explorer_service.errors import NO_JSON, EngineLost, InvalidReply
 from shared.experience import CorruptTokens, Sample, TokenArray, Tokens
 
 _MAX_FINISH_REASON = 40  # characters that are stored
+_ABORTED = "abort"  # vLLM's finish reason of a request that it gave up
 _Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -56,8 +58,16 @@ class _ChoiceDelta(_Choice):
     text: str | None = None  # of a plain completion
 
 
+class _Finish(msgspec.Struct):
+    finish_reason: str | None = None
+
+
 class _Identity(msgspec.Struct):
     id: str
+
+
+class _Unrecorded(_Identity):
+    choices: list[_Finish] = []
 
 
 class _Reply(_Identity):
@@ -73,7 +83,7 @@ class _Event(msgspec.Struct):
 
 
 _CallIndex = Annotated[int, msgspec.Meta(ge=0, lt=10_000)]  # of a tool call in its message
-_decode_identity = msgspec.json.Decoder(_Identity).decode
+_decode_unrecorded = msgspec.json.Decoder(_Unrecorded).decode
 _decode_reply = msgspec.json.Decoder(_Reply).decode
 _decode_events = msgspec.json.Decoder(list[_Event]).decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
@@ -82,7 +92,7 @@ _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 def capture_reply(chat: ChatRequest, reply: EngineReply) -> list[Sample]:
     """Return a sample for each choice of a whole reply; none for an error, or if the chat is not recorded.
 
-    Raises InvalidReply.
+    Raises InvalidReply, EngineLost.
     """
     if reply.status != 200:
         return []
@@ -90,10 +100,13 @@ def capture_reply(chat: ChatRequest, reply: EngineReply) -> list[Sample]:
     slot = reply.slot
     try:
         if not chat.recorded:
-            _require_id(_decode_identity(reply.content).id, chat, slot)
+            answered = _decode_unrecorded(reply.content)
+            _require_id(answered.id, chat, slot)
+            _require_not_aborted(answered.choices, slot)
             return []
         completion = _decode_reply(reply.content)
         _require_id(completion.id, chat, slot)
+        _require_not_aborted(completion.choices, slot)
         for choice in completion.choices:
             captured = _Captured(completion.prompt_token_ids or [])
             captured.add(choice)
@@ -107,7 +120,7 @@ def capture_reply(chat: ChatRequest, reply: EngineReply) -> list[Sample]:
 def capture_events(events: list[bytes], chat: ChatRequest, slot: EngineSlot) -> list[Sample]:
     """Return a sample for each choice of a stream; none if it contains an error, because the reply is incomplete.
 
-    Raises InvalidReply for events that are not of a chat completion.
+    Raises InvalidReply for events that are not of a chat completion, EngineLost for a reply that the engine gave up.
     """
     chunks = b",".join([event[6:-2] for event in events if event.startswith(b"data: {")])
     prompt_ids: list[int] = []
@@ -126,6 +139,7 @@ def capture_events(events: list[bytes], chat: ChatRequest, slot: EngineSlot) -> 
                     choices[index], messages[index] = _Captured([]), _Message()
                 choices[index].add(choice)
                 messages[index].add(choice.delta or ({} if choice.text is None else {"content": choice.text}))
+        _require_not_aborted(choices.values(), slot)
         samples: list[Sample] = []
         for index, captured in sorted(choices.items()):
             captured.prompt_ids = captured.prompt_ids or prompt_ids
@@ -150,6 +164,12 @@ def _require_id(found: str | None, chat: ChatRequest, slot: EngineSlot) -> None:
     """Raise InvalidReply for another id: the reply answers another request, and feedback could not reach its row."""
     if found != chat.msg_id:
         raise InvalidReply(f"engine {slot.engine.name} answered {found!r} instead of {chat.msg_id!r}")
+
+
+def _require_not_aborted(choices: Iterable[_Finish | _Choice | _Captured], slot: EngineSlot) -> None:
+    """Raise EngineLost if the engine gave the reply up: vLLM does so when it stops, or if others pause it."""
+    if any(choice.finish_reason == _ABORTED for choice in choices):
+        raise EngineLost(slot.engine.name, "it aborted the reply")
 
 
 class _Captured:

@@ -11,8 +11,9 @@ _INSTEAD = {
     "gradient_accumulation_steps": "trainer.minibatches and trainer.max_tokens_per_micro_batch",
     "train_micro_batch_size_per_gpu": "trainer.max_tokens_per_micro_batch",
     "train_batch_size": "trainer.batch_size",
+    "activation_checkpointing": "trainer.gradient_checkpointing",
 }
-_SECTIONS = ("optimizer", "scheduler", "zero_optimization", "activation_checkpointing", "data_types", "flops_profiler")
+_SECTIONS = ("optimizer", "scheduler", "zero_optimization", "data_types", "flops_profiler")
 _OTHERS = (
     "communication_data_type", "prescale_gradients", "gradient_predivide_factor", "sparse_gradients", "dump_state",
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "zero_allow_untested_optimizer",

@@ -15,6 +15,7 @@ _REFUSED: Mapping[str, str] = {
     "--generation-config": _SAMPLING,
     "--override-generation-config": _SAMPLING,
     "--logprobs-mode": "the trainer needs the logprobs that tokens were sampled by",
+    "--tool-strict-level": "rows would not say which tokens it constrains; send tools with strict: true instead",
     "--model": "set model.path",
     "--served-model-name": "set model.name",
 }

@@ -16,16 +16,18 @@ from sqlalchemy import Connection, select, update
 
 from explorer_service.housekeeping import Housekeeper
 from explorer_service.metrics import ExplorerMetrics
-from shared.config import Config, ExplorerConfig
+from shared.config import Config, ExplorerConfig, TrainerConfig
 from shared.errors import LedgerError
 from shared.experience import Purpose, State
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger, database_time
-from shared.ledger.tables import engines, explorers, leases, open_streams, version_leases
+from shared.ledger.tables import batches, engines, explorers, leases, open_streams, version_leases
 from shared.process import process_name
 from shared.stop_request import StopRequest
+from tests.support.experiences import record_ready, rows
 from tests.support.samples import sample
 from tests.support.servers import make_config, wait_until, write_scripted_version
+from trainer_service.claim import Claimer
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.janitor import Janitor
 from trainer_service.resume import StateStore
@@ -211,3 +213,21 @@ def test_an_owner_keeps_its_engine_and_its_turn_when_the_clock_is_set_back_a_lit
                 connection.execute(update(table).values({column.name: column + back_s}))
             assert transitions.acquire_engine(connection, "http://e0", "b") is not is_kept
             assert transitions.acquire_lease(connection, "reload", "b") is not is_kept
+
+
+def test_a_trainer_keeps_the_leases_of_its_own_that_look_expired_and_takes_another_one_s_back(ledger):
+    record_ready(ledger, rows(6))
+    for name in ("own", "other"):
+        claim(ledger, name)
+    with ledger.write() as connection:
+        connection.execute(update(batches).values(lease_until=database_time(connection) - HOUR_S))
+    taken = claim(ledger, "own") + claim(ledger, "own")
+    assert sorted(taken) == ["m2", "m3", "m4", "m5"], "what is in its weights already is not trained again"
+
+
+def claim(ledger: Ledger, name: str) -> list[str]:
+    """The rows of a trainer's next batch."""
+    settings = {"name": name, "batch_size": 2, "poll_interval_s": 0.02}
+    lease = Claimer(ledger, TrainerConfig.model_validate(settings), StopRequest()).next()
+    assert lease is not None
+    return [row.msg_id for row in lease.rows]

@@ -177,6 +177,26 @@ def test_chats_wait_for_room_and_too_many_are_refused(scripted_engine, start_exp
     assert all("Retry-After" in reply.headers and reply.json()["error"]["code"] == "overloaded" for reply in refused)
 
 
+@pytest.mark.parametrize("about", [{}, {"store": False}], ids=["recorded", "unrecorded"])
+def test_a_chat_that_an_engine_gives_up_is_answered_by_another(engines, start_explorer, about):
+    explorer = all_serve(start_explorer([engine.url for engine in engines]))
+    engines[0].script.finish_reason = "abort"  # as vLLM's while it stops
+    replies = [say(explorer, f"question {n}", **about) for n in range(8)]
+    assert [reply.json()["choices"][0]["finish_reason"] for reply in replies] == ["stop"] * 8
+    assert engines[0].script.bodies, "it was asked"
+    assert explorer.http.get("/status").json()["rows"]["RECORDED"] == (0 if about else 8)
+
+
+def test_a_chat_that_the_only_engine_gives_up_is_no_answer_and_no_row(scripted_engine, explorer):
+    scripted_engine.script.finish_reason = "abort"
+    reply = say(explorer, "plain")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_lost")
+    assert "Retry-After" in reply.headers
+    streamed = say(explorer, "streamed", stream=True).text
+    assert "engine_lost" in streamed and "[DONE]" not in streamed and '"abort"' not in streamed
+    assert explorer.http.get("/status").json()["rows"]["RECORDED"] == 0
+
+
 def test_a_plain_chat_whose_caller_goes_away_is_aborted_and_not_recorded(scripted_engine, explorer):
     scripted_engine.script.delay_s = 600.0
     caller = HTTPConnection(explorer.http.base_url.host, explorer.http.base_url.port)

@@ -192,12 +192,14 @@ def test_a_preference_beside_a_circle_teaches(ledger):
     assert batch.unused == {"preference_circle": 2}
 
 
-def test_the_counterpart_of_a_circle_is_found_in_a_row_that_is_trained_already(ledger):
-    record(ledger, "a", [10])
-    record(ledger, "b", [11])
-    say(ledger, "b", preferred_over="a")
-    leased(ledger)
-    say(ledger, "a", preferred_over="b")
+@pytest.mark.parametrize("circle", ["ba", "abc"])
+def test_the_rest_of_a_circle_is_found_in_rows_that_are_trained_already(ledger, circle):
+    for number, name in enumerate(circle):
+        record(ledger, name, [10 + number])
+    for number, name in enumerate(circle[:-1]):
+        say(ledger, name, preferred_over=circle[number + 1])
+        leased(ledger)
+    say(ledger, circle[-1], preferred_over=circle[0])
     assert make_batch(leased(ledger)).unused == {"preference_circle": 1}
 
 

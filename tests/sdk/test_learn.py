@@ -17,7 +17,6 @@ from typing import Any
 import flywheel
 import pytest
 from flywheel.journal import read_lines
-from flywheel.workflow import Caller
 
 from shared.ledger import transitions
 from tests.sdk import hanging_program, learn_program
@@ -284,13 +283,3 @@ def test_tasks_that_cannot_be_read_are_named(explorer, tmp_path):
     for tasks in ("none.txt", tmp_path / "none.jsonl", [], ["text"]):
         with pytest.raises(flywheel.ConfigError):
             learn(explorer, tmp_path, tasks=tasks)
-
-
-def test_a_function_gets_the_arguments_that_it_names():
-    offered = ("task", "model", "run")
-    assert Caller(lambda run, task: 0, offered, None).arguments(1, 2, 3) == (3, 1)
-    assert Caller(lambda row, llm: 0, offered, None).arguments(1, 2, 3) == (1, 2)
-    assert Caller(lambda task, *, seed=0: 0, offered, None).arguments(1, 2, 3) == (1,)
-    assert Caller(lambda *everything: 0, offered, None).arguments(1, 2, 3) == (1, 2, 3)
-    with pytest.raises(flywheel.ConfigError, match="task, model, run"):
-        Caller(lambda a, b, c, d: 0, offered, None)

@@ -94,6 +94,24 @@ def test_after_so_many_newer_versions_it_starts_nothing_more(explorer, tmp_path,
     assert [evaluation.version for evaluation in report.evaluations] == [3, 5]
 
 
+def test_after_a_second_ctrl_c_what_runs_still_has_a_moment_to_end(explorer, tmp_path):
+    async def slow(task: Any, model: flywheel.Model) -> float:
+        await say_async(model)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(0.2)
+        return 1.0
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may be started with SIGINT ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            learn(explorer, tmp_path, slow, TASKS[:1])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [(row.state, row.reward) for row in rows(explorer)] == [("READY", 1.0)]
+    assert json.loads((tmp_path / "runs/report.json").read_text())["stopped"] == "interrupted"
+
+
 class Away(flywheel.AsyncClient):
     """Nobody hears how the explorer is."""
 

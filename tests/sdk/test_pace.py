@@ -205,3 +205,11 @@ async def test_a_trainer_that_comes_back_in_time_is_waited_for_however_long_nobo
     held.explorer.is_alive = True
     now[0] += 2.0
     assert (await held.look()).is_training
+
+
+async def test_the_version_is_known_also_where_no_trainer_has_been_alive_for_too_long():
+    held = Held(0, 8)
+    held.explorer.is_alive, held._patience_s = False, 0.0
+    assert await held.version(0.0) is None  # the status of this explorer names none
+    with pytest.raises(NotTraining):
+        await held.wait(asyncio.Event())

@@ -34,6 +34,7 @@ class Script:
     logprobs: list[float] = field(default_factory=lambda: [-0.5, -0.25, -0.125])
     prompt_ids: list[int] = field(default_factory=lambda: [1, 2, 3, 4])
     message: dict[str, Any] = field(default_factory=dict)  # fields of the message of each reply, not of streams
+    finish_reason: str = "stop"  # of each chat
     delay_s: float = 0.0
     reload_s: float = 0.0
     reloads: list[tuple[float, float]] = field(default_factory=list)  # begin and end, time.monotonic()

@@ -68,7 +68,7 @@ def token_events(
         text = text if held else ""
         if body.get("logprobs"):
             choice["logprobs"] = {"content": [{"token": f"t{token}", "logprob": logprob}]}
-        choice["finish_reason"] = "stop" if position == len(script.reply_ids) - 1 else None
+        choice["finish_reason"] = script.finish_reason if position == len(script.reply_ids) - 1 else None
         if body.get("return_token_ids"):
             choice["token_ids"] = [token]
         events.append({**head, "choices": [choice]})

@@ -256,7 +256,7 @@ class ScriptedEngine:
             "index": index,
             "message": {"role": "assistant", "content": f"answer {index} of {self._holding(body)}", **script.message},
             "logprobs": {"content": content} if body.get("logprobs") else None,
-            "finish_reason": "stop",
+            "finish_reason": script.finish_reason,
             "token_ids": script.reply_ids if body.get("return_token_ids") else None,
         }
 

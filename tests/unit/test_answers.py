@@ -82,6 +82,15 @@ def test_a_correction_has_the_tokens_that_the_template_gives_that_reply_in_that_
     assert found.unused == ()
 
 
+@pytest.mark.parametrize(("between", "after"), [(" ", ""), ("\n", "\n")])
+def test_a_correction_ends_with_the_end_of_the_turn_also_behind_white_space(tokenizer, between, after, monkeypatch):
+    template = THINKING.replace("{{ m['content'] }}<|im_end|>\n", f"{{{{ m['content'] }}}}{between}<|im_end|>{after}")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    prompt = rendered(tokenizer, [{"role": "user", "content": "where?"}], add_generation_prompt=True)
+    (found,) = answers(tokenizer).with_corrections([row(prompt, "the parcel")])
+    assert tokenizer.decode(found.correction) == f"<think>\n\n</think>\n\nthe parcel{between}<|im_end|>"
+
+
 def test_an_empty_thought_that_the_prompt_has_already_is_not_repeated(tokenizer):
     conversation = [{"role": "user", "content": "where?"}]
     thought = tokenizer("<think>\n\n</think>\n\n", add_special_tokens=False)["input_ids"]

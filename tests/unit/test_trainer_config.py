@@ -124,6 +124,10 @@ from trainer_service.backends.deepspeed import has_bf16
         ("{deepspeed: {bf16: {enabled: true}}}", "trainer.deepspeed.bf16 is not taken; set trainer.precision: bf16"),
         ("{deepspeed: {amp: {enabled: true}}}", "trainer.deepspeed.amp is not taken; set trainer.precision: bf16"),
         ("{deepspeed: {gradient_accumulation_steps: 4}}", "is not taken; set trainer.minibatches and trainer.max_tok"),
+        (
+            "{deepspeed: {activation_checkpointing: {}}}",
+            "activation_checkpointing is not taken; set trainer.grad",
+        ),
         ("{deepspeed: {gradient_clipping: 1.0}}", "trainer.deepspeed.gradient_clipping is not taken; set trainer.max_"),
         (
             "{deepspeed: {optimizer: adam}}",

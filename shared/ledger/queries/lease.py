@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 
@@ -27,7 +27,7 @@ from shared.ledger.prefix import load_tokens
 from shared.ledger.queries.preferences import with_preferences
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import IS_QUARANTINED, batches, experiences
-from shared.reward import WORDS, Kind, Lesson, NewWords, Signal, has_effect, lessons_of
+from shared.reward import WORDS, Kind, Lesson, NewWords, Signal, has_effect, identity_of, lessons_of
 
 DEATHS_TOLERATED = 4  # in updates with the same rows before they are blamed: machines fail, operators kill processes
 _REASONS = 20  # maximum number in the status
@@ -90,7 +90,7 @@ def load_rows(
         if not acts[row.id] & Lesson.REWARD:
             columns |= {"turn_reward": None, "outcome": None}
         log = [one for one in logs.get((row.msg_id, row.choice), ()) if metrics is None or has_effect(one, metrics)]
-        acting = tuple(_acting(log, row, acts[row.id], until))
+        acting = _acting(log, row, acts[row.id], until)
         try:
             tokens, sampling = _check(loaded.get(row.id), vocabulary, max_tokens), Sampling(*_sampling_of(row))
             sampling.check()
@@ -102,14 +102,21 @@ def load_rows(
     return found, corrupt
 
 
-def _acting(log: Sequence[Signal], row: AnyRow, acts: int, until: int | None) -> Iterator[Signal]:
+def _acting(log: Sequence[Signal], row: AnyRow, acts: int, until: int | None) -> tuple[Signal, ...]:
+    """Return the signals that act on a row, oldest first. Words that were said again count as said last."""
     words = NewWords(row.taught, row.last_signal)
-    for signal in log:
+    acting: dict[Hashable, Signal] = {}
+    for place, signal in enumerate(log):
         is_new = words.has(signal)
-        once = until is None or signal.kind not in WORDS
-        in_time = until is not None and signal.id is not None and signal.id <= until
-        if lessons_of([signal.kind]) & acts and (once or (in_time and is_new)):
-            yield signal
+        if not lessons_of([signal.kind]) & acts:
+            continue
+        if until is None or signal.kind not in WORDS:
+            acting[place] = signal
+        elif signal.id is not None and signal.id <= until:
+            repeated = acting.pop(identity_of(signal), None)
+            if is_new or repeated is not None:
+                acting[identity_of(signal)] = signal
+    return tuple(acting.values())
 
 
 def check_rewards(*rewards: float | None) -> None:

@@ -20,6 +20,9 @@ from shared.ledger.tables import experiences
 from shared.reward import Kind, Signal
 
 Edges = dict[str, set[str]]  # name of a choice → names of those that it is preferred over
+Logs = dict[tuple[str, int], list[Signal]]  # by message and choice
+_KINDS: tuple[Kind, ...] = ("preferred_over",)
+_MOST_LINKED = 1000  # replies; longer chains of preferences are not followed
 _SAMPLING = [field.name for field in fields(Sampling)]
 _COLUMNS = ("id", "msg_id", "choice", "key_group", *_SAMPLING)
 
@@ -36,9 +39,21 @@ def with_preferences(
         return list(rows)
     found = _find(connection, sorted({split_name(name)[0] for names in named.values() for name in names}))
     choices = [row for choices in found.values() for row in choices]
-    kinds: tuple[Kind, ...] = ("preferred_over",)
-    logs = load_signals(connection, [*rows, *choices], kinds)  # including signals that acted before
+    logs = _linked(connection, load_signals(connection, [*rows, *choices], _KINDS))  # including those that acted before
     return prefer(rows, found, _read(connection, choices, vocabulary, max_tokens), logs)
+
+
+def _linked(connection: Connection, logs: Logs) -> Logs:
+    """Add the logs of replies to which further preferences lead, because a cycle may be longer than two."""
+    known = {message for message, _ in logs}
+    while len(logs) < _MOST_LINKED:
+        named = {split_name(name)[0] for signals in logs.values() for name in _named(signals)} - known
+        if not named:
+            break
+        known |= named
+        choices = [row for rows in _find(connection, sorted(named)).values() for row in rows]
+        logs |= load_signals(connection, choices, _KINDS)
+    return logs
 
 
 def prefer(

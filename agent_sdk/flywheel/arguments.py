@@ -1,0 +1,45 @@
+"""Reads the arguments of a tool, by name, from a call of the function in which a framework or a program stores it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from typing import Any
+
+Reader = Callable[[inspect.Signature, tuple[Any, ...], dict[str, Any]], dict[str, Any]]
+
+
+def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function: without the object of a method, and with those of its `**kwargs`.
+
+    >>> class Office:
+    ...     def refund(self, order, **more): ...
+    >>> arguments_of(inspect.signature(Office.refund), (Office(), "A1"), {"note": "late"})
+    {'order': 'A1', 'note': 'late'}
+    """
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # smolagents' `forward` declares a `self` that its callers do not pass
+        return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+    found: dict[str, Any] = {}
+    for place, (name, parameter) in enumerate(signature.parameters.items()):
+        if name not in given or (place == 0 and name == "self"):
+            continue
+        found |= given[name] if parameter.kind is parameter.VAR_KEYWORD else {name: given[name]}
+    return found
+
+
+def arguments_in_json(_: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments in the model's text, which the OpenAI Agents SDK passes last, after its context.
+
+    >>> def on_invoke_tool(ctx, input): ...
+    >>> arguments_in_json(inspect.signature(on_invoke_tool), (None, '{"order": "A1"}'), {})
+    {'order': 'A1'}
+    """
+    text = (None, *args, *kwargs.values())[-1]
+    try:
+        found = json.loads(text or "{}")
+    except (TypeError, ValueError):
+        found = None
+    return found if isinstance(found, dict) else {"input": text}
