@@ -182,10 +182,11 @@ async def _render(engine: EngineAdmin, messages: list[Any], tools: Any, ends: En
     ]
     backwards = zip(reversed(zero), reversed(one), strict=False)  # the two differ only in the reply
     after = next((n for n, (a, b) in enumerate(backwards) if a != b), 0)
-    if not after or any(tokens[: len(prompt)] != prompt for tokens in (whole, zero)) or whole[-after:] != zero[-after:]:
+    end = next((n for n, token in enumerate(zero[-after:]) if token in ends), 0) if after else 0
+    rest = after - end  # tokens from the one that ends a reply on
+    if not after or any(tokens[: len(prompt)] != prompt for tokens in (whole, zero)) or whole[-rest:] != zero[-rest:]:
         raise ValueError("the model's chat template does not write a reply after its prompt")
-    n_end = next((n for n, token in enumerate(whole[-after:], 1) if token in ends), 1)
-    reply_ids = whole[len(prompt) : len(whole) - after + n_end]
+    reply_ids = whole[len(prompt) : len(whole) - rest + 1]
     (logprobs,) = await engine.score([[*prompt, *reply_ids]])
     sampled = np.array(logprobs[len(prompt) - 1 :], np.float32)
     return Tokens(np.array(prompt, np.int32), np.array(reply_ids, np.int32), sampled)

@@ -33,7 +33,7 @@ class _Template:
 
     prompt: str = ""  # a prompt that the answer may follow
     before: str = ""  # an empty thought before the answer, if the template writes one
-    # the text up to its first control token ends the answer; "": the tokenizer's end-of-sequence token does
+    # up to its first control token, or else its first token, it ends the answer; "": the end-of-sequence token does
     after: str = ""
 
 
@@ -58,8 +58,10 @@ class AnswerTokenizer:
         self._template = template = _read_template(tokenizer)
         self._prompt_ids, self._before_ids = self._encode(template.prompt), self._encode(template.before)
         after, control = self._encode(template.after), control_tokens(tokenizer)
-        n_end = next((n for n, token in enumerate(after, 1) if token in control), 1)
-        self._end_ids, self._n_after = after[:n_end] or [tokenizer.eos_token_id], len(after)
+        n_end = next((n for n, token in enumerate(after, 1) if token in control), None)
+        # a control token is never joined with the text before it, as other tokens behind an answer may be
+        self._end_ids = (after[:1] or [tokenizer.eos_token_id]) if n_end is None else []
+        self._n_after = len(after) - (n_end or 0)
 
     def with_corrections(self, rows: Sequence[Experience], later: Collection[TrajectoryKey] = ()) -> list[Experience]:
         """Add the tokens of the last correction to each row; a correction of a whole is about its last reply.

@@ -20,7 +20,7 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: di
     """
     try:
         given = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # smolagents' `forward` declares a `self` that its callers do not pass
+    except TypeError:  # the function will raise it, too
         return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
     found: dict[str, Any] = {}
     for place, (name, parameter) in enumerate(signature.parameters.items()):
@@ -28,6 +28,17 @@ def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: di
             continue
         found |= given[name] if parameter.kind is parameter.VAR_KEYWORD else {name: given[name]}
     return found
+
+
+def without_self(signature: inspect.Signature) -> inspect.Signature:
+    """Return the signature of a tool's function: smolagents' `forward` declares a `self` that is not passed.
+
+    >>> def forward(self, order, note=""): ...
+    >>> arguments_of(without_self(inspect.signature(forward)), ("A1", "late"), {})
+    {'order': 'A1', 'note': 'late'}
+    """
+    first, *others = [*signature.parameters.values(), None]
+    return signature.replace(parameters=others[:-1]) if first is not None and first.name == "self" else signature
 
 
 def arguments_in_json(_: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

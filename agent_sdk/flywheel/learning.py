@@ -114,7 +114,7 @@ class _CtrlC(contextlib.AbstractContextManager[None]):
         if self._learning.how.progress:
             sys.stderr.write("\nstopping: what runs is finished; Ctrl-C once more breaks it off\n")
         self._loop.remove_signal_handler(signal.SIGINT)
-        if self._before is not None:  # asyncio's cancels the main task
+        if callable(self._before):  # asyncio's cancels the main task; else the next one interrupts
             signal.signal(signal.SIGINT, self._before)
 
     def __exit__(self, *_: object) -> None:

@@ -115,11 +115,11 @@ class Learning:
             return
         await self.pacer.wait(self.stopping, len(missing))
         await self._evaluate_when_due()
-        await self._end_when_learned()
         self._open.append(group)
         for number in missing:
             await self._slots.acquire()
             self._raise_error()
+            await self._end_when_learned()
             if self.stopping.is_set():
                 return
             self.pacer.starts()
@@ -186,7 +186,8 @@ class Learning:
             await self._evaluate()
 
     async def _end_when_learned(self) -> None:
-        version, wanted = await self.pacer.version(), self.how.versions
+        wanted = self.how.versions
+        version = None if wanted is None else await self.pacer.version()
         if wanted is not None and version is not None and version >= (self.report.version_first or 0) + wanted:
             self.end("versions")
 

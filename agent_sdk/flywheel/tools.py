@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from flywheel.arguments import Reader, arguments_in_json, arguments_of
+from flywheel.arguments import Reader, arguments_in_json, arguments_of, without_self
 from flywheel.errors import ConfigError, UnsafeTool, describe
 from flywheel.run import Run
 from flywheel.transport import current_run
@@ -79,9 +79,11 @@ def tool(*, read_only: bool, name: str | None = None) -> Callable[[F], F]:
     return decorate
 
 
-def _guarded(function: F, name: str, read_only: bool, read: Reader = arguments_of) -> F:
+def _guarded(
+    function: F, name: str, read_only: bool, read: Reader = arguments_of, signature: inspect.Signature | None = None
+) -> F:
     """Wrap a function by the policy of the run that calls it. read: returns the tool's arguments of a call."""
-    arguments = functools.partial(read, inspect.signature(function))
+    arguments = functools.partial(read, signature or inspect.signature(function))
 
     @functools.wraps(function)
     async def asynchronous(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +163,8 @@ def _guard_one(given: Any) -> Any:
     guarded = copy.copy(given)
     for attribute, function in called.items():
         read = arguments_in_json if attribute == "on_invoke_tool" else arguments_of
-        object.__setattr__(guarded, attribute, _guarded(function, name, read_only, read))
+        signature = without_self(inspect.signature(function))
+        object.__setattr__(guarded, attribute, _guarded(function, name, read_only, read, signature))
     return guarded
 
 

@@ -192,8 +192,9 @@ def test_a_chat_that_the_only_engine_gives_up_is_no_answer_and_no_row(scripted_e
     reply = say(explorer, "plain")
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_lost")
     assert "Retry-After" in reply.headers
-    streamed = say(explorer, "streamed", stream=True).text
-    assert "engine_lost" in streamed and "[DONE]" not in streamed and '"abort"' not in streamed
+    for about in ({}, {"store": False}):
+        streamed = say(explorer, "streamed", stream=True, **about).text
+        assert "engine_lost" in streamed and "[DONE]" not in streamed and '"abort"' not in streamed
     assert explorer.http.get("/status").json()["rows"]["RECORDED"] == 0
 
 

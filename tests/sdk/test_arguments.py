@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,21 @@ def mcp(**arguments: Any) -> str:
 
 def invoked(ctx: object, input: str) -> str:
     return f"refunded {json.loads(input)['order']}"
+
+
+def forward(self, order: str, note: str = "") -> str:  # type: ignore[no-untyped-def]
+    return f"refunded {order}{note}"
+
+
+def test_a_tool_s_function_with_a_self_that_nobody_passes_keeps_its_first_argument():
+    name = f"refund-{uuid4().hex}"
+    tool = SimpleNamespace(name=name, forward=functools.partial(forward, None))
+    tool.forward.__signature__ = inspect.signature(forward)  # as smolagents' decorator makes it
+    (guarded,) = flywheel.guard([tool])
+    recorded: tools.Recording = []
+    with tools.recorded_in(recorded):
+        assert guarded.forward("A1", " late") == "refunded A1 late"
+    assert recorded == [(name, '{"note": " late", "order": "A1"}', "refunded A1 late")]
 
 
 def calls() -> dict[str, tuple[str, Any]]:

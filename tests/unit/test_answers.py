@@ -37,7 +37,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(["the parcel is late", "the answer is here", "user assistant think"] * 4, trainer)
+    texts = ["the parcel is late", "it is late.\n", "the answer is here", "user assistant think"]
+    bpe.train_from_iterator(texts * 4, trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
     )
@@ -87,8 +88,9 @@ def test_a_correction_ends_with_the_end_of_the_turn_also_behind_white_space(toke
     template = THINKING.replace("{{ m['content'] }}<|im_end|>\n", f"{{{{ m['content'] }}}}{between}<|im_end|>{after}")
     monkeypatch.setattr(tokenizer, "chat_template", template)
     prompt = rendered(tokenizer, [{"role": "user", "content": "where?"}], add_generation_prompt=True)
-    (found,) = answers(tokenizer).with_corrections([row(prompt, "the parcel")])
-    assert tokenizer.decode(found.correction) == f"<think>\n\n</think>\n\nthe parcel{between}<|im_end|>"
+    for text in ("the parcel", "the parcel is late."):
+        (found,) = answers(tokenizer).with_corrections([row(prompt, text)])
+        assert tokenizer.decode(found.correction) == f"<think>\n\n</think>\n\n{text}{between}<|im_end|>"
 
 
 def test_an_empty_thought_that_the_prompt_has_already_is_not_repeated(tokenizer):

@@ -22,7 +22,7 @@ from shared.reward import Kind, Signal
 Edges = dict[str, set[str]]  # name of a choice → names of those that it is preferred over
 Logs = dict[tuple[str, int], list[Signal]]  # by message and choice
 _KINDS: tuple[Kind, ...] = ("preferred_over",)
-_MOST_LINKED = 1000  # replies; longer chains of preferences are not followed
+_LONGEST_CHAIN, _MOST_LINKED = 100, 1000  # preferences in a row, and replies, that are followed beyond a batch's own
 _SAMPLING = [field.name for field in fields(Sampling)]
 _COLUMNS = ("id", "msg_id", "choice", "key_group", *_SAMPLING)
 
@@ -39,16 +39,20 @@ def with_preferences(
         return list(rows)
     found = _find(connection, sorted({split_name(name)[0] for names in named.values() for name in names}))
     choices = [row for choices in found.values() for row in choices]
-    logs = _linked(connection, load_signals(connection, [*rows, *choices], _KINDS))  # including those that acted before
+    logs = load_signals(connection, [*rows, *choices], _KINDS)  # including signals that acted before
+    logs = _linked(connection, logs, set(found))
     return prefer(rows, found, _read(connection, choices, vocabulary, max_tokens), logs)
 
 
-def _linked(connection: Connection, logs: Logs) -> Logs:
-    """Add the logs of replies to which further preferences lead, because a cycle may be longer than two."""
-    known = {message for message, _ in logs}
-    while len(logs) < _MOST_LINKED:
+def _linked(connection: Connection, logs: Logs, known: set[str]) -> Logs:
+    """Add the logs of replies to which further preferences lead, because a cycle may be longer than two.
+
+    known: messages with the logs of all their choices.
+    """
+    most = len(logs) + _MOST_LINKED
+    for _ in range(_LONGEST_CHAIN):
         named = {split_name(name)[0] for signals in logs.values() for name in _named(signals)} - known
-        if not named:
+        if not named or len(logs) >= most:
             break
         known |= named
         choices = [row for rows in _find(connection, sorted(named)).values() for row in rows]
