@@ -37,8 +37,9 @@ def without_self(signature: inspect.Signature) -> inspect.Signature:
     >>> arguments_of(without_self(inspect.signature(forward)), ("A1", "late"), {})
     {'order': 'A1', 'note': 'late'}
     """
-    first, *others = [*signature.parameters.values(), None]
-    return signature.replace(parameters=others[:-1]) if first is not None and first.name == "self" else signature
+    parameters = list(signature.parameters.values())
+    begins_with_self = bool(parameters) and parameters[0].name == "self"
+    return signature.replace(parameters=parameters[1:]) if begins_with_self else signature
 
 
 def arguments_in_json(_: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
