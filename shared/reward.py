@@ -92,8 +92,8 @@ class Credit:
 
 
 def identity_of(words: Signal) -> Hashable:
-    """Return what two signals share if one repeats the words of the other: the same key says the same of the same."""
-    return words.kind, words.text, words.key_name, words.scope == "message"
+    """Return what two signals share if one repeats the words of the other: the same key says the same."""
+    return words.kind, words.text, words.key_name
 
 
 class NewWords:

@@ -103,7 +103,10 @@ def load_rows(
 
 
 def _acting(log: Sequence[Signal], row: AnyRow, acts: int, until: int | None) -> tuple[Signal, ...]:
-    """Return the signals that act on a row, oldest first. Words that were said again count as said last."""
+    """Return the signals that act on a row, oldest first. Words that were said again count as said last.
+
+    The same words of a row and of a whole that it belongs to are two signals, as long as they have not acted.
+    """
     words = NewWords(row.taught, row.last_signal)
     acting: dict[Hashable, Signal] = {}
     for place, signal in enumerate(log):
@@ -113,9 +116,10 @@ def _acting(log: Sequence[Signal], row: AnyRow, acts: int, until: int | None) ->
         if until is None or signal.kind not in WORDS:
             acting[place] = signal
         elif signal.id is not None and signal.id <= until:
-            repeated = acting.pop(identity_of(signal), None)
-            if is_new or repeated is not None:
-                acting[identity_of(signal)] = signal
+            said = identity_of(signal)
+            if is_new or (said, True) in acting or (said, False) in acting:
+                acting.pop((said, signal.scope == "message"), None)
+                acting[said, signal.scope == "message"] = signal
     return tuple(acting.values())
 
 
