@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.processes import REPOSITORY
 
-START_S, END_S = 60.0, 30.0
+START_S, END_S = 180.0, 120.0
 
 
 @pytest.mark.parametrize(
