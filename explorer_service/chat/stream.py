@@ -22,13 +22,12 @@ from explorer_service.chat.request import ChatRequest
 from explorer_service.deps import Deps
 from explorer_service.engines.dispatch import Exchange
 from explorer_service.engines.slot import EngineSlot
-from explorer_service.errors import EngineLost, InvalidReply
+from explorer_service.errors import InvalidReply
 from explorer_service.record import record
 from shared.ledger.transitions import RunName
 
 DONE = b"data: [DONE]\n\n"
 _FINISH_REASON = re.compile(rb'"finish_reason"\s*:\s*"[^"]')  # JSON escapes every quote in a string: no text matches
-_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 VERSION_HEADER = "X-Flywheel-Version"
 RECORDED_HEADER = "X-Flywheel-Recorded"
 
@@ -72,8 +71,8 @@ async def relay(exchange: Exchange, chat: ChatRequest, deps: Deps) -> AsyncItera
             is_first = False
             deps.metrics.chat_first_token.observe(time.perf_counter() - chat.received_at)
             require_own_id(event, chat, exchange.slot)
-        if not chat.recorded and b'"abort"' in event and _ABORTED.search(event):
-            raise EngineLost(exchange.slot.engine.name, "it aborted the reply")
+        if not chat.recorded and b'"abort"' in event:
+            capture_events([event], chat, exchange.slot)  # raises if that is the finish reason
         if chat.recorded and event == DONE:
             await record(capture_events(captured, chat, exchange.slot), deps.writer)
         elif chat.recorded:

@@ -16,7 +16,7 @@ import openai
 import pytest
 from flywheel.transport import Chats, Pin, current_pin
 
-from tests.sdk.conftest import TASKS, count, learn, rows, say, serve
+from tests.sdk.conftest import TASKS, count, learn, publishing, rows, say, serve
 from tests.support.time_limits import end_when
 
 counted = itertools.count()
@@ -76,19 +76,11 @@ def test_learn_evaluates_and_stops_early(explorer, tmp_path):
 
 
 def test_evaluations_of_new_versions_that_are_no_better_stop_it_early(explorer, tmp_path):
-    newer = iter((2, None, 3))  # a version is in service until it was evaluated
-
-    def publishes(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
-        say(model)
-        if run.run_id != "eval" and (version := next(newer, None)) is not None:
-            serve(explorer, version)
-            time.sleep(1.1)  # /status is asked for once a second
-        return 0.5
-
+    workflow = publishing(explorer, 2, None, 3)  # a version is in service until it was evaluated
     serve(explorer, 1)
     stop = flywheel.EarlyStop(patience=2)
     given: dict[str, Any] = {"eval_tasks": TASKS[:1], "eval_every_versions": 1, "at_once": 1, "stop": stop}
-    report = learn(explorer, tmp_path, publishes, [{"n": n} for n in range(20)], **given)
+    report = learn(explorer, tmp_path, workflow, [{"n": n} for n in range(20)], **given)
     assert (report.stopped, report.version_first) == ("early", 1)
     assert report.runs < 10
     assert [(evaluation.version, evaluation.n) for evaluation in report.evaluations] == [(1, 1), (2, 1), (3, 1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import time
 from collections import Counter
 from typing import Any
 
@@ -13,7 +12,7 @@ import flywheel
 import pytest
 from flywheel import schedule
 
-from tests.sdk.conftest import COLLECT, TASKS, count, learn, rows, say, say_async, serve
+from tests.sdk.conftest import COLLECT, TASKS, count, learn, publishing, rows, say_async, serve
 from tests.support.time_limits import end_when
 
 
@@ -79,16 +78,8 @@ def test_what_runs_when_the_work_is_ended_is_finished_and_rewarded(explorer, tmp
 @pytest.mark.parametrize("epochs", [1, 1000])
 def test_after_so_many_newer_versions_it_starts_nothing_more(explorer, tmp_path, epochs):
     serve(explorer, 3)
-    newer = iter((4, 5, 6))
-
-    def publishes(task: Any, model: flywheel.Model, run: flywheel.Run) -> float:
-        say(model)
-        if run.run_id != "eval" and (version := next(newer, None)) is not None:
-            serve(explorer, version)
-            time.sleep(1.1)  # /status is asked for once a second
-        return 0.5
-
-    report = learn(explorer, tmp_path, publishes, TASKS, epochs=epochs, versions=2, at_once=1, eval_tasks=TASKS[:1])
+    workflow = publishing(explorer, 4, 5, 6)
+    report = learn(explorer, tmp_path, workflow, TASKS, epochs=epochs, versions=2, at_once=1, eval_tasks=TASKS[:1])
     assert (report.stopped, report.version_first, report.version_last) == ("versions", 3, 5)
     assert report.runs == report.rewarded == 2
     assert [evaluation.version for evaluation in report.evaluations] == [3, 5]
