@@ -1,7 +1,8 @@
 """Converts a dataset's rows to samples and records them, for `flywheel import`.
 
 Rows with tokens are recorded unchanged. In other rows the last message is the reply: the engine's chat template
-produces the tokens, once, and the engine computes their logprobs.
+produces the tokens, once, and the engine computes their logprobs by the newest version that it holds, which the row
+names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from sqlalchemy import Connection
 
 from explorer_service.chat.conversation import DIGEST_BYTES, read_prompt
 from explorer_service.engines.admin import EngineAdmin, open_client
+from shared.adapters import adapter_version
 from shared.config import Config, RewardConfig
+from shared.engine_token import engine_token
 from shared.errors import EngineError, StartupError
 from shared.experience import Sample, Sampling, Tokens, choice_name
 from shared.ledger import transitions
@@ -31,6 +34,7 @@ from shared.ledger.given import (
     Trained,
     choice_of,
     conversation_of,
+    discarded_of,
     names_of,
     number_of,
     signals_of,
@@ -40,6 +44,7 @@ from shared.ledger.given import (
 )
 from shared.ledger.queries import known_choices
 from shared.reward import Kind, Scope, Signal
+from shared.versions import version_path
 
 TIMEOUT_S = 120.0
 SignalsByKey = list[tuple[tuple[str | None, Scope], list[Signal]]]  # oldest first; by key, None: no key
@@ -55,17 +60,18 @@ class ImportedRow(NamedTuple):
     sample: Sample
     signals: SignalsByKey
     trained: Trained | None
+    discarded: str | None  # why the row was discarded; None: it was not
 
 
 class SampleReader:
     """Converts rows to samples. Uses the first engine to tokenize rows without tokens."""
 
     def __init__(self, config: Config, versions: Iterable[int]) -> None:
-        """versions: those that a row may name; other rows count as sampled by the newest of them."""
+        """versions: those that a row may name. Other rows with tokens count as sampled by the newest of them."""
         self._config = config
         self._versions = frozenset(versions)
         self._newest = max(self._versions, default=0)
-        self._ends = _end_tokens(Path(config.model.path))
+        self._ends = _end_tokens(config.root / version_path(0), Path(config.model.path))
         self.reasons: set[str] = set()  # reasons why rows were left out
         self._alike: Counter[bytes] = Counter()  # rows without a message id, by content
 
@@ -73,10 +79,13 @@ class SampleReader:
         """Return each usable row. Raises StartupError if a required engine fails."""
         samples: list[ImportedRow] = []
         async with open_client() as client:
-            engine = EngineAdmin(client, self._config.explorer.engines[0].url, self._config.model.name, TIMEOUT_S)
+            url, name = self._config.explorer.engines[0].url, self._config.model.name
+            has_tokens = all(row.get("prompt_ids") is not None for row in rows)
+            engine = EngineAdmin(client, url, name, TIMEOUT_S, None if has_tokens else engine_token(self._config))
             for row in rows:
                 try:
-                    samples.append(ImportedRow(await self._sample(row, engine), self._signals(row), trained_of(row)))
+                    sample, signals = await self._sample(row, engine), self._signals(row)
+                    samples.append(ImportedRow(sample, signals, trained_of(row), discarded_of(row)))
                 except UNUSABLE as exc:
                     self.reasons.add(str(exc) or type(exc).__name__)
                 except EngineError as exc:
@@ -86,11 +95,17 @@ class SampleReader:
     async def _sample(self, row: dict[str, Any], engine: EngineAdmin) -> Sample:
         names, created_at, (messages, tools) = names_of(row), time_of(row, time.time()), conversation_of(row)
         (msg_id, choice), version = choice_of(row, names["msg_id"] or ""), number_of(row, "version")
-        tokens, sampling = await _tokens(row, messages, tools, engine, self._ends)
-        tokens.check()
-        sampling.check()
         if row.get("version") is None or version not in self._versions:
             version = self._newest
+        if row.get("prompt_ids") is not None:
+            tokens, sampling = tokens_of(row)
+        elif messages and messages[-1].get("role") == "assistant":
+            name, version = await self._held_by(engine)
+            tokens, sampling = await _render(engine, messages, tools, self._ends, name), Sampling()
+        else:
+            raise ValueError("a row needs prompt_ids, reply_ids and logprobs, or messages that end with the model's")
+        tokens.check()
+        sampling.check()
         is_kept = messages and self._config.explorer.store_text
         request = {"messages": messages[:-1], **({"tools": tools} if tools else {})} if is_kept else None
         msg_id = msg_id or self._name_of(row)
@@ -114,6 +129,20 @@ class SampleReader:
             exchange=exchange,
             extends=extends,
         )
+
+    async def _held_by(self, engine: EngineAdmin) -> tuple[str | None, int]:
+        """Return the newest version that the engine holds, after its adapter's name there; None: it is no adapter.
+
+        An engine without labels counts as holding the newest version.
+        """
+        model = self._config.model
+        if model.kind == "lora":
+            loaded = {adapter_version(model.name, name): name for name in await engine.list_models()}
+            newest = max((version for version in loaded if version in self._versions), default=0)
+            return loaded.get(newest), newest
+        number, _, digest = (await engine.read_label(may_load=True) or "").partition(":")
+        version = int(number) if digest and number.isascii() and number.isdigit() else self._newest
+        return None, version if version in self._versions else self._newest
 
     def _name_of(self, row: dict[str, Any]) -> str:
         """Return a message id for a row without one: stable over readings of its file, and unique among equal rows."""
@@ -145,11 +174,11 @@ def _digest_of_name(name: str) -> bytes:
     return hashlib.blake2b(f"row {choice_name(msg_id, choice or 0)}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def _end_tokens(folder: Path) -> Ends:
-    """Return the tokens that end the model's replies, by the files of its folder; empty if they name none."""
-    for name in ("generation_config.json", "config.json"):
+def _end_tokens(*folders: Path) -> Ends:
+    """Return the tokens that end the model's replies, by the first folder that names some; empty if none does."""
+    for file in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
         try:
-            ends = json.loads((folder / name).read_bytes()).get("eos_token_id")
+            ends = json.loads(file.read_bytes()).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue
         if ends is not None:
@@ -157,19 +186,12 @@ def _end_tokens(folder: Path) -> Ends:
     return frozenset()
 
 
-async def _tokens(
-    row: dict[str, Any], messages: list[dict[str, Any]], tools: list[Any] | None, engine: EngineAdmin, ends: Ends
-) -> tuple[Tokens, Sampling]:
-    """Return the row's tokens and sampling parameters. Raises ValueError for a row without a reply."""
-    if row.get("prompt_ids") is not None:
-        return tokens_of(row)
-    if messages and messages[-1].get("role") == "assistant":
-        return await _render(engine, messages, tools, ends), Sampling()
-    raise ValueError("a row needs prompt_ids, reply_ids and logprobs, or messages that end with the assistant's")
-
-
-async def _render(engine: EngineAdmin, messages: list[Any], tools: Any, ends: Ends = frozenset()) -> Tokens:
+async def _render(
+    engine: EngineAdmin, messages: list[Any], tools: Any, ends: Ends = frozenset(), model: str | None = None
+) -> Tokens:
     """Tokenize a conversation by the model's own template; the engine computes the logprobs now.
+
+    model: the name of the adapter that computes them; None: the configured name.
 
     Text that the template writes before a reply, such as an empty thought, belongs to the reply. Of the text after it,
     the model samples what precedes the first of `ends`, and that token, or else the first token. Raises ValueError if
@@ -187,7 +209,7 @@ async def _render(engine: EngineAdmin, messages: list[Any], tools: Any, ends: En
     if not after or any(tokens[: len(prompt)] != prompt for tokens in (whole, zero)) or whole[-rest:] != zero[-rest:]:
         raise ValueError("the model's chat template does not write a reply after its prompt")
     reply_ids = whole[len(prompt) : len(whole) - rest + 1]
-    (logprobs,) = await engine.score([[*prompt, *reply_ids]])
+    (logprobs,) = await engine.score([[*prompt, *reply_ids]], model)
     sampled = np.array(logprobs[len(prompt) - 1 :], np.float32)
     return Tokens(np.array(prompt, np.int32), np.array(reply_ids, np.int32), sampled)
 
@@ -202,7 +224,8 @@ def store(
 ) -> int:
     """Record the rows that are not in the ledger, with their signals. Returns their number.
 
-    A row that a version of this ledger was trained on is CONSUMED: only other lessons make it READY.
+    A row that a version of this ledger was trained on is CONSUMED: only other lessons make it READY. One that was
+    discarded stays DISCARDED.
     learned: the kinds of signals that are learned from. default_reward: for samples without signals.
     """
     known = known_choices(connection, [row.sample.msg_id for row in rows])
@@ -210,7 +233,7 @@ def store(
         [] if default_reward is None else [((None, "message"), [Signal("reward", value=default_reward)])]
     )
     stored = 0
-    for sample, signals_by_key, trained in rows:
+    for sample, signals_by_key, trained, discarded in rows:
         if (sample.msg_id, sample.choice) in known:
             continue
         known.add((sample.msg_id, sample.choice))  # a file may contain a row twice
@@ -231,4 +254,6 @@ def store(
             )
         if trained is not None:
             transitions.restore_trained(connection, sample.msg_id, sample.choice, **msgspec.structs.asdict(trained))
+        if discarded is not None:
+            transitions.restore_discarded(connection, sample.msg_id, sample.choice, reason=discarded)
     return stored

@@ -7,6 +7,7 @@ Each adapted module has tensors A [rank, inputs] and B [outputs, rank]; its weig
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -108,6 +109,20 @@ def a_name(module: str) -> str:
 def b_name(module: str) -> str:
     """Return the name of a module's B in the weights file."""
     return f"{PREFIX}{module}.lora_B.weight"
+
+
+def adapter_name(model: str, version: int, manifest_sha256: str | None) -> str:
+    """Return the name under which engines load a version's adapter, such as `agent@12+9f86d081`.
+
+    It is never used for another adapter: vLLM caches KV by the name, and never invalidates it.
+    """
+    return f"{model}@{version}+{(manifest_sha256 or '')[:8]}"
+
+
+def adapter_version(model: str, name: str) -> int | None:
+    """Return the version whose adapter an engine loaded under such a name; None for other names."""
+    found = re.fullmatch(re.escape(model) + r"@(\d{1,9})\+[0-9a-f]{0,8}", name)
+    return None if found is None else int(found[1])
 
 
 def contradiction_of_kind(manifest: Manifest) -> str | None:

@@ -167,7 +167,8 @@ def reward_of(signals: Iterable[Signal], rule: RewardConfig) -> float | None:
         elif signal.kind == "rating":
             rated = rule.up if signal.text == "up" else rule.down
         elif signal.kind == "metric" and signal.name in rule.metrics and signal.value is not None:
-            metrics[signal.name] = rule.metrics[signal.name] * signal.value
+            weighted = rule.metrics[signal.name] * signal.value  # of finite numbers, and may overflow
+            metrics[signal.name] = min(max(weighted, -_LARGEST), _LARGEST)
     parts = [part for part in (explicit if explicit is not None else rated, *metrics.values()) if part is not None]
     if not parts:
         return None

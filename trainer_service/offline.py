@@ -15,6 +15,7 @@ from shared.stop_request import StopRequest
 from trainer_service.answers import answer_tokenizer
 from trainer_service.errors import Stopped, UpdateError
 from trainer_service.export import batches_of, counted, learns_from
+from trainer_service.heartbeat import Heartbeat
 from trainer_service.loop import Trainer
 from trainer_service.watch.record import Record, count_signals
 
@@ -35,12 +36,14 @@ class OfflineTrainer(Trainer):
         of the breaker, the breaker has tripped before, no update changes a weight, or a token id is not in the model's
         vocabulary.
         """
+        beats = Heartbeat(self._ledger, self._config.trainer, stop, self._janitor.note_contact)
         try:
-            self._breaker.require_free()
-            self._update_all(self._require_known(rows), epochs, stop)
-            self._publish()
-            if lasts:
-                self._save_unsaved_versions()
+            with beats:  # others see that this trainer is alive
+                self._breaker.require_free()
+                self._update_all(self._require_known(rows), epochs, stop)
+                self._publish()
+                if lasts:
+                    self._save_unsaved_versions()
         finally:
             self._release_leases()
         return self._progress.version

@@ -15,7 +15,9 @@ truncated if it does not have 200 tokens, as reordered if its tokens differ from
 pause, two labels, the load, the reset of the cache, the checks of ownership and the resumption; "gap_ms" the proof in
 addition. "prefill_ms" is the time of one prefill of as many tokens as the streams had when they paused.
 "fresh_engine_equal": `/weight_checker` finds all tensors equal to those of an engine that is
-newly started on the last version.
+newly started on the last version. "row_to_first_token_ms" is the time from the commit of the version's row to its first
+token at a caller, which may belong to a stream that goes on; "row_to_first_chat_ms" that to the first token of a chat
+that this version alone answers.
 
 Adapters ("lora"): the same model as `model.kind: lora`, rank 8, in other processes. A turn that loads nothing ("none"),
 with the same number of short chats, follows each turn that publishes a version. "gap_above_ms" and

@@ -18,8 +18,10 @@ import benchmarks.reload
 from benchmarks.reload.deltas import measure_deltas
 from benchmarks.reload.drain import drain_and_load
 from benchmarks.reload.figures import (
+    read_crossed,
     read_recorded,
     read_reloads,
+    row_to_first_chat,
     row_to_first_token,
     seconds_of_each,
     spread,
@@ -83,6 +85,7 @@ async def run_turns(service: Service, streams: int, reloads: int) -> dict[str, A
             turns["none"].append(await callers.turn(streams, None))
             before = read_reloads(await asyncio.to_thread(service.read_metrics))
             turns["reload"].append(await callers.turn(streams, lambda: asyncio.to_thread(service.publish)))
+            turns["reload"][-1].row_at = service.publisher.row_at
             after = read_reloads(await asyncio.to_thread(service.read_metrics))
             seconds.append(seconds_of_each(before, after))
             prefills.append(await asyncio.to_thread(measure_prefill, service, turns["reload"][-1]))
@@ -92,21 +95,33 @@ async def run_turns(service: Service, streams: int, reloads: int) -> dict[str, A
     report: dict[str, Any] = {name: summarize(of, recorded) for name, of in turns.items() if of}
     report["reload"] |= {f"{name}_ms": spread([1000 * each[name] for each in seconds]) for name in seconds[0]}
     report["reload"]["prefill_ms"] = spread([1000 * each for each in prefills])
-    report["reload"]["row_to_first_token_ms"] = spread([1000 * row_to_first_token(turn) for turn in turns["reload"]])
-    report["reload"] |= within_bounds(turns["reload"], seconds, prefills, service.read_seconds())
+    crossed = read_crossed(service)
+    firsts = {
+        "row_to_first_token": [row_to_first_token(turn, crossed) for turn in turns["reload"]],
+        "row_to_first_chat": [row_to_first_chat(turn) for turn in turns["reload"]],
+    }
+    report["reload"] |= {f"{name}_ms": spread([1000 * each for each in values]) for name, values in firsts.items()}
+    report["reload"] |= within_bounds(turns["reload"], seconds, prefills, service.read_seconds(), firsts)
     return report
 
 
 def within_bounds(
-    turns: list[Turn], seconds: list[dict[str, float]], prefills: list[float], read_s: float
+    turns: list[Turn],
+    seconds: list[dict[str, float]],
+    prefills: list[float],
+    read_s: float,
+    firsts: dict[str, list[float]],
 ) -> dict[str, Any]:
-    """The share of reloads within their bounds. read_s: time to read the bytes of a version."""
+    """The share of reloads within their bounds.
+
+    read_s: time to read the bytes of a version. firsts: by name, seconds that have the bound of the row's first token.
+    """
     gap_bounds = [each["pause"] + 1.5 * prefill + 0.1 for each, prefill in zip(seconds, prefills, strict=True)]
     row_bounds = [POLL_INTERVAL_S + 2 * read_s + bound for bound in gap_bounds]
     measured = {
         "gap": ([max(stream.longest_gap_s for stream in turn.streams) for turn in turns], gap_bounds),
         "late_first_token": ([max(chat.first_token_s for chat in turn.late) for turn in turns], gap_bounds),
-        "row_to_first_token": ([row_to_first_token(turn) for turn in turns], row_bounds),
+        **{name: (values, row_bounds) for name, values in firsts.items()},
     }
     shares = {
         f"{name}_within_bound": sum(one <= most for one, most in zip(found, bounds, strict=True)) / len(found)

@@ -32,6 +32,7 @@ class AdapterPublisher:
         self._base = read_manifest(config.root / version_path(0))
         self.version = 0  # the last prepared one
         self._about: dict[str, Any] = {}
+        self.row_at = 0.0  # time.monotonic() before the commit of the last version's row
 
     def prepare(self) -> int:
         """Write the next version's folder, which has no effect before `publish`. Returns its number."""
@@ -75,6 +76,7 @@ class AdapterPublisher:
         about = {"parent": version - 1, "kind": "lora", "step": version, "trainer": "trainer", **self._about}
         with self._ledger.write() as connection:
             transitions.publish(connection, version=version, **about)
+            self.row_at = time.monotonic()
         return version
 
     def _modules(self) -> list[tuple[str, Any]]:

@@ -14,10 +14,26 @@ from shared.experience import Tokens
 from shared.ledger.tables import experiences, payloads
 
 
-def row_to_first_token(turn: Turn) -> float:
-    """Seconds from the version's row until a caller received a token of it."""
+def row_to_first_chat(turn: Turn) -> float:
+    """Seconds from the version's row until a caller received the first token of a chat that only it answered."""
+    return min(chat.first_token_at for chat in turn.late if chat.version == turn.published) - turn.row_at
+
+
+def row_to_first_token(turn: Turn, crossed: set[str]) -> float:
+    """Seconds from the version's row until a caller received a token of it.
+
+    crossed: message ids of the streams whose last token is of a newer version than their first one.
+    """
     assert turn.began_at is not None
-    return min(chat.first_token_at for chat in turn.late if chat.version == turn.published) - turn.began_at
+    resumed = [stream.resumed_at(turn.row_at) - turn.row_at for stream in turn.streams if stream.msg_id in crossed]
+    return min([row_to_first_chat(turn), *resumed])
+
+
+def read_crossed(service: Service) -> set[str]:
+    """The message ids of replies that two versions sampled."""
+    with service.ledger.read() as connection:
+        rows = connection.execute(select(experiences.c.msg_id).where(experiences.c.version_end > experiences.c.version))
+        return {row.msg_id for row in rows}
 
 
 def read_recorded(service: Service, turns: dict[str, list[Turn]]) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import select
 
-from benchmarks.reload.figures import read_recorded, row_to_first_token, spread, summarize
+from benchmarks.reload.figures import read_recorded, row_to_first_chat, spread, summarize
 from benchmarks.reload.model import make_model
 from benchmarks.reload.service import Service
 from benchmarks.reload.turn import Callers, Turn
@@ -54,6 +54,7 @@ async def run_turns(service: Service, streams: int, loads: int) -> dict[str, Any
             print(f"lora, {streams} streams: load {number + 1} of {loads}", file=sys.stderr)
             await asyncio.to_thread(service.prepare_version)
             load = await callers.turn(streams, lambda: asyncio.to_thread(service.publish))
+            load.row_at = service.publisher.row_at
             turns["load"].append(load)
             turns["none"].append(await callers.turn(streams, None, len(load.late)))  # the same number of chats
     recorded = read_recorded(service, turns)
@@ -70,7 +71,7 @@ async def run_turns(service: Service, streams: int, loads: int) -> dict[str, Any
         "first_token_above_ms": spread(firsts) | _shares(firsts),
         "gap_above_between_turns_without_ms": spread(noise) | _shares(noise),
         "first_load": {"gap_above_ms": gaps[0], "first_token_above_ms": firsts[0]},
-        "row_to_first_token_ms": spread([1000 * row_to_first_token(turn) for turn in turns["load"]]),
+        "row_to_first_chat_ms": spread([1000 * row_to_first_chat(turn) for turn in turns["load"]]),
     }
 
 

@@ -138,6 +138,7 @@ class Publisher:
         self._model = load_causal_lm(config.root / version_path(0))
         self._version = 0
         self._about: dict[str, Any] = {}
+        self.row_at = 0.0  # time.monotonic() before the commit of the last version's row
 
     def prepare(self) -> None:
         import torch
@@ -169,6 +170,7 @@ class Publisher:
                 trainer="trainer",
                 **self._about,
             )
+            self.row_at = time.monotonic()
         return version
 
 

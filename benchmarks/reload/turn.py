@@ -40,6 +40,11 @@ class Stream:
         gaps = (later - earlier for earlier, later in pairwise(self.event_times) if later > moment)
         return max(gaps, default=0.0)
 
+    def resumed_at(self, moment: float) -> float:
+        """The end of the longest gap that ends after `moment`, both time.monotonic()."""
+        gaps = ((later - earlier, later) for earlier, later in pairwise(self.event_times) if later > moment)
+        return max(gaps)[1]
+
     def tokens_before_longest_gap(self, moment: float) -> int:
         """Tokens of prompt and reply when the longest gap that ends after `moment` began."""
         gaps = enumerate(pairwise(self.event_times))
@@ -58,13 +63,17 @@ class LateChat:
 
 @dataclass
 class Turn:
-    """The observations of a turn. began_at: when the event began; None: there was none."""
+    """The observations of a turn.
+
+    began_at: when the event began; None: there was none. row_at: when the row of the published version was committed.
+    """
 
     streams: list[Stream]
     late: list[LateChat]
     began_at: float | None = None
     under_way_at: float = 0.0  # when every stream had its first tokens
     published: int | None = None
+    row_at: float = 0.0
 
     @property
     def frozen_tokens(self) -> int:

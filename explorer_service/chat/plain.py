@@ -34,12 +34,11 @@ async def answer_completion(request: Request, deps: Deps) -> Response:
 
 
 async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
-    settings = deps.config.explorer
     caller = deps.auth.require(request, "chat")
     async with AsyncExitStack() as resources:
         resources.enter_context(caller.limit.taken())  # before the body is read or decoded
         raw = await deps.bodies.read(request)
-        chat = parse_chat(surface, raw, request.headers, caller, deps.router, settings, request.path_params)
+        chat = parse_chat(surface, raw, request.headers, caller, deps.router, deps.config, request.path_params)
         if deps.shares.divided and chat.route.names_none:
             chat = await _choose_version(chat, deps)
         async with while_caller_waits(request.receive):

@@ -19,9 +19,10 @@ from explorer_service.api.errors import bad_request
 from explorer_service.chat.conversation import Digest, conversation_affinity, read_prompt
 from explorer_service.engines.dispatch import EngineRequest
 from explorer_service.traffic.router import Route, Router
-from shared.config import ExplorerConfig
+from shared.config import Config
 from shared.experience import LARGEST_TOP_K, Sampling, new_message_id
 
+_MAX_ID_BYTES = 1200  # PostgreSQL's index of tasks and runs takes 2704 bytes for both
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises lower values to this, except 0, which is greedy
 # Parts of a message that vLLM accepts and that the prompt's token ids do not contain.
 _NOT_TEXT = frozenset((
@@ -34,6 +35,8 @@ _MASKS = (
     "structured_outputs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "watermarking",
     "vllm_xargs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
+# Tool parsers of vLLM that constrain calls by a grammar in every request with tools.
+_CONSTRAINING_PARSERS = ("glm45", "glm47", "cohere_command3", "cohere_command4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,45 +116,45 @@ def parse_chat(
     headers: Mapping[str, str],
     caller: Caller,
     router: Router,
-    config: ExplorerConfig,
+    config: Config,
     names: Mapping[str, str],
 ) -> ChatRequest:
     """Parse the fields that the explorer needs; the engine validates the rest. Raises ApiError.
 
     names: `task` and `run` from the path, percent-encoded.
     """
-    received_at = time.perf_counter()
+    received_at, settings = time.perf_counter(), config.explorer
     body = decode_body(raw)
     messages = body.get("messages") if surface.has_messages else None
-    if isinstance(messages, list) and len(messages) > config.max_messages:
-        raise bad_request(f"at most {config.max_messages} messages in one chat (explorer.max_messages)", "messages")
+    if isinstance(messages, list) and len(messages) > settings.max_messages:
+        raise bad_request(f"at most {settings.max_messages} messages in one chat (explorer.max_messages)", "messages")
     affinity = conversation_affinity(messages) if router.uses_affinity else 0
     logprobs = body.get("logprobs")
     return ChatRequest(
         surface=surface,
         msg_id=new_message_id(surface.id_prefix),
         body=body,
-        text=raw if config.store_text else None,
+        text=raw if settings.store_text else None,
         route=router.choose(body.get("model"), affinity),
         recorded=(body.get("store") is None or _is_true(body["store"])) and _can_be_recorded(surface, body),
         stream=_is_true(body.get("stream")),
         wants_logprobs=_is_true(logprobs) if surface.has_messages else logprobs is not None,
         wants_token_ids=_is_true(body.get("return_token_ids")),
-        choices=_count_choices(surface, body, config.max_choices),
-        sampling=_read_sampling(body),
+        choices=_count_choices(surface, body, settings.max_choices),
+        sampling=_read_sampling(body, config.engine.tool_parser),
         attribution=_attribute(body, messages, headers, names, caller),
         received_at=received_at,
         created_at=time.time(),
     )
 
 
-def _read_sampling(body: dict[str, Any]) -> dict[str, Any]:
+def _read_sampling(body: dict[str, Any], tool_parser: str | None) -> dict[str, Any]:
     """Return the fields of Sampling that the caller set."""
     sampling: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := _number(body, name)) is not None}
-    return {**sampling, "masked": True} if _is_masked(body) else sampling
+    return {**sampling, "masked": True} if _is_masked(body, tool_parser) else sampling
 
 
-def _is_masked(body: dict[str, Any]) -> bool:
+def _is_masked(body: dict[str, Any], tool_parser: str | None) -> bool:
     """Whether the request may mask tokens that have a probability above 0."""
     form, choice, tools = body.get("response_format"), body.get("tool_choice"), body.get("tools")
     return (
@@ -161,6 +164,7 @@ def _is_masked(body: dict[str, Any]) -> bool:
         or choice == "required"
         or isinstance(choice, dict)
         or (bool(tools) and body.get("parallel_tool_calls") is not None and _is_false(body["parallel_tool_calls"]))
+        or (bool(tools) and choice != "none" and tool_parser in _CONSTRAINING_PARSERS)
         or any(_is_strict(tool) for tool in (tools if isinstance(tools, list) else ()))
     )
 
@@ -250,8 +254,8 @@ def read_id(value: object, name: str) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise bad_request(f"{name} must be a string or an integer", name)
     text = str(value)
-    if len(text) > 400 or "\x00" in text:
-        raise bad_request(f"{name} must be at most 400 characters, without NUL", name)
+    if len(text) > 400 or "\x00" in text or len(text.encode(errors="replace")) > _MAX_ID_BYTES:
+        raise bad_request(f"{name} must be at most 400 characters and {_MAX_ID_BYTES} bytes, without NUL", name)
     return text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,6 +16,7 @@ from explorer_service.metrics import ExplorerMetrics
 from explorer_service.reload.lease import ReloadLease
 from explorer_service.reload.ownership import EngineLeases
 from explorer_service.reload.poller import VersionPoller
+from shared.adapters import adapter_name, adapter_version
 from shared.config import Config
 from shared.experience import Purpose
 from shared.ledger import transitions
@@ -61,16 +61,12 @@ class Reloading:
             raise StageFailed(f"version {version} is not on disk any more")
 
     def adapter_name(self, version: int, manifest_sha256: str | None) -> str:
-        """Return an adapter's name at engines, such as `agent@12+9f86d081`. It is never used for another one.
-
-        vLLM caches KV by the name, and never invalidates it.
-        """
-        return f"{self.config.model.name}@{version}+{(manifest_sha256 or '')[:8]}"
+        """Return an adapter's name at engines, such as `agent@12+9f86d081`. It is never used for another one."""
+        return adapter_name(self.config.model.name, version, manifest_sha256)
 
     def version_named(self, name: str) -> int | None:
         """Return the version of such a name; None for other names."""
-        found = re.fullmatch(re.escape(self.config.model.name) + r"@(\d{1,9})\+[0-9a-f]{0,8}", name)
-        return None if found is None else int(found[1])
+        return adapter_version(self.config.model.name, name)
 
     def named(self, version: int) -> dict[int, str]:
         """Return what an engine with a full version serves: this version, under the configured name."""

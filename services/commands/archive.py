@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from services.commands import add_config, open_console, read_config
 from shared.errors import ConfigError, StartupError
@@ -68,7 +68,8 @@ def _move(
     """Write a file, then delete its rows, until no row is left to move. Yields each file and its number of rows.
 
     A file is durable before its rows leave the ledger. A crash between the two leaves rows in both, and an import of
-    the file skips them. A row that gets signals meanwhile stays, and goes into a later file with them.
+    the file skips them. A row that gets signals meanwhile stays, is taken out of the file again, and goes into a later
+    one with them.
     """
     from shared.ledger.conditions import is_done
     from shared.ledger.dataset import conversations, replace_whole
@@ -93,7 +94,11 @@ def _move(
                 file.unlink()
                 raise
         left = None if left is None else left - len(ids)
-        yield file, sum(_remove(ledger, ids[start : start + AT_ONCE], said) for start in range(0, len(ids), AT_ONCE))
+        removed = sum(_remove(ledger, ids[start : start + AT_ONCE], said) for start in range(0, len(ids), AT_ONCE))
+        if removed < len(ids):
+            _take_out(ledger, ids, file)
+        if file.exists():
+            yield file, removed
 
 
 def _remove(ledger: Ledger, ids: list[int], said: dict[int, int]) -> int:
@@ -101,6 +106,23 @@ def _remove(ledger: Ledger, ids: list[int], said: dict[int, int]) -> int:
 
     with ledger.write() as connection:
         return transitions.remove(connection, ids, said)
+
+
+def _take_out(ledger: Ledger, ids: list[int], file: Path) -> None:
+    """Take the rows that are still in the ledger out of a file, and delete the file if none remains."""
+    from shared.ledger.dataset import replace_whole
+    from shared.ledger.given import read_rows
+    from shared.ledger.queries import names_of_rows
+
+    left = ledger.fetch(lambda connection: names_of_rows(connection, ids))
+
+    def remaining() -> Iterator[dict[str, Any]]:
+        return (row for row in read_rows(file) if (row["msg_id"], row["choice"]) not in left)
+
+    if next(remaining(), None) is None:
+        file.unlink()
+    else:
+        replace_whole(file, remaining())
 
 
 def _new_file(folder: Path, name: str) -> Path:

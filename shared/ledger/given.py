@@ -18,7 +18,7 @@ import numpy as np
 
 from shared.config import RewardConfig
 from shared.errors import StartupError
-from shared.experience import LARGEST_TOP_K, CorruptTokens, Sampling, TokenArray, Tokens
+from shared.experience import LARGEST_TOP_K, CorruptTokens, Sampling, State, TokenArray, Tokens
 from shared.ledger.conditions import split_name
 from shared.ledger.dataset import CHUNK, PACKED
 from shared.ledger.tables import experiences, signals
@@ -111,8 +111,9 @@ def _text(name: str, value: Any, most: int) -> str | None:
     if value is None or value == "":
         return None
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if not isinstance(text, str) or len(text) > most or "\0" in text:
-        raise ValueError(f"{name} is no text of at most {most} characters without NUL")
+    most_bytes = 3 * most  # see explorer_service/chat/request.py, _MAX_ID_BYTES
+    if not isinstance(text, str) or len(text) > most or "\0" in text or len(text.encode()) > most_bytes:
+        raise ValueError(f"{name} is no text of at most {most} characters without NUL, {most_bytes} bytes in UTF-8")
     return text
 
 
@@ -226,6 +227,16 @@ class Trained(msgspec.Struct):
 def trained_of(row: dict[str, Any]) -> Trained | None:
     """Return what the row was trained on; None: nothing, or unknown. Raises ValidationError."""
     return msgspec.convert(row.get("trained"), Trained | None)
+
+
+def discarded_of(row: dict[str, Any]) -> str | None:
+    """Return why the row was discarded, as its ledger stated it; None: it was not. Raises ValueError."""
+    reason = row.get("reason") or "discarded before it was imported"
+    if row.get("state") != State.DISCARDED:
+        return None
+    if not isinstance(reason, str) or "\0" in reason:
+        raise ValueError("reason is no text")
+    return reason
 
 
 def require_accepted(reward: float | None, rule: RewardConfig) -> None:

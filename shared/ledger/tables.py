@@ -53,7 +53,7 @@ experiences = Table(
     Column("version", Integer, nullable=False, info=_EXPORTED),  # the version that sampled the first token
     Column("version_end", Integer, nullable=False),  # the version that sampled the last token
     Column("state", String(12), nullable=False, info=_EXPORTED),  # State
-    Column("reason", Text),  # why DISCARDED
+    Column("reason", Text, info=_EXPORTED),  # why DISCARDED
     Column("reward", Float, info=_EXPORTED),  # from the signals so far: the latest of the next two
     Column("turn_reward", Float, info=_EXPORTED),  # its own
     Column("outcome", Float, info=_EXPORTED),  # of the whole that it belongs to; counts once in training

@@ -281,3 +281,7 @@ def test_what_is_said_while_an_archive_is_written_is_not_lost(ledger, config, tm
         for said in row["signals"]
     }
     assert "late" in kept | archived
+    for file in sorted((tmp_path / "archive").iterdir()):
+        run_here(config, "import", str(file))
+    with ledger.read() as connection:
+        assert "late" in connection.execute(select(signals.c.text)).scalars().all()

@@ -12,7 +12,7 @@ from shared.config import RewardConfig
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state
-from shared.ledger.tables import experiences, versions
+from shared.ledger.tables import experiences, payloads, signals, versions
 from shared.reward import SCORES, Signal
 from tests.support.processes import run_here
 from tests.support.samples import sample
@@ -70,6 +70,24 @@ def test_a_new_lesson_about_an_imported_row_is_trained_on(ledger, config, archiv
     assert run_here(config, "import", str(archived[0])) == 0
     assert feedback(ledger, Signal("correction", text="better"), msg_ids=["m1"]) == "applied"
     assert committed(ledger) == 1
+
+
+def test_a_row_that_was_discarded_stays_discarded_with_its_reason(ledger, config, tmp_path):
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("m0", **RUN), sample("m1", **RUN)])
+    feedback(ledger, Signal("reward", 1.0), **RUN)
+    why = "quarantined: each trainer died in an update with it alone"
+    with ledger.write() as connection:
+        discarded = update(experiences).where(experiences.c.msg_id == "m0")
+        connection.execute(discarded.values(state="DISCARDED", reason=why))
+    run_here(config, "export", "--tokens", "--out", str(tmp_path / "rows.jsonl"))
+    with ledger.write() as connection:
+        for table in (signals, payloads, experiences):
+            connection.execute(table.delete())
+    assert run_here(config, "import", str(tmp_path / "rows.jsonl"), "--commit") == 0
+    with ledger.read() as connection:
+        rows = connection.execute(select(*(experiences.c[n] for n in ("msg_id", "state", "reason")))).all()
+    assert sorted(map(tuple, rows)) == [("m0", "DISCARDED", why), ("m1", "READY", None)]
 
 
 def test_rows_that_another_ledgers_version_was_trained_on_are_imported_as_new(ledger, config, archived):

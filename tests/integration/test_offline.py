@@ -85,6 +85,23 @@ def test_training_that_is_stopped_says_so_fails_and_leaves_nothing(trained, tmp_
     assert not list(tmp_path.glob("*out"))
 
 
+def test_a_training_that_runs_is_seen_alive(trained, tmp_path, model, lives):
+    prepare(tmp_path, model, lease_s=1.0)
+    log, ledger = tmp_path / "offline.log", open_ledger(tmp_path)
+
+    def last_heartbeat() -> float:
+        row = ledger.fetch(lambda connection: find_trainer(connection, "trainer"))
+        return 0.0 if row is None else row.heartbeat_at
+
+    arguments = ["train", "-c", str(tmp_path / "flywheel.yaml"), "--from", str(trained / "rows.parquet")]
+    with lives.begin([*arguments, "--epochs", "100000"], log) as life:
+        wait_for(lambda: (log.exists() and "trained" in log.read_text()) or not life.alive, "an update", 240)
+        before = last_heartbeat()
+        wait_for(lambda: last_heartbeat() > before or not life.alive, "a heartbeat", 60)
+        assert life.stop() == 1
+    assert last_heartbeat() > before
+
+
 def rows_of(file: Path, *exported: dict[str, Any]) -> Path:
     file.write_text("".join(json.dumps(row) + "\n" for row in exported))
     return file
@@ -150,6 +167,11 @@ def test_wrong_calls_are_one_line(config, tmp_path):
         run_here(config, "train", "--from", file, "--out", str(tmp_path / "none/out"))
     with pytest.raises(StartupError, match=r"no\.jsonl cannot be read"):
         run_here(config, "train", "--from", "no.jsonl", "--out", str(tmp_path / "out"))
+    pointed = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path)})})
+    for damaged in ("version https://git-lfs", "[1]"):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        with pytest.raises(StartupError, match=r"tokenizer\.json is not a tokenizer's JSON"):
+            run_here(pointed, "train", "--from", file, "--out", str(tmp_path / "out"))
     ranks = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 2})})
     with pytest.raises(ConfigError, match="runs on one rank; set it to 1"):
         run_here(ranks, "train", "--from", file)

@@ -12,6 +12,13 @@ from tests.support.experiences import record_ready, rows
 from trainer_service.breaker import reward_drop
 
 
+def test_a_reward_whose_square_is_no_number_above_0_counts_with_a_square_of_0(ledger):
+    tiny = [replace(row, reward=reward) for row, reward in zip(rows(2), (1e-200, -5e-324), strict=True)]
+    record_ready(ledger, tiny)
+    (found,) = ledger.fetch(rewards_by_version)
+    assert (found.count, found.mean, found.mean_square) == (2, pytest.approx(0.0), 0.0)
+
+
 def test_a_reward_that_no_row_is_trained_on_with_is_in_no_mean(ledger):
     """`reward.accept: null` accepts rewards whose squares no database can add."""
     ordinary = [replace(row, reward=0.5) for version in range(4) for row in rows(2, version, name=f"v{version}-")]

@@ -38,6 +38,7 @@ def test_the_path_names_task_and_run_on_every_recorded_surface(explorer, surface
         ("/run/%FF/r/v1/chat/completions", 400),
         ("/run/a%00/r/v1/chat/completions", 400),
         (f"/run/{'a' * 401}/r/v1/chat/completions", 400),
+        (f"/run/t/{'𠀀' * 301}/v1/chat/completions", 400),
         ("/run/t/r/v1/responses", 404),
     ],
 )

@@ -59,6 +59,13 @@ def test_a_reply_whose_tokens_were_forced_or_forbidden_is_marked(explorer, body)
     assert recorded(explorer, **body).masked
 
 
+def test_a_reply_to_tools_is_marked_if_the_tool_parser_constrains_every_call(scripted_engine, start_explorer):
+    explorer = start_explorer([scripted_engine.url], engine={"tool_parser": "glm47"}).wait_ready()
+    assert recorded(explorer, tools=[TOOL]).masked
+    assert not recorded(explorer, tools=[TOOL], tool_choice="none").masked
+    assert not recorded(explorer).masked
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -15,12 +15,12 @@ from explorer_service.chat.request import CHAT, COMPLETION, Surface, parse_chat
 from explorer_service.engines.dispatch import EngineReply
 from explorer_service.errors import InvalidReply
 from explorer_service.traffic.router import Router
-from shared.config import ExplorerConfig
+from shared.config import Config, ModelConfig
 from shared.experience import Sample, Sampling
 
 ENGINE = SimpleNamespace(name="e", sampling_defaults=Sampling())
 SLOT: Any = SimpleNamespace(engine=ENGINE, version=1, first_version=1, last_version=2)
-CONFIG = ExplorerConfig()
+CONFIG = Config(model=ModelConfig(path="m"))
 
 
 def joined(*events: bytes) -> list[Sample]:

@@ -11,6 +11,7 @@ from shared.reward import Kind, Lesson, NewWords, Signal, credit_of, learned_kin
 
 UP, DOWN = Signal("rating", text="up"), Signal("rating", text="down")
 HALF, COMMENT = Signal("reward", value=0.5), Signal("comment", text="well")
+LARGE, ALSO_LARGE = (Signal("metric", value=1e308, name=name) for name in "ab")
 FAST, SLOW = Signal("metric", value=2.0, name="speed"), Signal("metric", value=-1.0, name="speed")
 
 
@@ -30,6 +31,7 @@ FAST, SLOW = Signal("metric", value=2.0, name="speed"), Signal("metric", value=-
         ([HALF, FAST], {"metrics": {"speed": 0.25}}, 1.0),
         ([UP, FAST], {"metrics": {"speed": 2.0}, "clip": (-1.0, 3.0)}, 3.0),
         ([Signal("reward", value=-1e308), DOWN], {"clip": (-1.0, 1.0)}, -1.0),
+        ([LARGE, ALSO_LARGE], {"metrics": {"a": 10, "b": -10}, "clip": (-1.0, 1.0)}, 0.0),
     ],
 )
 def test_the_last_of_each_signal_counts(said, rule, reward):

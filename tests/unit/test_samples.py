@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.samples import _end_tokens, _render
+from services.samples import SampleReader, _end_tokens, _render
+from tests.support.servers import make_config
 
 THOUGHT = "<think>\n\n</think>\n\n"
 
@@ -23,7 +24,7 @@ class Engine:
         text = "".join(self._template(message) for message in messages)
         return [ord(character) for character in text + ("" if ends_with_reply else "<A>")]
 
-    async def score(self, sequences: list[list[int]]) -> list[list[float]]:
+    async def score(self, sequences: list[list[int]], model: str | None) -> list[list[float]]:
         return [[-1.0] * (len(token_ids) - 1) for token_ids in sequences]
 
 
@@ -73,4 +74,55 @@ def test_white_space_before_the_token_that_ends_a_reply_is_the_models_own():
 def test_the_tokens_that_end_a_reply_are_those_of_the_model_s_folder(files, ends, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    assert _end_tokens(tmp_path) == ends
+    assert _end_tokens(tmp_path / "none", tmp_path) == ends
+
+
+class Holder(Engine):
+    """An engine that holds some versions, and notes which model is asked for logprobs."""
+
+    def __init__(self, label: str | None, models: dict[str, str]) -> None:
+        super().__init__(plain)
+        self.label, self.models, self.asked = label, models, list[str | None]()
+
+    async def list_models(self) -> dict[str, str]:
+        return self.models
+
+    async def read_label(self, *, may_load: bool) -> str | None:
+        assert may_load
+        return self.label
+
+    async def score(self, sequences: list[list[int]], model: str | None) -> list[list[float]]:
+        self.asked.append(model)
+        return await super().score(sequences, model)
+
+
+ADAPTERS = {"agent": "/v0", "agent@1+aaaaaaaa": "/v1", "agent@3+bbbbbbbb": "/v3", "agent@9+cccccccc": "/rejected"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "models", "asked", "version"),
+    [
+        ("lora", None, ADAPTERS, "agent@3+bbbbbbbb", 3),
+        ("lora", None, {"agent": "/v0"}, None, 0),
+        ("full", "3:0123456789abcdef", {}, None, 3),
+        ("full", "loading:4", {}, None, 5),
+        ("full", "default", {}, None, 5),
+        ("full", None, {}, None, 5),
+    ],
+)
+def test_a_rendered_row_names_the_version_whose_logprobs_it_has(
+    kind, label, models, asked, version, monkeypatch, tmp_path
+):
+    engine = Holder(label, models)
+    monkeypatch.setattr("services.samples.EngineAdmin", lambda *_: engine)
+    config = make_config(tmp_path, ["http://127.0.0.1:1"], model={"kind": kind})
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    (row,) = asyncio.run(SampleReader(config, range(6)).read([{"messages": messages, "version": 2}]))
+    assert (engine.asked, row.sample.version) == ([asked], version)
+
+
+def test_a_rendered_row_ends_with_the_end_token_of_version_0_where_the_model_is_not_mounted(tmp_path):
+    config = make_config(tmp_path, ["http://127.0.0.1:1"])
+    (tmp_path / "versions/v000000").mkdir(parents=True)
+    (tmp_path / "versions/v000000/generation_config.json").write_text('{"eos_token_id": 2}')
+    assert SampleReader(config, [0])._ends == {2}

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, func, select, text
 
 from shared.experience import State, choice_name
-from shared.ledger.conditions import AnyRow, in_group, in_scope, is_done, is_ready
+from shared.ledger.conditions import AnyRow, in_group, in_parts, in_scope, is_done, is_ready
 from shared.ledger.connect import placeholder
 from shared.ledger.tables import experiences, row_counts
 
@@ -52,6 +52,13 @@ def oldest_done(connection: Connection, *, before: float | None, at_most: int) -
     """Return ids of rows that are trained on or discarded, oldest first."""
     query = select(experiences.c.id).where(*is_done(before)).order_by(experiences.c.id).limit(at_most)
     return list(connection.execute(query).scalars())
+
+
+def names_of_rows(connection: Connection, ids: Sequence[int]) -> set[tuple[str, int]]:
+    """Return the message ids and choices of those of these rows that are stored."""
+    names = select(experiences.c.msg_id, experiences.c.choice)
+    parts = (connection.execute(names.where(part)) for part in in_parts(experiences.c.id, ids))
+    return {(row.msg_id, row.choice) for part in parts for row in part}
 
 
 def known_choices(connection: Connection, msg_ids: list[str]) -> set[tuple[str, int]]:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, case, func, or_, select
 
 from shared.experience import MAY_SERVE, VersionState
 from shared.ledger.queries.lease import LARGEST_REWARD
 from shared.ledger.tables import experiences, versions
 
+_NO_SQUARE = 1e-150  # PostgreSQL refuses to square a smaller number: the result would be rounded to 0
 _REWARDED_ROWS = 10_000  # number of newest rows from which rewards by version are read
 _MOST_NAMED = 20  # versions in an error message
 
@@ -192,7 +193,8 @@ def rewards_by_version(connection: Connection) -> list[Rewards]:
     """
     newest = select(func.max(experiences.c.id)).scalar_subquery()
     reward = experiences.c.reward
-    query = select(experiences.c.version, func.count(), func.avg(reward), func.avg(reward * reward))
+    square = case((func.abs(reward) < _NO_SQUARE, 0.0), else_=reward * reward)
+    query = select(experiences.c.version, func.count(), func.avg(reward), func.avg(square))
     usable = reward.between(-LARGEST_REWARD, LARGEST_REWARD)
     rewarded = query.where(experiences.c.id > newest - _REWARDED_ROWS, usable)
     grouped = rewarded.group_by(experiences.c.version).order_by(experiences.c.version)

@@ -88,6 +88,12 @@ def restore_trained(connection: Connection, msg_id: str, choice: int, *, lessons
     connection.execute(update(experiences).where(*mine, recorded).values(**trained, teaches=teaches))
 
 
+def restore_discarded(connection: Connection, msg_id: str, choice: int, *, reason: str) -> None:
+    """RECORDED → DISCARDED for an imported row that was discarded before it left its ledger."""
+    mine = (experiences.c.msg_id == msg_id, experiences.c.choice == choice, is_in(experiences.c.state, State.RECORDED))
+    connection.execute(update(experiences).where(*mine).values(state=State.DISCARDED, reason=reason))
+
+
 def _row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:
     """Return the values of _ROW."""
     parent_id = None if parent is None else choice_name(parent.msg_id, parent.choice)
