@@ -16,7 +16,8 @@ from benchmarks.front_door.figures import targets
 from benchmarks.front_door.gateways import Gateway
 from benchmarks.front_door.load import Figures, LoadFailed
 from benchmarks.reload import service
-from benchmarks.reload.figures import read_reloads, seconds_of_each
+from benchmarks.reload.figures import read_reloads, row_to_first_chat, row_to_first_token, seconds_of_each
+from benchmarks.reload.turn import LateChat, Stream, Turn
 from benchmarks.trainer import peak
 
 FAILED = "chats and streams that failed"
@@ -115,3 +116,13 @@ def test_figures_over_seeds_name_the_least_merged_share_and_count_failed_evaluat
     found = example_seeds.summarise([run(0.9, 0), run(0.8, 3), run(None, 0)])
     assert "merged" not in found
     assert (found["merged_least"], found["evaluations_failed"], found["failures"]) == (0.8, 6, 3)
+
+
+@pytest.mark.parametrize(("crossed", "seconds"), [({"a"}, 3.0), (set(), 4.5)])
+def test_the_first_token_of_a_version_may_belong_to_a_stream_that_goes_on(crossed, seconds):
+    """The stream paused from 9 to 13, of which the row came at 10; the first chat of the version answered at 14.5."""
+    stream = Stream(msg_id="a", event_times=[1.0, 4.0, 9.0, 13.0, 13.2])
+    late = [LateChat(1, 0.1, 9.5), LateChat(2, 0.3, 14.5)]
+    turn = Turn([stream, Stream(msg_id="b")], late, began_at=9.8, published=2, row_at=10.0)
+    assert row_to_first_token(turn, crossed) == seconds
+    assert row_to_first_chat(turn) == 4.5
