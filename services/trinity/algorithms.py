@@ -38,7 +38,8 @@ TRINITY: dict[str, Algorithm] = {
     "multi_step_grpo": Algorithm("grpo", "whole runs are compared, and each call has its run's advantage", _GROUP),
     "sft": Algorithm("sft", parts=("sft",)),
     "dpo": Algorithm("dpo", parts=("dpo",)),
-    "raft": Algorithm("raft", parts=("sft",)),
+    "raft": Algorithm("raft", "without `above`, only the better half of a batch is learned", ("sft",),
+                      defaults={"above": -1e9}),
     "on_policy_distill": Algorithm(note="choose distill, and say in trainer.distill where the teacher is"),
     "cpt": Algorithm(note="train on plain text elsewhere, and serve the result as model.path"),
     "opmd": Algorithm(note="choose grpo with surrogate: opmd, which is another form of mirror descent"),
@@ -83,6 +84,7 @@ TRL: dict[str, Algorithm] = {
 }
 
 WITHOUT_KL = ("sft", "cpt", "raft", "dapo", "asymre", "sppo", "on_policy_distill", "jsd", "mix", "mix_chord")
+WITHOUT_ENTROPY = ("sft", "raft", "asymre", "sppo")
 
 
 def theirs(given: Given) -> str:

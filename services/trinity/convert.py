@@ -30,6 +30,8 @@ _SAMPLING: dict[str, Any] = {  # Trinity's too; without them our engine samples 
     "learn.params.top_k": -1,
     "learn.params.repetition_penalty": 1.0,
 }
+_BATCHES = ("buffer.train_batch_size", "buffer.batch_size", "data.batch_size", "global_config.batch_size")
+_TIMEOUT_S = 1800  # Trinity's explorer.max_timeout
 _OF_AN_ADAPTER = ("model.lora.", "trainer.learning_rate")  # in other cases the defaults are the same, or unused
 _TRAINED = (  # settings with these prefixes determine what is learned, and from what
     *("trainer.", "model.", "tasks", "learn.params.", "learn.runs_per_task", "learn.epochs", "learn.versions"),
@@ -189,8 +191,9 @@ def _add_defaults(done: Conversion, given: Given) -> None:
     reads_file = given.has_tasks and given.get("mode") != "bench" and workflow.example(given) is None
     if reads_file and not any(name.endswith("_selector.selector_type") for name in given):
         done.remarks.append(f"Trinity's default is the order of the file: {SHUFFLED}")
-    runs = {"learn.runs_per_task": 1} if workflow.example(given) else {}
-    for path, value in {**_SAMPLING, **runs}.items() if given.has_tasks else ():
+    if any(name.startswith("model.lora_configs.") for name in given):
+        done.settings.setdefault("model.kind", "lora")
+    for path, value in _of_learn(given).items() if given.has_tasks else ():
         if path not in done.settings:
             done.settings[path] = value
             done.remarks.append(f"{path} is {value}: {_THEIRS}")
@@ -214,6 +217,32 @@ def _add_defaults(done: Conversion, given: Given) -> None:
             done.settings[path] = value
             why = _LOST_KL if kl_lost and template in kl_term else _THEIRS
             done.remarks.append(f"{path} is {value}: {why}")
+
+
+def _of_learn(given: Given) -> dict[str, Any]:
+    """Return Trinity's defaults for learn.yaml, and for the trainer's batch, which follows from the tasks of a step."""
+    if workflow.example(given) is not None:
+        return {**_SAMPLING, "learn.runs_per_task": 1}
+    bound = _reply_bound(given)
+    defaults = {**_SAMPLING, "learn.timeout_s": _TIMEOUT_S, **({"learn.params.max_tokens": bound} if bound else {})}
+    if any(name.startswith("buffer.explorer_input.eval_tasksets.") for name in given):
+        names = {path.rpartition(".")[2]: value for path, value in _SAMPLING.items()}
+        params = {name: given.first(f"model.{name}", default=value) for name, value in names.items()}
+        if (tokens := given.first("model.max_response_tokens", default=bound)) is not None:
+            params["max_tokens"] = tokens
+        defaults |= {f"learn.eval_params.{name}": value for name, value in params.items()}
+    if given.get("mode") not in gpus.WITHOUT_TRAINER and given.first(*_BATCHES) is None:
+        defaults["trainer.batch_size"] = given.whole("algorithm.repeat_times", "explorer.repeat_times", default=1)
+    return defaults
+
+
+def _reply_bound(given: Given) -> int | None:
+    """Return the tokens of a reply that Trinity derives from the model's length; None: it derives none."""
+    length = given.whole("model.max_model_len", default=0) if given.get("model.max_model_len") is not None else 0
+    if not length or given.get("model.max_response_tokens") is not None:
+        return None
+    rest = length - given.whole("model.max_prompt_tokens", default=length - length // 2)
+    return rest if rest > 0 else None
 
 
 def _nested(settings: dict[str, Any], arguments: list[str]) -> dict[str, Any]:

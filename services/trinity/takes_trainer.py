@@ -48,7 +48,20 @@ def epochs(value: Any, given: Given) -> Settings:
     """Return the passes over the tasks, if no number of steps is set."""
     if given.get("buffer.total_steps") or given.get("trainer.total_steps"):
         raise NotNeeded("total_steps counts")
+    if given.get("mode") == "train" and int(value) > 1:
+        raise NoCounterpart(
+            f"a trainer reads each row once; `flywheel train --from FILE --epochs {value}` reads a file more often",
+            changes_training=True,
+        )
     return {"learn.epochs": value}
+
+
+def entropy(value: Any, given: Given) -> Settings:
+    """Return the coefficient of the entropy bonus, if Trinity computes the entropy."""
+    own = "none" if algorithms.theirs(given) in algorithms.WITHOUT_ENTROPY else "default"
+    if str(given.first("algorithm.entropy_loss_fn", default=own)) == "none":
+        raise NotNeeded("with entropy_loss_fn none, Trinity ignores it")
+    return {"trainer.ALGORITHM.entropy_coef": value}
 
 
 def steps(value: Any, given: Given) -> Settings:

@@ -112,7 +112,7 @@ def test_the_settings_of_a_task_set_are_learn_s(capsys):
     assert (config.name, config.runs_per_task, config.epochs, config.at_once) == ("one", 8, 1, 16)
     assert config.params == {"max_tokens": 1024, "temperature": 1.0, **SAMPLED}
     assert (config.eval_every_versions, config.eval_runs) == (25, 4)
-    assert config.eval_params == {"top_p": 0.8, "top_k": 20}
+    assert config.eval_params == {**SAMPLED, "max_tokens": 1024, "temperature": 1.0, "top_p": 0.8, "top_k": 20}
     said = capsys.readouterr().out
     assert "learn workflow:workflow tasks.jsonl --eval held_out.jsonl --config learn.yaml" in said
     assert written().trainer.batch_size == 32 * 8

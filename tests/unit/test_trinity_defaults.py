@@ -6,6 +6,8 @@ import pytest
 
 from services.trinity.convert import Conversion, convert
 from services.trinity.key import Fate, Given
+from shared.config import Config
+from trainer_service.algorithms.raft import RAFT
 
 MODEL = {"model.model_path": "/m"}
 ARGS = "algorithm.policy_loss_fn_args."
@@ -124,3 +126,48 @@ def test_keys_of_verl_that_trinity_reads_are_settings():
     settings = converted(**{"algorithm.algorithm_type": "ppo", **keys}).settings
     names = ("trainer.epochs", "trainer.max_grad_norm", "trainer.ppo.value_clip")
     assert [settings[name] for name in names] == [2, 0.5, 0.3]
+
+
+@pytest.mark.parametrize("adapter", [{"name": "one"}, {"": None}, {"path": "/a"}, {"lora_rank": None}])
+def test_an_adapter_without_a_size_is_an_adapter_of_trinity_s_size(adapter):
+    keys = {f"model.lora_configs.0.{name}".rstrip("."): value for name, value in adapter.items()}
+    settings = converted(**keys).settings
+    assert [settings[f"model.{name}"] for name in ("kind", "lora.rank", "lora.alpha")] == ["lora", 32, 32]
+
+
+@pytest.mark.parametrize(("algorithm", "entropy"), [("grpo", {"algorithm.entropy_loss_fn": "none"}), ("raft", {})])
+def test_a_coefficient_of_an_entropy_that_trinity_does_not_compute_sets_nothing(algorithm, entropy):
+    coefficient = {"algorithm.entropy_loss_fn_args.entropy_coef": 0.01}
+    done = converted(**{"algorithm.algorithm_type": algorithm, **entropy, **coefficient})
+    assert not any(path.endswith("entropy_coef") for path in done.settings) and not done.lost
+    assert converted(**coefficient).settings["trainer.grpo.entropy_coef"] == 0.01
+
+
+def test_every_rewarded_reply_is_learned_from_as_by_trinity_s_raft():
+    config = Config.model_validate(converted(**{"algorithm.algorithm_type": "raft"}).flywheel())
+    assert RAFT(config.trainer.raft)._are_good([1.0, 1.0, 0.0]) == [True, True, True]
+
+
+TASK_SET = {"buffer.explorer_input.taskset.path": "tasks.jsonl"}
+HELD_OUT = {"buffer.explorer_input.eval_tasksets.0.path": "held_out.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "value"),
+    [
+        ({}, "learn.timeout_s", 1800),
+        ({"explorer.max_timeout": 60}, "learn.timeout_s", 60),
+        ({}, "learn.params.max_tokens", None),
+        ({"model.max_model_len": 4096}, "learn.params.max_tokens", 2048),
+        ({"model.max_model_len": 4096, "model.max_prompt_tokens": 1024}, "learn.params.max_tokens", 3072),
+        ({"model.max_model_len": 4096, "model.max_response_tokens": 100}, "learn.params.max_tokens", 100),
+        ({"algorithm.repeat_times": 8}, "trainer.batch_size", 8),
+        ({"algorithm.repeat_times": 8, "buffer.train_batch_size": 64}, "trainer.batch_size", 64),
+        ({}, "learn.eval_params.temperature", None),
+        (HELD_OUT, "learn.eval_params.temperature", 1.0),
+        ({**HELD_OUT, "model.temperature": 0.7}, "learn.eval_params.temperature", 0.7),
+        ({**HELD_OUT, "model.max_model_len": 4096}, "learn.eval_params.max_tokens", 2048),
+    ],
+)
+def test_a_task_set_gets_trinity_s_defaults_where_ours_differ(keys, path, value):
+    assert converted(**TASK_SET, **keys).settings.get(path) == value

@@ -32,6 +32,11 @@ def lost(**keys: object) -> list[str]:
     return [line.key for line in convert(Given({**MODEL, **keys})).lost]
 
 
+def test_several_passes_of_a_trainer_alone_are_lost():
+    assert lost(**{"mode": "train", "buffer.total_epochs": 3}) == ["buffer.total_epochs"]
+    assert not lost(**{"mode": "train", "buffer.total_epochs": 1})
+
+
 def arguments(**extra: object) -> list[str]:
     return convert(Given({**MODEL, **{EXTRA + name: value for name, value in extra.items()}})).arguments
 
