@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection
 
@@ -29,6 +29,8 @@ class LedgerReader:
         self._ledger = ledger
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_AT_ONCE, "ledger-reader")
+        self._free = asyncio.Semaphore(_AT_ONCE)  # threads
+        self._answered = 0  # number of reads
 
     async def stop(self) -> None:
         """Wait for the running reads, and cancel the others."""
@@ -37,16 +39,44 @@ class LedgerReader:
     async def read(self, query: Callable[[Connection], T], timeout_s: float | None = None) -> T:
         """Run `query` on a snapshot. Raises its exceptions, or LedgerError.
 
-        timeout_s: replaces the reader's timeout, for a query of many statements.
+        timeout_s: replaces the reader's timeout, for a query of many statements; not for the wait for a thread.
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
+            await self._wait_for_thread()
+            loop = asyncio.get_running_loop()
+            reading = self._threads.submit(self._ledger.fetch, query)
+            reading.add_done_callback(lambda ended: loop.call_soon_threadsafe(self._note_end, ended))
             async with asyncio.timeout(timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._ledger.fetch, query)
+                return await asyncio.wrap_future(reading)
         except TimeoutError as exc:
-            reason = f"the database has not answered within {timeout_s:g} s; is it up and reachable?"
-            log.warning("the ledger cannot be read", reason=reason)
-            raise LedgerError(reason) from exc
+            error = _no_answer(timeout_s)
+            log.warning("the ledger cannot be read", reason=str(error))
+            raise error from exc
         except LedgerError as error:
             log.warning("the ledger cannot be read", reason=str(error))
             raise
+
+    async def _wait_for_thread(self) -> None:
+        """Take a thread. Raises LedgerError if the reads that have the threads get no answer, either."""
+        answered, waits = self._answered, self._free.locked()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._free.acquire()
+        except TimeoutError as exc:
+            if self._answered == answered:
+                raise _no_answer(self._timeout_s) from exc
+            await self._wait_for_thread()
+            return
+        if waits and self._answered == answered:
+            self._free.release()
+            raise _no_answer(self._timeout_s)
+
+    def _note_end(self, ended: Future[Any]) -> None:
+        self._free.release()
+        if not ended.cancelled() and ended.exception() is None:
+            self._answered += 1
+
+
+def _no_answer(timeout_s: float) -> LedgerError:
+    return LedgerError(f"the database has not answered within {timeout_s:g} s; is it up and reachable?")

@@ -50,8 +50,8 @@ class TrainerConfig(Section):
     """Claim a smaller batch after READY rows have waited this long; null: always wait for a full batch. The time starts
     again after each batch and each start."""
     max_share_per_key: Annotated[float, Field(gt=0, le=1), NUMBER] = 1.0
-    """Largest share of a batch, in rows and in each algorithm's gradient, that comes from the signals of one key, so
-    that no key steers the model alone; 1: no limit. Of the gradient, each of n keys in a batch may have 1/n."""
+    """Largest share of `batch_size`, and of each algorithm's gradient, that comes from the signals of one key, so that
+    no key steers the model alone; 1: no limit. Of the gradient, each of n keys in a batch may have 1/n."""
     center_keys: Flag = False
     """Compare rewards with the mean reward of their key, so that a strict and a lenient key agree about the same reply,
     and a key that always gives the same reward has no effect. For algorithms with advantages."""

@@ -106,10 +106,14 @@ def stored(explorer: RunningExplorer) -> set[str]:
 
 def test_a_frozen_postgresql_is_a_503_in_time_and_all_is_well_when_it_thaws(on_postgres, server):
     known = {on_postgres.chat().json()["id"] for _ in range(3)}
+
+    def rate_a_run() -> httpx.Response:
+        return on_postgres.http.post("/feedback", json={"task_id": "t", "run_id": "0", "reward": 1})
+
     server.freeze()
     try:
         for _ in range(2):
-            assert_all_refused(everything(on_postgres, next(iter(known))))
+            assert_all_refused([*everything(on_postgres, next(iter(known))), *[rate_a_run] * 24])
         assert on_postgres.http.get("/ready").status_code == 503
         reply, took_s = timed(lambda: on_postgres.http.get("/metrics"))
         assert reply.status_code == 200
