@@ -26,7 +26,7 @@ def make_batch(rows: Sequence[Experience]) -> Batch:
     rows = sorted((row for row in rows if not row.is_rehearsal), key=lambda row: row.id)
     batch = Batch.of(trajectories_of(rows))
     replies = _Replies(batch, rows)
-    answers = {replies.place(row): _last_key(row, "demonstration") for row in rows if _is_demonstration(row)}
+    answers = {replies.place(row): _last_key(row, "demonstration") for row in rows if is_demonstration(row)}
     pairs = {
         (replies.place(row), replies.place_of(other, row)): other.key for row in rows for other in row.preferred_over
     }
@@ -103,13 +103,14 @@ def _add_rehearsed(batch: Batch, again: Sequence[Experience]) -> tuple[list[int]
 
 def _answers(row: Experience) -> Iterator[tuple[TokenSequence, str | None]]:
     """Yield the written answers of a row, each with the key that wrote it."""
-    if _is_demonstration(row):
+    if is_demonstration(row):
         yield _answer(row, row.tokens.reply_ids), _last_key(row, "demonstration")
     if row.correction is not None:
         yield _answer(row, row.correction), row.correction_key
 
 
-def _is_demonstration(row: Experience) -> bool:
+def is_demonstration(row: Experience) -> bool:
+    """Whether a row's reply was written and not sampled, and is learned as such in this batch."""
     return any(one.kind == "demonstration" for one in row.signals)
 
 

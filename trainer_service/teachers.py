@@ -23,6 +23,7 @@ from shared.errors import ConfigError, first_line
 from shared.experience import Experience, LogprobArray
 from shared.log import StageLogger
 from shared.stop_request import StopRequest
+from trainer_service.batch import is_demonstration
 from trainer_service.disk import pauses_s
 from trainer_service.errors import Stopped
 
@@ -37,6 +38,7 @@ _MISSING = 404
 _FAILED = 500
 _MOST_FAILURES = 5  # at one request before it is compared with a harmless one
 _HARMLESS = [0, 1]  # token ids
+_IMPOSSIBLE = -9999.0  # what vLLM sends in place of minus infinity, which JSON does not have
 
 
 class _Unavailable(Exception):
@@ -117,18 +119,19 @@ class RemoteTeacher:
     def teach(self, rows: Sequence[Experience]) -> list[Experience]:
         """Add the teacher's logprobs of the replies to the rows, or the reason why it returned none. Raises Stopped.
 
-        Rehearsed rows stay as they are: their replies are not learned from again.
+        Rehearsed rows stay as they are: their replies are not learned from again. So do demonstrations: nobody sampled
+        them.
         """
         with ThreadPoolExecutor(self._config.requests_in_flight) as pool:
             return list(pool.map(self._teach, rows))
 
     def _teach(self, row: Experience) -> Experience:
-        if row.is_rehearsal:
+        if row.is_rehearsal or is_demonstration(row):
             return row
         ids = [*row.tokens.prompt_ids.tolist(), *row.tokens.reply_ids.tolist()]
         try:
             logprobs = self._logprobs(ids)[-len(row.tokens.reply_ids) :]
-            if not np.isfinite(logprobs).all():
+            if not (np.isfinite(logprobs) & (logprobs > _IMPOSSIBLE)).all():
                 raise _Refused("a token of the reply is impossible to it")
         except _Refused:
             return replace(row, unused=(*row.unused, "teacher_refused"))

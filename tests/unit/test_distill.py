@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from shared.config import DistillConfig, TrainerConfig
-from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
+from shared.experience import Experience, Sampling, Tokens
+from shared.reward import Kind, Signal
+from tests.support.batches import array, batch_of, loss_of, precomputed, rows_batch, sequence
 from trainer_service.algorithms.distill import Distill
-from trainer_service.algorithms.seam import Needs
+from trainer_service.algorithms.seam import Batch, Needs
 
 FOLDER = {"path": "/models/teacher", "kl_coef": 0}
 SERVER = {"url": "http://teacher:8000", "kl_coef": 0}
@@ -60,3 +63,39 @@ def test_the_kl_penalty_draws_towards_the_base_model_as_well():
     seen = precomputed(batch, teacher=[array(-0.5)], reference=[array(-1.4)])
     constants, _ = algorithm.constants(batch, algorithm.units(batch), seen, {})
     np.testing.assert_allclose(constants["advantages"][0], [0.5 - 0.5 * 0.4], rtol=1e-6)
+
+
+def turn(number: int, prompt: list[int], *kinds: Kind, correction: list[int] | None = None) -> Experience:
+    """A turn of a run, whose reply is two tokens. kinds: of the signals about it."""
+    reply = np.array([10 * number, 10 * number + 1], np.int32)
+    tokens = Tokens(np.array(prompt, np.int32), reply, -np.ones(2, np.float32))
+    about = {"signals": tuple(Signal(kind) for kind in kinds), "teacher": None if kinds else array(-0.5, -0.5)}
+    ids = None if correction is None else np.array(correction, np.int32)
+    names = (number, f"m{number}", 0, None, "t", "1", "m1", 0, None, 0.0)
+    return Experience(*names, tokens, Sampling(), **about, correction=ids)
+
+
+@pytest.mark.parametrize("settings", [FOLDER, SERVER])
+def test_the_answers_of_demonstrations_are_no_samples_of_the_policy(settings):
+    algorithm = Distill(DistillConfig(**settings))
+    shown = turn(1, [1], "demonstration"), turn(2, [1, 10, 11, 5], "demonstration")
+    sampled = turn(3, [2, 3], correction=[7, 8])
+    batch = rows_batch([*shown, replace(sampled, run_id="2")])
+    assert len(batch.sequences[0].ends) == 2, "both demonstrations are one sequence"
+    assert len(batch.written) == 3
+    assert [batch.sequences[place].row_ids for (place,) in members_of(algorithm, batch)] == [[3]]
+
+
+@pytest.mark.parametrize("settings", [FOLDER, SERVER])
+def test_of_a_conversation_with_a_demonstration_the_sampled_turns_are_learned(settings):
+    algorithm = Distill(DistillConfig(**settings))
+    batch = rows_batch([turn(1, [1]), turn(2, [1, 10, 11, 5], "demonstration"), turn(3, [1, 10, 11, 5, 20, 21, 6])])
+    assert members_of(algorithm, batch) == [(0,)] and len(batch.sequences[0].ends) == 3
+    teacher = array(-0.5, -0.5, -9.0, -9.0, -0.5, -0.5)
+    constants, figures = algorithm.constants(batch, algorithm.units(batch), precomputed(batch, teacher=[teacher]), {})
+    assert constants["counts"][0].tolist() == [1, 1, 0, 0, 1, 1]
+    assert figures["kl_to_teacher"] == pytest.approx(-0.5)
+
+
+def members_of(algorithm: Distill, batch: Batch) -> list[tuple[int, ...]]:
+    return [unit.members for unit in algorithm.units(batch)]

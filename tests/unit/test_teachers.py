@@ -12,6 +12,7 @@ import pytest
 
 from shared.config import DistillConfig
 from shared.errors import ConfigError
+from shared.reward import Signal
 from shared.stop_request import StopRequest
 from tests.support.batches import rows_batch
 from tests.support.experiences import rows
@@ -60,6 +61,13 @@ def test_replies_get_the_teachers_logprobs_of_their_own_tokens(server):
 def test_the_teacher_is_not_asked_about_rehearsed_rows_whose_replies_are_not_learned_from(server):
     fresh, rehearsed = rows(2)
     taught = teacher_of(server).teach([fresh, replace(rehearsed, is_rehearsal=True)])
+    assert [row.teacher is None for row in taught] == [False, True]
+    assert len(server.asked) == 1
+
+
+def test_the_teacher_is_not_asked_about_demonstrations_which_nobody_sampled(server):
+    sampled, shown = rows(2)
+    taught = teacher_of(server).teach([sampled, replace(shown, signals=(Signal("demonstration"),))])
     assert [row.teacher is None for row in taught] == [False, True]
     assert len(server.asked) == 1
 
@@ -217,11 +225,12 @@ def test_the_tokenizer_of_a_folder_is_compared_entry_by_entry(tmp_path):
         require_same_vocabulary(TOKENIZER, DistillConfig(path=str(tmp_path / "nowhere")))
 
 
+@pytest.mark.parametrize("logprob", [-np.inf, -9999.0])  # the second is what vLLM sends in place of the first
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_reply_with_a_token_that_is_impossible_to_the_teacher_is_left_out(place, server):
+def test_a_reply_with_a_token_that_is_impossible_to_the_teacher_is_left_out(place, logprob, server):
     def answer(path: str, body: Body) -> tuple[int, Any]:
         status, said = scripted(path, body)
-        said["choices"][0]["prompt_logprobs"][1 + place] = {str(body["prompt"][1 + place]): {"logprob": -np.inf}}
+        said["choices"][0]["prompt_logprobs"][1 + place] = {str(body["prompt"][1 + place]): {"logprob": logprob}}
         return status, said
 
     server.answer = answer

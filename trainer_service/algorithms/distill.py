@@ -13,16 +13,21 @@ Departures, each with its reason:
 3. A teacher behind an endpoint scores at temperature 1, whatever the sampling temperature was: samples then become like
    the teacher at that temperature. A teacher in a folder scores at the sampling temperature.
 
-E is the mean over the tokens of the minibatch that the teacher scored.
+E is the mean over the sampled tokens of the minibatch that the teacher scored. The policy did not sample those of
+demonstrations.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
 import numpy as np
+import numpy.typing as npt
 
 from shared.config import DistillConfig
 from trainer_service.algorithms.advantages import kl_penalties
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Memory, Needs, Precomputed, Unit, one_each
+from trainer_service.algorithms.seam import Batch, Constants, Figures, Ints, Memory, Needs, Precomputed, Unit, one_each
 from trainer_service.algorithms.surrogates import PartialPolicyGradient, policy_constants, policy_needs
 
 
@@ -32,8 +37,9 @@ class Distill(PartialPolicyGradient[DistillConfig]):
         return policy_needs(self.config) | (Needs.TEACHER if self.config.path else Needs.NOTHING)
 
     def units(self, batch: Batch) -> list[Unit]:
-        sampled = sorted(place for places in batch.members for place in places)
-        return one_each(sampled if self.config.path else sorted(batch.taught))
+        scored = (place for places in batch.members for place in places) if self.config.path else batch.taught
+        places = sorted(scored)
+        return one_each(place for place, flags in zip(places, _sampled(batch, places), strict=True) if flags.any())
 
     def constants(
         self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
@@ -42,12 +48,32 @@ class Distill(PartialPolicyGradient[DistillConfig]):
         teacher = precomputed.teacher if self.config.path else [batch.taught[unit.members[0]] for unit in units]
         proximal, bound = constants["proximal"], self.config.advantage_bound
         gaps = [t - p for t, p in zip(teacher, proximal, strict=True)]
-        constants["counts"] = [(~np.isnan(gap)).astype(np.float32) for gap in gaps]  # NaN: it refused to score the row
+        sampled = _sampled(batch, (unit.members[0] for unit in units))
+        # a gap is NaN where the teacher refused to score the row
+        counted = [flags & ~np.isnan(gap) for flags, gap in zip(sampled, gaps, strict=True)]
+        constants["counts"] = [flags.astype(np.float32) for flags in counted]
         constants["advantages"] = [np.nan_to_num(gap.clip(-bound, bound)) for gap in gaps]
         penalties = kl_penalties(units, precomputed, self.config)
         if penalties:
             constants["advantages"] = [a - p for a, p in zip(constants["advantages"], penalties, strict=True)]
-        flat = np.concatenate(gaps)
-        scored = flat[~np.isnan(flat)]
+        scored = np.concatenate(gaps)[np.concatenate(counted)]
         figures["kl_to_teacher"] = float(-scored.mean()) if len(scored) else 0.0
         return constants, figures
+
+
+def _sampled(batch: Batch, places: Iterable[int]) -> Iterator[npt.NDArray[np.bool_]]:
+    """Yield which actions of each of these sequences the policy sampled, [A].
+
+    The others are a turn's written answer: a demonstration, or a correction that repeats the reply.
+    """
+    written: dict[int, list[Ints]] = defaultdict(list)  # by row id
+    for place in batch.written:
+        written[batch.sequences[place].row_ids[0]].append(batch.sequences[place].token_actions)
+    for place in places:
+        sequence, begin = batch.sequences[place], 0
+        flags = np.ones(len(sequence.actions), np.bool_)
+        for row_id, end in zip(sequence.row_ids, sequence.ends, strict=True):
+            reply = sequence.token_actions[begin : end + 1]
+            flags[begin : end + 1] = not any(np.array_equal(answer, reply) for answer in written.get(row_id, ()))
+            begin = end + 1
+        yield flags

@@ -126,7 +126,8 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
     later = _words_since(connection, rows)
     last_signal = select(batches.c.last_signal).where(batches.c.id == experiences.c.batch_id).scalar_subquery()
     first = func.coalesce(experiences.c.consumed_version, version)
-    values = {"state": State.CONSUMED, "consumed_version": first, "last_signal": last_signal, **acted}
+    blameless = {"failures": 0, "deaths": 0}  # the state contains an update with them
+    values = {"state": State.CONSUMED, "consumed_version": first, "last_signal": last_signal, **acted, **blameless}
     connection.execute(update(experiences).where(*rows).values(values))
     for lessons, ids in later.items():
         for part in in_parts(experiences.c.id, ids):
