@@ -28,6 +28,7 @@ from flywheel.errors import (
     UnsafeTool,
 )
 from flywheel.evaluation import Comparison, aevaluate, compare, evaluate
+from flywheel.framework_tools import guard
 from flywheel.judge import LLMJudge, Verdict
 from flywheel.learning import alearn, learn
 from flywheel.model import Model
@@ -38,9 +39,9 @@ from flywheel.reward import Reward
 from flywheel.run import Run
 from flywheel.runner import TrainingRunner
 from flywheel.selection import Call, Marked, SamplingRate, Selected, Selection, mark, marked
-from flywheel.shadow import Stats
+from flywheel.stats import Stats
 from flywheel.tasks import load_tasks
-from flywheel.tools import ReadOnlyTools, RecordedTools, SubstituteTools, declare, guard, tool
+from flywheel.tools import ReadOnlyTools, RecordedTools, SubstituteTools, declare, tool
 from flywheel.transport import async_http_client, http_client
 from flywheel.workflow import Result
 

@@ -42,6 +42,19 @@ def without_self(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=parameters[1:]) if begins_with_self else signature
 
 
+def arguments_without_context(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a function whose first one is the framework's context, as pydantic-ai passes it.
+
+    >>> def refund(ctx, order): ...
+    >>> arguments_without_context(inspect.signature(refund), (None,), {"order": "A1"})
+    {'order': 'A1'}
+    """
+    parameters = list(signature.parameters.values())[1:]
+    return arguments_of(signature.replace(parameters=parameters), args[1:], kwargs)
+
+
 def arguments_in_json(_: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments in the model's text, which the OpenAI Agents SDK passes last, after its context.
 

@@ -12,8 +12,9 @@ import httpx
 from flywheel import wire
 from flywheel.admin import AsyncAdmin
 from flywheel.client import Base
+from flywheel.credit import Credit
 from flywheel.results import Committed, Receipts, Status, Version
-from flywheel.run import AsyncRun, Credit
+from flywheel.run import AsyncRun
 from flywheel.wire import Answer, Ask, Outcome, Pause, Steps
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ import httpx
 from flywheel import wire
 from flywheel.admin import Admin
 from flywheel.connections import Connections
+from flywheel.credit import Credit
 from flywheel.errors import ConfigError
 from flywheel.model import Model
 from flywheel.results import Committed, Receipts, Status, Version
-from flywheel.run import Credit, Run, SyncRun
+from flywheel.run import Run, SyncRun
 from flywheel.wire import Answer, Ask, Outcome, Pause, Steps
 
 if TYPE_CHECKING:

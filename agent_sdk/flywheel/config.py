@@ -11,8 +11,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from flywheel.credit import Credit
 from flywheel.errors import ConfigError
-from flywheel.run import Credit
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flywheel.errors import ConfigError
-from flywheel.model import Model
+from flywheel.model import Model, outside_runs
 from flywheel.tools import Recording, recorded_in
 from flywheel.workflow import Caller, Function
 
@@ -63,7 +63,7 @@ class Conversation:
         """Return the agent's reply to the person's message."""
         messages = [*self.messages, {"role": "user", "content": text}]
         if self._user is None:
-            reply = self._serve(messages)
+            reply = self._serve(list(messages))  # the agent may append to its own
             return self._awaited(messages, reply) if inspect.isawaitable(reply) else self._store(messages, reply)
         with recorded_in(self._recorded):
             reply = self._agent(list(messages), self._production)
@@ -126,7 +126,7 @@ class SimulatedUser:
     """
 
     def __init__(self, model: Model, *, timeout_s: float = 60.0) -> None:
-        self._model = model if model.connections is None else model.untrained()
+        self._model = model
         self._timeout_s = timeout_s
 
     def prompt(self, recorded: Sequence[Message]) -> str:
@@ -145,7 +145,7 @@ class SimulatedUser:
         swapped = {"user": "assistant", "assistant": "user"}
         turns = [{"role": swapped[message["role"]], "content": message["content"]} for message in messages]
         asked: list[Any] = [{"role": "system", "content": self.prompt(recorded)}, *turns]
-        async with self._model.async_openai(timeout=self._timeout_s) as client:
+        async with outside_runs(self._model, timeout=self._timeout_s) as client:
             reply = await client.chat.completions.create(model=self._model.name, messages=asked)
         text = (reply.choices[0].message.content or "").strip()
         return None if text in ("", "END") else text

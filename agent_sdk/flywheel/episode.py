@@ -85,29 +85,34 @@ class Attempts:
             except (ConfigError, asyncio.CancelledError):
                 raise
             except TimedOut as exc:
-                self.failures.failed(exc)
+                self._failed(exc)
                 reward = None if self.how.on_timeout is None else Reward(self.how.on_timeout)
                 if await self._end(place, run, reward, "timeout", began) is None:
                     return run.chats
                 run.forget()
                 break  # nothing was sent: it has no chats, or its credit function failed
             except JudgeFailed as exc:
-                self.failures.failed(exc)  # the run is valid: another attempt would not help the judge
+                self._failed(exc)  # the run is valid: another attempt would not help the judge
                 await self._end(place, run, None, "unjudged", began)
                 return 0
             except Exception as exc:  # noqa: BLE001 — a user's agent may raise anything; its run is never rewarded
-                self.failures.failed(exc)
+                self._failed(exc)
                 run.forget()
                 continue
             failure = await self._end(place, run, reward, "rewarded" if reward else "unrewarded", began)
             if failure is None:
                 self.failures.succeeded()
                 return run.chats
-            self.failures.failed(failure)
+            self._failed(failure)
             run.forget()
         await self.journal.write(self._line(place, None, None, "dropped", 0.0))
         self.counted += 1
         return 0
+
+    def _failed(self, error: Exception) -> None:
+        """Count a failed attempt, in the journal for the report, which is over all starts."""
+        self.failures.failed(error)
+        self.journal.note({"kind": "failed", "cause": type(error).__name__})
 
     def _run_id(self, number: int, attempt: int) -> str:
         """Return a run id for each attempt, start and journal: no later run reaches the rows of a failed one."""

@@ -14,8 +14,8 @@ from flywheel.async_client import AsyncClient
 from flywheel.errors import ConfigError, NothingCompared, describe
 from flywheel.model import Model
 from flywheel.report import Evaluation
-from flywheel.run import AsyncRun, new_task_id
-from flywheel.tasks import NamedTask, Task, load_tasks
+from flywheel.run import AsyncRun
+from flywheel.tasks import NamedTask, Task, load_tasks, new_task_id
 from flywheel.threads import DaemonThreads
 from flywheel.transport import Pin, current_pin, current_run, origin_of
 from flywheel.workflow import Caller, Function, score, within
@@ -43,12 +43,13 @@ class Trial:
 async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask], model: Model) -> Evaluation:
     """Run the workflow on each task; failed runs give no reward, and are counted by cause."""
     gate, causes = asyncio.Semaphore(trial.at_once), Counter[str]()
-    pin = _pin_of(client, model)
+    pinned = replace(model, run=None)
+    pin = _pin_of(client, pinned)
 
     async def one(task: NamedTask) -> tuple[str, float | None, Mapping[str, float]]:
         async with gate:
             run = AsyncRun(client.explorer, new_task_id(), "eval", "once")
-            run.pinned = replace(model, run=None)
+            run.pinned = pinned
             token, pinning = current_run.set(None), current_pin.set(pin)  # its chats belong to no run
             try:
                 result = await within(trial.workflow(task.task, run.model, run), trial.timeout_s)
@@ -79,9 +80,9 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
 def _pin_of(client: AsyncClient, model: Model) -> Pin:
     """Return what makes the chats of model objects that outlive a run those of the evaluated model."""
     if model.connections is None:
-        return Pin(origin_of(client.url), client.explorer.name, {"store": False}, {})
+        return Pin(origin_of(client.url), client.explorer.name, {"store": False}, {}, model)
     name = model.name if model.version is None else model.name.rpartition("@")[0]
-    return Pin(origin_of(model.base_url), name, {**model.overrides, "model": model.name}, model.params)
+    return Pin(origin_of(model.base_url), name, {**model.overrides, "model": model.name}, model.params, model)
 
 
 async def try_serving(client: AsyncClient, trial: Trial, tasks: list[NamedTask]) -> Evaluation:

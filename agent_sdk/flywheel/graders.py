@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flywheel.errors import ConfigError, JudgeFailed
-from flywheel.model import Model
+from flywheel.model import Model, outside_runs
 from flywheel.reward import Reward
 
 Values = Mapping[str, Any]  # item and sample
@@ -213,8 +213,8 @@ class Grader:
         low, high = self._grader.get("range") or (0.0, 1.0)
         messages: list[Any] = [{"role": role, "content": _render(text, values)} for role, text in self._turns]
         messages.append({"role": "user", "content": f'Answer {{"result": a number from {low:g} to {high:g}}} alone.'})
-        model = self._model.untrained() if self._model.connections is not None else self._model
-        async with model.async_openai() as client:
+        model = self._model
+        async with outside_runs(model, judges=True) as client:
             try:
                 given = self._grader.get("sampling_params") or {}
                 options = {_SAMPLING.get(name, name): value for name, value in given.items() if value is not None}

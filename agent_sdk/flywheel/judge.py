@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flywheel.errors import ConfigError, JudgeFailed
-from flywheel.model import Model
+from flywheel.model import Model, outside_runs
 from flywheel.reward import Reward
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class LLMJudge:
         self.weights = dict.fromkeys(self.rubric, 1.0) if weights is None else dict(weights)
         if set(self.weights) != set(self.rubric) or sum(self.weights.values()) <= 0:
             raise ConfigError(f"weights={self.weights}: give one for each of {sorted(self.rubric)}, not all 0")
-        self._model = model.untrained() if model.connections is not None else model
+        self._model = model
         self._scale = scale
         self._timeout_s = timeout_s
         self._task_text = task_text
@@ -153,7 +153,7 @@ class LLMJudge:
         }
         trouble: Exception | None = None
         tries, said = 2, ""
-        async with self._model.async_openai(timeout=self._timeout_s) as client:
+        async with outside_runs(self._model, judges=True, timeout=self._timeout_s) as client:
             while tries:
                 tries -= 1
                 try:

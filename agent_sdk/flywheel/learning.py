@@ -89,7 +89,7 @@ async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Repo
         journal.close()
         learning.report.seconds = round(time.monotonic() - began, 3)
         learning.report.waited_s = round(learning.pacer.waited_s, 3)
-        summarize(learning.report, journal.path, learning.attempts.failures.causes).write(home, journal.path)
+        summarize(learning.report, journal.path).write(home, journal.path)
     return learning.report
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import httpx
 from flywheel import frameworks
 from flywheel.connections import AsyncHttpClient, Connections, HttpClient, proxy_for, tls_context
 from flywheel.errors import ConfigError
-from flywheel.transport import AsyncRunTransport, Chats, RunTransport, run_path
+from flywheel.transport import AsyncRunTransport, Chats, RunTransport, current_pin, current_run, origin_of, run_path
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -188,3 +189,24 @@ def path_url(url: str, task_id: str, run_id: str) -> str:
     'http://127.0.0.1:8010/run/a%2Fb/0/v1'
     """
     return f"{url}{run_path(task_id, run_id)}/v1"
+
+
+@asynccontextmanager
+async def outside_runs(model: Model, *, judges: bool = False, **options: Any) -> AsyncIterator[AsyncOpenAI]:
+    """Open OpenAI's client for the chats of a judge or a simulated user, which belong to no run.
+
+    If the model is one of the explorer's, they are not recorded either: a model of a client, or one by the address of
+    the run or evaluation around. judges: raise ConfigError for the trainee. options: arguments of openai.AsyncOpenAI.
+    """
+    around = [one.origin for one in (current_run.get(), current_pin.get()) if one is not None]
+    is_explorers = model.connections is not None or origin_of(model.base_url) in around
+    if judges and is_explorers and "@" not in model.name:
+        raise ConfigError("the trainee would judge itself: give another model, or a version of it: client.model(0)")
+    run, pin = current_run.set(None), current_pin.set(None)
+    try:
+        apart = replace(model.untrained() if is_explorers else model, run=None)
+        async with apart.async_openai(**options) as client:
+            yield client
+    finally:
+        current_run.reset(run)
+        current_pin.reset(pin)

@@ -42,6 +42,9 @@ class Evaluation:
 class Report:
     """The result of learn. reward_first and reward_last are means over the first and last tenth of the rewarded runs.
 
+    The counts, the rewards and the evaluations are over all starts in the folder; the versions, the times and the end
+    are those of the last start.
+
     >>> Report(name="math", runs=10, rewarded=10, reward_first=0.1, reward_last=0.9).reward_last
     0.9
     """
@@ -86,7 +89,7 @@ def episodes(journal: Path) -> Iterator[dict[str, Any]]:
             yield {name: value for name, value in line.items() if name not in ("kind", "feedback")}
 
 
-def summarize(report: Report, journal: Path, failures: Counter[str]) -> Report:
+def summarize(report: Report, journal: Path) -> Report:
     """Fill in the totals of the journal, over all starts."""
     outcomes: Counter[str] = Counter()
     rewards = []
@@ -96,7 +99,8 @@ def summarize(report: Report, journal: Path, failures: Counter[str]) -> Report:
             rewards.append(episode["reward"])
     tenth = max(1, len(rewards) // 10)
     report.runs, report.rewarded = sum(outcomes.values()), len(rewards)
-    report.dropped, report.failures = outcomes["dropped"], dict(failures)
+    report.dropped = outcomes["dropped"]
+    report.failures = dict(Counter(line["cause"] for line in read_lines(journal) if line["kind"] == "failed"))
     if rewards:
         report.reward_first = sum(rewards[:tenth]) / tenth
         report.reward_last = sum(rewards[-tenth:]) / tenth

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from flywheel.credit import Credit, check_credit, outcome_bodies
 from flywheel.errors import ConfigError, NothingRecorded
 from flywheel.feedback import Feedback, keyed, send_all
 from flywheel.model import Model, path_url
 from flywheel.reward import Reward
-from flywheel.transport import Guard, current_run, origin_of
+from flywheel.tasks import new_task_id
+from flywheel.transport import Guard, current_pin, current_run, origin_of
 from flywheel.wire import Steps, feedback_body, get_run
 
 if TYPE_CHECKING:
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
 
     from flywheel.async_client import AsyncClient
     from flywheel.client import Client, Explorer
-
-Credit = Literal["once", "each"] | Callable[[float, Sequence[str]], Sequence[float]]
-
-
-def new_task_id() -> str:
-    """Return a unique name that sorts by time."""
-    return f"task-{int(time.time() * 1000):012x}-{uuid.uuid4().hex[:12]}"
-
-
-def check_credit(credit: Credit) -> None:
-    """Raise ConfigError for an unknown credit."""
-    if not callable(credit) and credit not in ("once", "each"):
-        raise ConfigError(f'credit={credit!r}: give "once", "each" or a function of the reward and the message ids')
 
 
 class Run:
@@ -62,6 +50,7 @@ class Run:
         self.unrecorded = 0  # replies that were not to be recorded, or have no id
         self.guard: Guard | None = None
         self.pinned: Model | None = None  # replaces the trainee: with parameters, or a version of it
+        self.is_recorded = True  # not if it begins in a shadow run
         self.attempts: list[tuple[str, Mapping[str, Any]]] = []  # of writing tools in a shadow run: name, arguments
         self._explorer = explorer
         self._credit = credit
@@ -75,6 +64,16 @@ class Run:
         self._is_forgotten = False
         self._key = uuid.uuid4().hex
         self._origin = origin_of(explorer.url)
+        self._obey()
+
+    def _obey(self) -> None:
+        """Take over the rules of the shadow run or evaluation in which it begins: nothing is recorded or rewarded."""
+        outer, pin = current_run.get(), current_pin.get()
+        if outer is not None and outer.guard is not None:
+            self.guard, self.is_recorded, self._is_forgotten = outer.guard, False, True
+        if pin is not None and pin.evaluated is not None:
+            is_same = pin.origin == self._origin
+            self.pinned = pin.evaluated if is_same else self._explorer.model().untrained()
 
     @property
     def origin(self) -> str:
@@ -101,12 +100,12 @@ class Run:
     def path_url(self) -> str:
         """An OpenAI base URL that names this run, for programs that can only set a base URL.
 
-        Raises ConfigError in an evaluation, whose chats are pinned and unrecorded: a path cannot contain that.
+        Raises ConfigError in an evaluation, and for a run that began in a shadow run: a path cannot contain that its
+        chats are unrecorded.
         """
-        if self.is_trial:
-            raise ConfigError(
-                "run.path_url in an evaluation cannot pin a version: use run.model, or evaluate without it"
-            )
+        if self.is_trial or not self.is_recorded:
+            where = "an evaluation" if self.is_trial else "a shadow run"
+            raise ConfigError(f"run.path_url cannot set `store`, which {where} needs in each chat: use run.model")
         self._is_named = True
         return path_url(self._explorer.url, self.task_id, self.run_id)
 
@@ -122,6 +121,7 @@ class Run:
         """Return another run of the same task with its own rewards; it is left together with this one."""
         child = type(self)(self._explorer, self.task_id, f"{self.run_id}/{name}", self._credit)
         child.guard, child._parent, child._is_forgotten = self.guard, self, self._is_forgotten
+        child.is_recorded = self.is_recorded
         child.pinned = None if self.pinned is None else replace(self.pinned, run=self.pinned.run and child)
         self._children.append(child)
         return child
@@ -167,6 +167,13 @@ class Run:
             self._is_left = False  # what is said later is sent by the caller of this
 
     def _enter(self) -> None:
+        outer, pin = current_run.get(), current_pin.get()
+        leaves_shadow = outer is not None and outer.guard is not None and self.guard is None
+        if leaves_shadow or (pin is not None and pin.evaluated is not None and self.pinned is None):
+            raise ConfigError(
+                f"run {self.run_id!r} of task {self.task_id!r} began outside of the shadow run or evaluation that "
+                "enters it, and would record it: begin it inside, by client.run()"
+            )
         if not self.is_trial:
             self._tokens.append(current_run.set(self))
             self._entered, self._is_left = self._entered + 1, False
@@ -232,22 +239,13 @@ class Run:
         A run whose chats all belong to its children sends no outcome, because it would have no target.
         """
         is_parent_alone = not (self.msg_ids or self._is_named) and any(child.chats for child in self._children)
-        outcome = self._outcome() if None in self._said and not is_parent_alone else []
+        outcome: list[dict[str, Any]] = []
+        if None in self._said and not is_parent_alone:
+            about = self.task_id, self.run_id, self.msg_ids
+            outcome = outcome_bodies(self._credit, *about, self._said[None])
         turns = [feedback_body(of, None, None, said) for of, said in self._said.items() if of is not None]
         found = keyed(f"{self._key}-{self._blocks}", outcome + turns)  # again in a later block: it may have more chats
         return found + [one for child in self._children for one in child.feedback()]
-
-    def _outcome(self) -> list[dict[str, Any]]:
-        said = self._said[None]
-        reward = said.get("reward")
-        if not callable(self._credit) or reward is None or not self.msg_ids:
-            return [feedback_body([], self.task_id, self.run_id, {**said, "each": self._credit == "each"})]
-        shares = list(self._credit(reward, self.msg_ids))
-        if len(shares) != len(self.msg_ids):
-            raise ConfigError(f"credit gave {len(shares)} rewards for {len(self.msg_ids)} messages; give one for each")
-        rest = {name: value for name, value in said.items() if name != "reward"}
-        own = [feedback_body(m, None, None, {"reward": share}) for m, share in zip(self.msg_ids, shares, strict=True)]
-        return ([feedback_body([], self.task_id, self.run_id, rest)] if rest else []) + own
 
     def finish(self) -> Steps[None]:
         """Send the feedback. Raises NothingRecorded if the explorer knows no chat of this run."""

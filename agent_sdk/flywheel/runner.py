@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import Any
 
 from flywheel.conversation import Conversation, User
+from flywheel.credit import Credit, check_credit
 from flywheel.errors import ConfigError, describe
 from flywheel.forks import renew_after_fork
 from flywheel.model import Model
-from flywheel.run import Credit, check_credit
 from flywheel.selection import Call, Chooser, SamplingRate, Selected, Selection, as_selection, current_mark
-from flywheel.shadow import Agent, Replay, Shadow, ShadowOptions, Stats
+from flywheel.shadow import Agent, Replay, Shadow, ShadowOptions
+from flywheel.stats import Stats
 from flywheel.tools import ReadOnlyTools, Recording, recorded_in
 from flywheel.transport import current_run
 from flywheel.workflow import Caller, Function, is_async
@@ -213,7 +214,7 @@ class TrainingRunner:
             self.stats.selected += selected is not None
             seen, known = replace(call, reply=reply), [] if recorded is None else recorded
             if shadow is None or not shadow.offer(Replay(agent, call.request, seen, selected, known)):
-                self.stats.dropped += 1
+                self.stats.lose(selected)
         except Exception as exc:  # noqa: BLE001 — production continues
             self._count("watch", exc)
 

@@ -10,18 +10,21 @@ import contextlib
 import logging
 import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from flywheel.async_client import AsyncClient
+from flywheel.credit import Credit
 from flywheel.errors import FlywheelError, TimedOut, Unreachable, UnsafeTool, describe
 from flywheel.model import Model
 from flywheel.reward import Reward, read_reward
-from flywheel.run import AsyncRun, Credit, new_task_id
+from flywheel.run import AsyncRun
 from flywheel.selection import Call, Selected, Selection
+from flywheel.stats import Stats
+from flywheel.tasks import new_task_id
 from flywheel.threads import DaemonThreads
 from flywheel.tools import ReadOnlyTools, Recording, ShadowGuard, judging
 from flywheel.workflow import Caller, Function, within
@@ -29,36 +32,6 @@ from flywheel.workflow import Caller, Function, within
 log = logging.getLogger("flywheel")
 Agent = Callable[[Executor], Callable[[Any, Model], Awaitable[Any]]]  # from the threads for its sync functions
 LAST_S = 5.0  # minimum time for the commit of stop, and for cancelled runs to end
-
-
-@dataclass
-class Stats:
-    """Counters of a TrainingRunner, which can be read at any time.
-
-    Each run is counted once: as rewarded, unrewarded or unsafe, or in failed by its error's type or as "stopped". The
-    counts of "watch", "select" and "commit" in failed are not runs.
-
-    >>> Stats(rewarded=2, reward_sum=1.0).reward_mean
-    0.5
-    """
-
-    seen: int = 0  # production calls
-    selected: int = 0
-    dropped: int = 0  # selected, but not replayed: the queue was full, or stop did not wait longer
-    runs: int = 0  # ended shadow runs
-    rewarded: int = 0
-    unrewarded: int = 0  # the reward function returned no number: nothing, or metrics alone
-    unsafe: int = 0  # ended at a tool; not trained on
-    failed: Counter[str] = field(default_factory=Counter)
-    commits: int = 0
-    committed: int = 0  # recorded replies of its own runs with feedback that were committed
-    reward_sum: float = 0.0
-    last_error: str | None = None
-
-    @property
-    def reward_mean(self) -> float | None:
-        """The mean reward of the rewarded runs."""
-        return self.reward_sum / self.rewarded if self.rewarded else None
 
 
 @dataclass(frozen=True)
@@ -164,7 +137,8 @@ class Shadow:
             for worker in late:
                 worker.cancel()
             await asyncio.wait([*workers, clock], timeout=LAST_S)
-            self._stats.dropped += len(self._waiting)
+            for replay in self._waiting:
+                self._stats.lose(replay.selected)
             await self._commit_last(max(LAST_S, self._drain_s))
             self._pool.shutdown()
 
@@ -179,9 +153,12 @@ class Shadow:
 
     async def _replay(self, replay: Replay) -> None:
         """Select if not decided yet, then run repeat_time times: a group of one task."""
+        decide, timeout_s = self._options.select.decide, self._options.timeout_s
         try:
-            deciding = self._options.select.decide
-            selected = replay.selected or await within(deciding(replay.call), self._options.timeout_s)
+            selected = replay.selected or await within(decide(replay.call), timeout_s)
+        except asyncio.CancelledError:
+            self._stats.lose(replay.selected)
+            raise
         except Exception as exc:  # noqa: BLE001 — a user's strategy
             self._failed("select", exc)
             return

@@ -6,6 +6,8 @@ import csv
 import hashlib
 import json
 import random
+import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +16,11 @@ from typing import Any, NamedTuple, TextIO
 from flywheel.errors import ConfigError
 
 Task = Mapping[str, Any]
+
+
+def new_task_id() -> str:
+    """Return a unique name that sorts by time."""
+    return f"task-{int(time.time() * 1000):012x}-{uuid.uuid4().hex[:12]}"
 
 
 class NamedTask(NamedTuple):

@@ -1,8 +1,9 @@
 """Tools in shadow runs: which of them only read, and what happens to a call that would write.
 
 Three barriers prevent writes of a shadow run. A declared tool asks the policy before it runs. A chat that offers an
-undeclared tool is stopped before its first token. And if the policy answers no writing call, a reply that contains one
-never reaches the agent, so that it does not matter in which thread a framework would have run it.
+undeclared tool is stopped before its first token. And if the policy answers no writing call, a reply that contains one,
+as an object or in its text, never reaches the agent. The first barrier needs the run's context: a call from a thread
+without it may be production's, and runs.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import functools
 import inspect
 import json
 import logging
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from flywheel.arguments import Reader, arguments_in_json, arguments_of, without_self
-from flywheel.errors import ConfigError, UnsafeTool, describe
+from flywheel.arguments import Reader, arguments_of
+from flywheel.calls import CalledTools
+from flywheel.errors import UnsafeTool, describe
 from flywheel.run import Run
 from flywheel.transport import current_run
 from flywheel.workflow import is_async
@@ -30,8 +31,6 @@ Recording = list[tuple[str, str, Any]]  # name, arguments, result of production'
 _declared: dict[str, bool] = {}  # whether a tool only reads, by name: chats contain only the names of tools
 judging = ContextVar("flywheel_judging", default=False)  # whether the reward function chats, for example with a judge
 recording: ContextVar[Recording | None] = ContextVar("flywheel_recording", default=None)
-_NAME = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
-_CARRY = 200  # characters of a piece that are searched again together with the next one
 
 
 @contextmanager
@@ -74,12 +73,12 @@ def tool(*, read_only: bool, name: str | None = None) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         known = name or function.__name__
         declare(known, read_only=read_only)
-        return _guarded(function, known, read_only)
+        return guarded(function, known, read_only)
 
     return decorate
 
 
-def _guarded(
+def guarded(
     function: F, name: str, read_only: bool, read: Reader = arguments_of, signature: inspect.Signature | None = None
 ) -> F:
     """Wrap a function by the policy of the run that calls it. read: returns the tool's arguments of a call."""
@@ -127,54 +126,6 @@ def _record(name: str, arguments: Mapping[str, Any], result: Any) -> None:
 
 def _canonical(arguments: Mapping[str, Any]) -> str:
     return json.dumps(dict(arguments), sort_keys=True, default=repr)
-
-
-# Attributes in which frameworks store a tool's function.
-_CALLS = ("on_invoke_tool", "coroutine", "func", "_func", "function", "forward")
-
-
-def guard(tools: Iterable[Any]) -> list[Any]:
-    """Return copies of a framework's tools with the policy; their own flags tell which only read.
-
-    The flags: AgentScope 2's `is_read_only`, MCP's `annotations.readOnlyHint` and LangChain's `metadata["read_only"]`;
-    a tool without any of them counts as writing. Raises ConfigError for a tool whose function cannot be found.
-
-    >>> class Tool:
-    ...     name, is_read_only, func = "lookup", True, staticmethod(lambda key: key)
-    >>> guard([Tool()])[0].func("a"), is_read_only("lookup")
-    ('a', True)
-    """
-    return [_guard_one(one) for one in tools]
-
-
-def _guard_one(given: Any) -> Any:
-    name = getattr(given, "name", None) or getattr(given, "__name__", None)
-    if not isinstance(name, str):
-        raise ConfigError(f"{given!r} has no name: wrap its function in @flywheel.tool(read_only=…)")
-    read_only = _flag(given)
-    declare(name, read_only=read_only)
-    if inspect.isroutine(given):
-        return _guarded(given, name, read_only)
-    called = {attribute: function for attribute in _CALLS if callable(function := getattr(given, attribute, None))}
-    if not called:
-        raise ConfigError(
-            f"tool {name}: its function cannot be found; wrap it in @flywheel.tool(read_only={read_only})"
-        )
-    guarded = copy.copy(given)
-    for attribute, function in called.items():
-        read = arguments_in_json if attribute == "on_invoke_tool" else arguments_of
-        signature = without_self(inspect.signature(function))
-        object.__setattr__(guarded, attribute, _guarded(function, name, read_only, read, signature))
-    return guarded
-
-
-def _flag(given: Any) -> bool:
-    """Whether a tool's own flags declare that it only reads; False if they disagree or are missing."""
-    hint = getattr(getattr(given, "annotations", None), "readOnlyHint", None)
-    metadata = getattr(given, "metadata", None)
-    noted = metadata.get("read_only", metadata.get("readOnlyHint")) if isinstance(metadata, Mapping) else None
-    flags = [flag for flag in (getattr(given, "is_read_only", None), hint, noted) if isinstance(flag, bool)]
-    return bool(flags) and all(flags)
 
 
 class ReadOnlyTools:
@@ -274,18 +225,14 @@ class ShadowGuard:
         """Return a check for a reply's pieces, which raises UnsafeTool at a writing call if the policy answers none."""
         if self._policy.answers_writes or judging.get():
             return lambda piece: None
-        tail = ""
+        called = CalledTools()
 
         def see(piece: bytes) -> None:
-            nonlocal tail
             self._again()
-            text = tail + piece.decode("utf-8", "replace")
-            for found in _NAME.finditer(text):
-                name = json.loads(f'"{found[1]}"', strict=False)
+            for name in called.see(piece):
                 if _declared.get(name) is False:
                     self._run.attempts.append((name, {}))
                     self._refuse(name, f"{name} writes, and shadow runs only read: nothing of this run is trained")
-            tail = text[-_CARRY:]
 
         return see
 

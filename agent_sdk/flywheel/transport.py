@@ -10,12 +10,15 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 import httpx
 
 from flywheel.connections import AsyncHttpClient, Connections, HttpClient, for_transport
+
+if TYPE_CHECKING:
+    from flywheel.model import Model
 
 TASK_HEADER = "X-Flywheel-Task"
 RUN_HEADER = "X-Flywheel-Run"
@@ -47,6 +50,9 @@ class Attributed(Protocol):
 
     @property
     def guard(self) -> Guard | None: ...
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its chats are recorded; only a run with a guard may be without."""
 
     def note_reply(self, msg_id: str | None, recorded: bool) -> None:
         """Called at the start of a reply."""
@@ -62,6 +68,7 @@ class Pin(NamedTuple):
     trainee: str  # its name there
     overrides: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    evaluated: Model | None = None  # the model of an evaluation, for runs that begin in it
 
     def applied(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the body of a chat with the trainee as that of the evaluation; any other one unchanged."""
@@ -114,6 +121,8 @@ class Chats:
             run.guard.check_request(body)
         changed = {**self._defaults, **body, **self._overrides}
         changed = changed if pin is None else pin.applied(changed)
+        if run is not None and not run.is_recorded:
+            changed["store"] = False
         if changed == body:
             return request
         headers = [(n, v) for n, v in request.headers.raw if n.lower() not in (b"content-length", b"transfer-encoding")]

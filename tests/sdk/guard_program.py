@@ -8,7 +8,7 @@ import json
 from types import SimpleNamespace
 
 import flywheel
-from flywheel.tools import ReadOnlyTools, ShadowGuard, is_read_only
+from flywheel.tools import ReadOnlyTools, ShadowGuard, is_read_only, recorded_in
 from flywheel.transport import current_run
 
 wrote = []
@@ -91,6 +91,23 @@ def smolagents(name, read_only):
     return tool, call
 
 
+def pydantic_ai(name, read_only):
+    from pydantic_ai import Agent, RunContext, Tool
+    from pydantic_ai.messages import ModelResponse, TextPart, ToolCallPart
+    from pydantic_ai.models.function import FunctionModel
+
+    async def of_context(ctx: RunContext[None], order: str) -> str:
+        assert isinstance(ctx, RunContext)
+        return await make(name)(order)
+
+    def respond(messages, info):
+        return ModelResponse(parts=[ToolCallPart(name, {"order": "A1"}) if len(messages) == 1 else TextPart("done")])
+
+    (tool,) = flywheel.guard([Tool(of_context, name=name, metadata={"read_only": read_only})])
+    agent = Agent(FunctionModel(respond), tools=[tool])
+    return tool, lambda: agent.run("x")
+
+
 def weather_like(order: str) -> str:
     """Reads an order.
 
@@ -129,15 +146,18 @@ async def within_shadow(call):
 
 async def main():
     found = {}
-    for framework in (agentscope, langchain, openai_agents, smolagents):
+    for framework in (agentscope, langchain, openai_agents, pydantic_ai, smolagents):
         for read_only in (True, False):
             name = f"{framework.__name__}_{'reads' if read_only else 'writes'}"
             _, call = framework(name, read_only)
             before = wrote.count(name)
             shadow = await within_shadow(call)
             during = wrote.count(name) - before
-            await call()
-            found[name] = [is_read_only(name), shadow, during, wrote.count(name) - before - during]
+            recorded = []
+            with recorded_in(recorded):
+                await call()
+            arguments = [json.loads(said) for _, said, _ in recorded]
+            found[name] = [is_read_only(name), shadow, during, wrote.count(name) - before - during, arguments]
     print(json.dumps(found))
 
 

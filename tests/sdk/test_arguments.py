@@ -121,3 +121,25 @@ def test_arguments_that_are_no_json_reach_the_tool_and_the_recording_as_they_are
         for text in ("{", "[]", ""):
             assert guarded.on_invoke_tool(None, text) == "refused"
     assert [said for _, said, _ in recorded] == ['{"input": "{"}', '{"input": "[]"}', "{}"]
+
+
+def of_context(ctx: object, order: str) -> str:
+    return f"refunded {order}"
+
+
+def test_a_tool_that_calls_the_function_of_its_schema_is_guarded_there():
+    name = f"refund-{uuid4().hex}"
+    schema = SimpleNamespace(function=of_context, takes_ctx=True)  # as pydantic-ai has it
+    (guarded,) = flywheel.guard([SimpleNamespace(name=name, function=of_context, function_schema=schema)])
+    recorded: tools.Recording = []
+    with tools.recorded_in(recorded):
+        assert guarded.function_schema.function(object(), order="A1") == "refunded A1"
+    assert recorded == [(name, '{"order": "A1"}', "refunded A1")]
+    assert schema.function is of_context, "the program's own tool is as it was"
+
+
+def test_a_tool_whose_schema_has_another_function_is_refused():
+    name = f"refund-{uuid4().hex}"
+    schema = SimpleNamespace(function=mcp, takes_ctx=False)
+    with pytest.raises(flywheel.ConfigError, match="its function cannot be found"):
+        flywheel.guard([SimpleNamespace(name=name, function=of_context, function_schema=schema)])

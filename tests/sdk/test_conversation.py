@@ -74,12 +74,15 @@ def test_a_function_may_play_the_person_and_end_the_conversation(explorer):
     assert len(seen[1]) == 4
 
 
-def test_a_simulated_user_asks_a_model_whose_chats_are_not_recorded(explorer, scripted_engine):
+@pytest.mark.parametrize("params", [None, {}, {"temperature": 0.5}])
+def test_a_simulated_user_asks_a_model_whose_chats_are_not_recorded(explorer, scripted_engine, params):
     with flywheel.Client(explorer.url) as client:
-        user = flywheel.SimulatedUser(client.model(0))
+        by_address = flywheel.Model.of(f"{explorer.url}/v1", "agent@0", key="k", **(params or {}))
+        user = flywheel.SimulatedUser(client.model(0) if params is None else by_address)
         runner = talk(explorer, lambda run, reply: 1.0, user=user, turns=2)
     assert runner.stats.rewarded == 1, runner.stats
     assert len(rows(explorer)) == 2, "the trainee's two turns"
+    assert {(row.run_id, row.reward) for row in rows(explorer)} == {("0", 1.0)}
     played = [body["messages"] for body in scripted_engine.script.bodies if body["messages"][0]["role"] == "system"]
     assert [[message["role"] for message in messages] for messages in played] == [["system", "assistant", "user"]]
     assert "user: and then?" in played[0][0]["content"]
@@ -150,6 +153,29 @@ def test_an_agent_that_is_awaited_without_being_a_coroutine_function_has_convers
 
     assert asyncio.run(turns()) == ["production 1", "production 3"]
     assert [message["content"] for message in chat.messages] == ["hello", "production 1", "thanks", "production 3"]
+
+
+@pytest.mark.parametrize("user", [None, "recorded"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_history_holds_the_replies_and_not_what_an_agent_appends_to_its_messages(user, is_async):
+    def appends(messages: list[Any], model: flywheel.Model | None) -> str:
+        seen.append([message["role"] for message in messages])
+        messages += [{"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "42"}]
+        return f"production {len(seen)}"
+
+    async def asynchronous(messages: list[Any], model: flywheel.Model | None) -> str:
+        return appends(messages, model)
+
+    async def turns() -> list[str]:
+        return [await chat.say(text) for text in ("hello", "thanks")]
+
+    seen: list[list[str]] = []
+    runner = flywheel.TrainingRunner("http://127.0.0.1:1", reward=lambda run, reply: 1.0, select=ALWAYS)
+    chat = runner.conversation(asynchronous if is_async else appends, user=user)
+    said = asyncio.run(turns()) if is_async else [chat.say(text) for text in ("hello", "thanks")]
+    assert said == ["production 1", "production 2"]
+    assert [message["content"] for message in chat.messages] == ["hello", "production 1", "thanks", "production 2"]
+    assert seen == [["user"], ["user", "assistant", "user"]]
 
 
 @pytest.mark.parametrize("wrong", [{"user": "simulated"}, {"turns": 0}])

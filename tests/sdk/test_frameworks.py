@@ -34,7 +34,7 @@ def test_a_node_program_belongs_to_the_run_of_its_environment(explorer, client):
 
 
 def test_guard_reads_the_flags_of_real_frameworks_and_a_shadow_run_writes_nothing():
-    """Of each: what was read of the tool's flags, what a shadow run met, and how often it ran there and outside."""
+    """Of each: what its flags say, what a shadow run met, how often it ran there and outside, and what was recorded."""
     ended = subprocess.run(
         [CLIENTS / "bin/python", REPOSITORY / "tests/sdk/guard_program.py"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY / "agent_sdk")},
@@ -45,6 +45,7 @@ def test_guard_reads_the_flags_of_real_frameworks_and_a_shadow_run_writes_nothin
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout.splitlines()[-1])
-    assert len(found) == 8
+    assert len(found) == 10
+    said = [{"order": "A1"}]
     for name, what in found.items():
-        assert what == ([True, "ran", 1, 1] if name.endswith("_reads") else [False, "refused", 0, 1]), name
+        assert what == ([True, "ran", 1, 1, said] if name.endswith("_reads") else [False, "refused", 0, 1, said]), name

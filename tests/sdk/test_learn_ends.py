@@ -168,3 +168,18 @@ def test_a_run_that_timed_out_before_its_first_chat_is_dropped_and_counted_once(
     options = {"timeout_s": 0.2, "on_timeout": -1.0, "max_failed_share": 1.0}
     report = learn(explorer, tmp_path, lambda task: asyncio.sleep(60), TASKS[:2], **options)
     assert (report.runs, report.dropped, report.failures) == (2, 2, {"TimedOut": 2})
+
+
+def test_a_report_counts_the_failed_attempts_of_all_starts(explorer, tmp_path):
+    async def fails(task: Any, model: flywheel.Model) -> float:
+        await say_async(model)
+        if task["n"] < 2:
+            raise ValueError("no luck")
+        return 1.0
+
+    given: dict[str, Any] = {"retries": 1, "max_failed_share": 1.0}
+    first = learn(explorer, tmp_path, fails, **given)
+    assert (first.rewarded, first.dropped, first.failures) == (4, 2, {"ValueError": 4})
+    again = learn(explorer, tmp_path, fails, **given)
+    assert (again.rewarded, again.dropped, again.failures) == (4, 2, {"ValueError": 4})
+    assert json.loads((tmp_path / "runs/report.json").read_text())["failures"] == {"ValueError": 4}

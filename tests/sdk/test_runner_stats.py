@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from typing import Any
 
 import flywheel
@@ -193,3 +194,35 @@ def test_a_reward_function_that_hangs_occupies_no_worker_for_ever(explorer, monk
         serve({"text": "first"}), serve({"text": "second"})
         wait_until(lambda: runner.stats.runs == 2)
     assert (dict(runner.stats.failed), runner.stats.rewarded) == ({"TimedOut": 1}, 1)
+
+
+def test_calls_that_a_late_strategy_could_not_decide_on_are_counted_apart(explorer):
+    gate = threading.Event()
+
+    def late(call: flywheel.Call) -> bool:
+        gate.wait(60)
+        return False
+
+    runner = flywheel.TrainingRunner(explorer.url, agent, score, select=late, at_once=1, queue=2, timeout_s=60)
+    with runner:
+        ask(runner.watch(agent, production=PRODUCTION), 10)
+        assert (runner.stats.dropped, runner.stats.selected) == (0, 0), runner.stats
+        assert runner.stats.undecided >= 7
+        gate.set()
+    assert (runner.stats.dropped, runner.stats.runs) == (0, 0)
+
+
+def test_calls_that_are_undecided_when_stop_no_longer_waits_are_not_dropped(explorer):
+    begun = threading.Event()
+
+    async def hangs(call: flywheel.Call) -> bool:
+        begun.set()
+        await asyncio.Event().wait()
+        return True
+
+    runner = flywheel.TrainingRunner(explorer.url, agent, score, select=hangs, at_once=1)
+    runner.start()
+    ask(runner.watch(agent, production=PRODUCTION), 3)
+    assert begun.wait(60)
+    runner.stop(0.1)
+    assert (runner.stats.selected, runner.stats.dropped, runner.stats.undecided) == (0, 0, 3), runner.stats
