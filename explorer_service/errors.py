@@ -10,7 +10,9 @@ FlywheelError                     shared/errors.py
 │   ├── EngineRefused             it answered an administrative request with an error
 │   ├── InvalidReply              its reply is not a chat completion, or answers another request
 │   ├── LoadUndone                it did not load a version, and has the previous one again
+│   ├── LoadsRefused              it did not load a version, and then not the previous one either
 │   ├── NotOwner                  another explorer owns it now
+│   ├── OtherWeights              it holds another version than it serves
 │   ├── TurnLost                  another engine takes up a version now
 │   ├── StageFailed               its machine cannot store a version, or does not see it
 │   ├── ProbeMismatch             it computes other logprobs than the trainer
@@ -78,8 +80,16 @@ class LoadUndone(EngineError):
         self.is_technical = is_technical
 
 
+class LoadsRefused(EngineError):
+    """The engine is well, but refused to load a version, and then the last good one: it may hold parts of both."""
+
+
 class NotOwner(EngineError):
     """Another explorer owns the engine now."""
+
+
+class OtherWeights(EngineError):
+    """The engine holds another version than it serves."""
 
 
 class TurnLost(EngineError):

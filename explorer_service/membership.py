@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Connection
 
 from explorer_service.ledger_writer import LedgerWriter
+from shared import clock
 from shared.clock import until_next_tick
 from shared.errors import LedgerError
 from shared.ledger import queries, transitions
@@ -34,7 +35,7 @@ class Membership:
         self.id = process_name()
         self.differing: dict[str, str] = {}  # by explorer: the differences of its settings
         self.is_alone = True  # as of the last heartbeat
-        self.heartbeat_at = 0.0  # time.monotonic(): when the last stored heartbeat was sent
+        self.heartbeat_at = 0.0  # clock.since_boot_s(): when the last stored heartbeat was sent
         self.noticed_at = 0.0  # time.monotonic(): from then on the others know this explorer
         self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
@@ -56,7 +57,7 @@ class Membership:
 
     async def heartbeat(self) -> None:
         """Store that this explorer is alive and which moves it has followed, and read which others are alive."""
-        sent_at = time.monotonic()
+        sent_at = clock.since_boot_s()
         acknowledged = dict(self.acknowledged)
 
         def beat(connection: Connection) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:

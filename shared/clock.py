@@ -1,24 +1,24 @@
-"""Periodic work of one process: tasks with equal periods run at the same moment, so that the process wakes up once."""
+"""A clock that goes on while the machine sleeps, and the ticks of a process's periodic work."""
 
 from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
-SHORT_SLEEP_S = 0.5  # suspension of a machine that is too short for others to take over what its processes own
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the first on Linux, where only it counts suspension
 _PHASE = random.random()  # differs between processes, so that they do not run in step
 
 
-def asleep_s() -> float:
-    """Return how long this machine has been suspended since it started; 0 if the kernel does not report it."""
-    clock = getattr(time, "CLOCK_BOOTTIME", None)  # on Linux
-    return 0.0 if clock is None else time.clock_gettime(clock) - time.monotonic()
+# For times that are compared with what other machines did meanwhile; time.monotonic() stands still during suspension.
+since_boot_s = partial(time.clock_gettime, _CLOCK)
 
 
 def until_next_tick(period_s: float) -> float:
     """Return the seconds until this process's next tick of that period.
 
-    If one period is a multiple of another, its ticks coincide with ticks of the shorter one.
+    Tasks with equal periods run at the same moment, so that the process wakes up once. If one period is a multiple of
+    another, its ticks coincide with ticks of the shorter one.
     """
     left = period_s - (time.monotonic() + _PHASE) % period_s
     return left if left > period_s / 20 else left + period_s  # the process may wake up slightly early

@@ -7,13 +7,13 @@ needs: one request at a time, backpressure on the body, and no data accepted tha
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import cast
 
 import httptools
 
 from explorer_service.errors import EngineUnavailable, InvalidReply
+from shared import clock
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_UNREAD_BYTES = 1024 * 1024  # of a body, before the engine has to wait
@@ -89,7 +89,7 @@ class EngineResponse:
         self._is_paused = self._is_delimited = self._is_interim = False
         self.status = 0
         self.content_type = ""  # without its parameters
-        self.received_at = 0.0  # time.monotonic(): when the last byte arrived
+        self.received_at = 0.0  # clock.since_boot_s(): when the last byte arrived
         self.has_begun = False  # a byte has arrived
         self.has_head = False
         self.is_complete = False
@@ -172,7 +172,7 @@ class EngineResponse:
         if self._parser is None:  # closed
             return
         self.has_begun = True
-        self.received_at = time.monotonic()
+        self.received_at = clock.since_boot_s()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:

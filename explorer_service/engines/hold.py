@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 
 from explorer_service.errors import WeightsUnproven
+from shared import clock
 
 
 class Hold:
@@ -19,14 +19,14 @@ class Hold:
 
     def __init__(self) -> None:
         self.is_on = False
-        self.since = -math.inf  # time.monotonic(): when replies last began to wait
+        self.since = -math.inf  # clock.since_boot_s(): when replies last began to wait
         self._spoiled: str | None = None  # the reason
         self._changed = asyncio.Event()
 
     def begin(self) -> None:
         """Hold back replies from now on."""
         if not self.is_on:
-            self.is_on, self.since = True, time.monotonic()
+            self.is_on, self.since = True, clock.since_boot_s()
 
     def release(self) -> None:
         """Forward replies again: the weights are proven."""

@@ -16,6 +16,7 @@ from explorer_service.engines.engine import OPEN, Engine, EngineState
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.slot import EngineSlot
 from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven, without_addresses
+from shared import clock
 from shared.config import EngineAddress
 from shared.experience import Sampling
 from shared.log import StageLogger
@@ -52,8 +53,8 @@ class EnginePool:
         self.pinned: set[int] = set()  # versions that callers name, and that engines have to load
         self._note = note
         self._changed = asyncio.Event()  # the next change
-        # time.monotonic(). After `known_until`, others may have moved engines without this explorer: it sends no chats.
-        # After `awake_until`, this explorer was suspended: it forwards no replies before it has caught up.
+        # By clock.since_boot_s(). After `known_until`, others may have moved engines without this explorer: it sends no
+        # chats. After `awake_until`, this explorer was suspended: it forwards no replies before it has caught up.
         self.known_until = self.awake_until = math.inf
         for engine in self.engines:
             note(engine)
@@ -83,7 +84,7 @@ class EnginePool:
         engine.in_flight += 1
         engine.in_flight_of[served] = engine.in_flight_of.get(served, 0) + 1
         engine.seeded_in_flight += seeded
-        return EngineSlot(engine, served, engine.versions[served], engine.hold, seeded)
+        return EngineSlot(engine, served, engine.versions[served], engine.hold, clock.since_boot_s(), seeded)
 
     def release(self, slot: EngineSlot) -> None:
         """Release the slot of a request that has ended."""
@@ -107,7 +108,7 @@ class EnginePool:
                     await self._changed.wait()
                 return engine
         except TimeoutError:
-            if time.monotonic() >= self.known_until:
+            if clock.since_boot_s() >= self.known_until:
                 message = "the explorer does not know what engines serve now: is the database up? Try again"
                 raise NoEngine(message, "engines_unavailable") from None
             message = f"no engine was free for this chat within {self.wait_s:g} s; try again"
@@ -117,7 +118,7 @@ class EnginePool:
 
     def _choose(self, version: int | None, affinity: int, avoid: Collection[str]) -> Engine | None:
         """Return the least loaded engine, or the conversation's preferred one if its load is not much higher."""
-        if time.monotonic() >= self.known_until:
+        if clock.since_boot_s() >= self.known_until:
             return None
         version = self._current if version is None else version
         free = [
@@ -183,14 +184,14 @@ class EnginePool:
         """Wait until it is known which weights sampled the received data. Raises WeightsUnproven after `wait_s`."""
         try:
             async with asyncio.timeout(self.wait_s):
-                while time.monotonic() >= self.awake_until:
+                while clock.since_boot_s() >= self.awake_until:
                     await self._changed.wait()
         except TimeoutError:
             raise WeightsUnproven("this explorer was suspended, and cannot read what engines serve") from None
 
     def know_until(self, until: float, awake_until: float) -> None:
-        """Set the times, time.monotonic(), until which no other explorer moves an engine without this one."""
-        was_known = time.monotonic() < min(self.known_until, self.awake_until)
+        """Set the times, clock.since_boot_s(), until which no other explorer moves an engine without this one."""
+        was_known = clock.since_boot_s() < min(self.known_until, self.awake_until)
         self.known_until, self.awake_until = until, awake_until
         if not was_known:
             self._announce()
@@ -226,12 +227,12 @@ class EnginePool:
     def switch(self, engine: Engine, versions: dict[int, str], since: float) -> bool:
         """Note that the weights were replaced under the requests in flight. Returns whether this was new.
 
-        since: time.monotonic(), while the engine was paused.
+        since: clock.since_boot_s(), while the engine was paused.
         """
         engine.versions, engine.version = versions, max(versions)
         if engine.switches and engine.switches[-1][2] == engine.version:
             return False
-        engine.switches.append((time.monotonic(), since, engine.version))
+        engine.switches.append((clock.since_boot_s(), since, engine.version))
         return True
 
     def go_on(self, engine: Engine) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from explorer_service.engines.hold import Hold
@@ -15,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class EngineSlot:
-    """A request's place at an engine. Times are time.monotonic()."""
+    """A request's place at an engine. Times are clock.since_boot_s()."""
 
     engine: Engine
     version: int  # in service there when the request began
     model: str  # that version's model name at the engine
     hold: Hold
+    began_at: float
     seeded: bool = False
-    began_at: float = field(default_factory=time.monotonic)
     first_at: float = -math.inf  # when the first part of a streamed answer arrived
     last_at: float = math.inf  # when the last read part arrived
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sqlalchemy import Connection
 
 from explorer_service.engines.engine import Engine
-from explorer_service.errors import EngineDied, LoadUndone, ProbeMismatch, StageFailed
+from explorer_service.errors import EngineDied, LoadsRefused, LoadUndone, ProbeMismatch, StageFailed
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
 from shared.errors import EngineError, VersionError, VersionMissing
@@ -128,6 +128,8 @@ def failure_name(error: EngineError | VersionError) -> str:
     match error:
         case LoadUndone():
             return "timeout" if error.is_technical else "load"
+        case LoadsRefused():
+            return "load"
         case ProbeMismatch():
             return "probe"
         case EngineDied():

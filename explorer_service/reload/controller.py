@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.engine import Engine, EngineState
-from explorer_service.errors import EngineUnavailable, NotOwner, StageFailed, TurnLost
+from explorer_service.errors import EngineTimeout, EngineUnavailable, NotOwner, OtherWeights, StageFailed, TurnLost
 from explorer_service.reload.adapter_controller import AdapterController
 from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame, failure_name
@@ -25,23 +25,19 @@ from explorer_service.reload.follow import EngineFollower
 from explorer_service.reload.health import HEALTH_INTERVAL_S, EngineHealth, while_open
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.ownership import POLL_S
-from explorer_service.reload.probe import read_defaults_before
 from explorer_service.reload.recovery import Recovery
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import FullTakeUp, TakeUp
 from explorer_service.reload.tolerance import EngineTolerance
+from explorer_service.reload.unproven import serve_unproven
 from shared.clock import until_next_tick
 from shared.errors import EngineError, LedgerError, VersionError
 from shared.experience import VersionState
 from shared.ledger import transitions
-from shared.ledger.queries import VersionRow, any_published
+from shared.ledger.queries import VersionRow
 from shared.log import StageLogger
 
 log = StageLogger("reload")
-
-NONE_MAY_SERVE = (
-    "there are versions, and none may serve; publish one, or have a FAILED one tried again with flywheel versions retry"
-)
 
 
 class EngineController:
@@ -66,7 +62,7 @@ class EngineController:
         self._backoff = Backoff(self._settings.retry_s)
         self._choice = VersionChoice(judge, self._blame, self._take_up, self._backoff, reloading)
         self._recovery = Recovery(admin, self._take_up, self._blame, reloading)
-        self._health = EngineHealth(engine, admin, reloading.leases)
+        self._health = EngineHealth(engine, admin, reloading)
         self._is_owner = False
         self._wanted: VersionRow | None = None  # according to the last read of the ledger
         self._served: TargetVersion | None = None  # the last version that this explorer has proven there
@@ -123,10 +119,12 @@ class EngineController:
         if engine.state is EngineState.UNAVAILABLE:
             self._pool.check(engine, "its version is not proven yet")
             log.info("engine answers", engine=engine.name, url=engine.url)
-        if self._adapters is None and (label := await self._health.find_other_weights(served)) is not None:
-            await self._distrust(f"it holds {label!a}, but serves version {engine.version}")
+        try:
+            await self._health.require_weights(served)
+        except OtherWeights as error:
+            await self._distrust(str(error))
         if wanted is None:
-            await self._serve_unproven()
+            await serve_unproven(engine, self._admin, self._take_up.names(0), self._reloading)
         elif served and engine.is_open and engine.version == served.version and not self._is_announced():
             await self._serve(served, again=True)  # a reload was announced, but not begun
         elif engine.state is not EngineState.SERVING or engine.version != wanted.version or self._served is None:
@@ -137,23 +135,6 @@ class EngineController:
     def _is_announced(self) -> bool:
         """Whether what the engine serves was announced to the other explorers."""
         return self._leases.has_told(self._engine.url, self._engine.state, self._engine.version)
-
-    async def _serve_unproven(self) -> None:
-        """Close the engine: no version may serve. Before any was published, serve its first weights as version 0."""
-        engine = self._engine
-        if await self._reloading.fetch(any_published):
-            if engine.reason == NONE_MAY_SERVE:
-                return
-            await self._reloading.poller.refresh()
-            if self._reloading.poller.wanted() is None:  # otherwise one was published since the poller's last query
-                log.error("no version may serve", engine=engine.name, reason=NONE_MAY_SERVE)
-                await self._leases.announce(engine.url, EngineState.CHECKING, None)
-                self._pool.check(engine, NONE_MAY_SERVE)
-        elif engine.state is not EngineState.SERVING:
-            await self._admin.resume()
-            defaults = await asyncio.to_thread(read_defaults_before, self._reloading.config.model.path)
-            await self._leases.announce(engine.url, EngineState.SERVING, 0)
-            self._pool.serve(engine, self._take_up.names(0), defaults, version=0)
 
     async def _distrust(self, reason: str) -> None:
         """Spoil requests in flight: after a foreign load or a restart, any version may have sampled them."""
@@ -176,7 +157,10 @@ class EngineController:
         is_withdrawn = engine.is_open and await self._choice.is_withdrawn(engine.version, wanted.version)
         if self._is_too_soon(wanted, is_withdrawn=is_withdrawn):
             return
-        if not self._backoff.wait_s(wanted.version):
+        if self._backoff.wait_s(wanted.version):
+            if await self._serve_held(wanted):
+                return
+        else:
             try:
                 target = await self._choice.examine(wanted)
             except EngineError as error:
@@ -198,6 +182,24 @@ class EngineController:
         if target is not None and not waits and not self._backoff.wait_s(target.version):
             await self._replace(target, wanted)
 
+    async def _serve_held(self, failed: VersionRow) -> bool:
+        """Serve a version whose load failed here if the engine was restarted on it. Returns whether it was."""
+        if self._engine.is_open or not failed.is_proven:  # an engine starts on proven versions only
+            return False
+        try:
+            target = await self._choice.examine(failed)
+        except EngineError:  # its next load finds this, too
+            return False
+        try:
+            if target is None or not await self._has(target):
+                return False
+        except EngineTimeout as error:  # the last good version may answer
+            self._pool.spoil(self._engine, str(error))
+            self._leases.note_spoiled(self._engine.url)
+            return False
+        await self._serve(target)
+        return True
+
     def _is_too_soon(self, wanted: VersionRow, *, is_withdrawn: bool) -> bool:
         """Whether the engine serves an earlier version that it has to serve for a while yet."""
         rises = self._engine.is_open and self._served is not None and wanted.version > (self._engine.version or 0)
@@ -218,10 +220,13 @@ class EngineController:
     async def _replace(self, target: TargetVersion, wanted: VersionRow) -> None:
         async with contextlib.AsyncExitStack() as turn:
             try:
-                async with while_open(self._engine):
+                async with while_open(self._engine, lambda: self._health.look(self._served)):
                     good = await self._choice.stage_good(target.version, self._served)  # first: the last staged is kept
                     target = await self._take_up.stage(target)
                     await turn.enter_async_context(self._take_up.alone())
+            except OtherWeights as error:
+                await self._distrust(str(error))
+                return
             except (StageFailed, VersionError) as error:
                 await self._stay(target.version, error)
                 if isinstance(error, VersionError):

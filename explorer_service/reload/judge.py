@@ -56,6 +56,7 @@ class VersionJudge:
         self._appear_s = config.explorer.reload.appear_s
         self._ledger = ledger
         self._missing: dict[int, tuple[float, str]] = {}  # by version: since when, time.monotonic(), and what
+        self._without_base: set[int] = set()  # missing versions for which version 0 was missing at the last look
 
     async def examine(self, row: VersionRow) -> TargetVersion | None:
         """Check a version before it is staged; staging also checks its hashes.
@@ -72,7 +73,11 @@ class VersionJudge:
         except VersionError as error:  # never the fault of this version
             await asyncio.to_thread(self.require_mounted)
             self._note(row, f"version 0, with which it is compared: {error}; restore its folder")
+            self._without_base.add(row.version)
             return None
+        if row.version in self._without_base:  # the version itself has its full time to appear
+            self._without_base.remove(row.version)
+            self._missing.pop(row.version, None)
         try:
             target = await asyncio.to_thread(self._find, row, base, defaults)
         except VersionExchanged as error:

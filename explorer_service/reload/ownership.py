@@ -7,7 +7,6 @@ other explorer that uses the engine acknowledges the generation once it sends th
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, NoReturn
@@ -18,7 +17,7 @@ from explorer_service.engines.engine import EngineState
 from explorer_service.errors import NotOwner
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.membership import Membership
-from shared.clock import SHORT_SLEEP_S, asleep_s
+from shared import clock
 from shared.config import EngineAddress, is_loopback
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
@@ -50,12 +49,10 @@ class EngineLeases:
         self._ledger = ledger
         self._writer = writer
         self._membership = membership
-        self._acquired_at: dict[str, float] = {}  # time.monotonic(); by engine url
+        self._acquired_at: dict[str, float] = {}  # clock.since_boot_s(); by engine url
         self._announced: dict[str, _Announced] = {}  # by engine url; missing while it may or may not be stored
-        self._asleep_s = asleep_s()  # at the last check
-        self._woke_at = -math.inf  # time.monotonic(): when a suspension of this machine was last detected
         self._spoiled: set[str] = set()  # urls
-        self._switched_at: dict[str, float] = {}  # time.monotonic(); by engine url
+        self._switched_at: dict[str, float] = {}  # clock.since_boot_s(); by engine url
         self._keys = {engine.url: engine_key(engine) for engine in engines}
         membership.acknowledged.update(dict.fromkeys(self._keys.values(), Followed()))
 
@@ -72,7 +69,7 @@ class EngineLeases:
         """Acquire the engine unless another explorer owns it. Returns whether this one does. Raises LedgerError."""
         if self.holds(url):
             return True
-        asked_at, key = time.monotonic(), self.key(url)
+        asked_at, key = clock.since_boot_s(), self.key(url)
         owned = await self._writer.write(lambda c: transitions.acquire_engine(c, key, self._membership.id))
         if owned:
             self._acquired_at[url] = asked_at
@@ -88,9 +85,7 @@ class EngineLeases:
         if heartbeat_at > acquired_at and self.key(url) not in self._membership.owned:
             return False  # the lease expired while this explorer was suspended, and another one owns the engine
         renewed_at = max(acquired_at, heartbeat_at)  # every heartbeat renews all leases that remain
-        if (asleep := asleep_s()) > self._asleep_s + SHORT_SLEEP_S:  # the database's clock did not stop meanwhile
-            self._asleep_s, self._woke_at = asleep, time.monotonic()
-        return self._woke_at < renewed_at and time.monotonic() < renewed_at + transitions.ENGINE_LEASE_S * 2 / 3
+        return clock.since_boot_s() < renewed_at + transitions.ENGINE_LEASE_S * 2 / 3
 
     def believes_to_own(self, url: str) -> bool:
         """Whether this explorer owned the engine at its last query, however long ago."""
@@ -107,7 +102,7 @@ class EngineLeases:
         self._spoiled.add(url)
 
     def note_switch(self, url: str, switched_at: float) -> None:
-        """State in all announcements when the engine's weights were replaced. switched_at: time.monotonic()."""
+        """State in all announcements when the engine's weights were replaced. switched_at: clock.since_boot_s()."""
         self._switched_at[url] = switched_at
 
     async def announce(
@@ -177,7 +172,7 @@ class EngineLeases:
 
         also: a condition to check in the same transaction. Returns whether it is true.
         """
-        key, own, asked_at = self.key(url), self._membership.id, time.monotonic()
+        key, own, asked_at = self.key(url), self._membership.id, clock.since_boot_s()
 
         def write(connection: Connection) -> bool | None:
             return also(connection) if transitions.confirm_engine(connection, key, own, generation) else None

@@ -10,7 +10,7 @@ import time
 from typing import NoReturn
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.errors import EngineDied, LoadUndone, ProbeMismatch
+from explorer_service.errors import EngineDied, LoadsRefused, LoadUndone, ProbeMismatch
 from explorer_service.reload.blame import Blame
 from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.reloading import Reloading
@@ -61,6 +61,8 @@ class Recovery:
         """
         if isinstance(error, EngineDied):
             await self._blame.count(target, str(error))
+        if isinstance(error, LoadsRefused):
+            await self._restart(f"it loads no version: {error}", "its log may state why it refuses them")
         if isinstance(error, ProbeMismatch):
             await self._load_again(target, good, error)
         if good is None or not isinstance(error, LoadUndone | ProbeMismatch):
@@ -74,21 +76,23 @@ class Recovery:
             try:
                 await self._take_up.run(good, None)
             except ProbeMismatch as again:
-                await self._restart(again)
+                await self._restart_wrong(again)
         elif target.row.is_proven:
-            await self._restart(error)
+            await self._restart_wrong(error)
 
-    async def _restart(self, error: ProbeMismatch) -> NoReturn:
-        """Restart an engine that computes wrongly after a load of a version that was proven before.
+    async def _restart_wrong(self, error: ProbeMismatch) -> NoReturn:
+        """Restart an engine that computes wrongly after a load of a version that was proven before."""
+        reason = f"its loads are wrong: {error}, also after a load of the last good version"
+        await self._restart(reason, "vLLM computes this model otherwise than the trainer")
 
-        It is not restarted again until it serves: a start is wrong, too, or it was not started by `flywheel engine`.
+    async def _restart(self, reason: str, otherwise: str) -> NoReturn:
+        """Restart an engine that gets no version into service by a load.
+
+        It is not restarted again until it serves: a start does not help, or it was not started by `flywheel engine`.
+        otherwise: what follows if an operator's restart does not help.
         """
-        reason = f"{error}, also after a load of the last good version"
         if self._is_restarted:
-            raise EngineError(
-                f"{reason}; restart engine {self._admin.url}; if that does not help, vLLM computes this model "
-                "otherwise than the trainer"
-            )
-        self._restarts, self._wait_until, self.reason = self._restarts + 1, None, f"its loads are wrong: {reason}"
+            raise EngineError(f"{reason}; restart engine {self._admin.url}; if that does not help, {otherwise}")
+        self._restarts, self._wait_until, self.reason = self._restarts + 1, None, reason
         await self._leases.require(self._admin.url)
         await restart_engine(self._admin, reason)

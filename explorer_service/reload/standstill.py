@@ -9,13 +9,13 @@ engines were moved meanwhile. Replies wait, too, unless only the ledger was unav
 from __future__ import annotations
 
 import asyncio
-import time
 
 from explorer_service.engines.engine import Engine
 from explorer_service.engines.pool import EnginePool
 from explorer_service.membership import Membership
 from explorer_service.reload.ownership import EngineLeases
-from shared.clock import SHORT_SLEEP_S, asleep_s, until_next_tick
+from shared import clock
+from shared.clock import until_next_tick
 from shared.errors import LedgerError
 from shared.ledger.queries.explorers import LIVE_S
 from shared.log import StageLogger
@@ -33,9 +33,8 @@ class Standstill:
         self._pool = pool
         self._membership = membership
         self._leases = leases
-        self._in_time_at = membership.heartbeat_at  # time.monotonic(): the last heartbeat in time
-        self._checked_at = time.monotonic()
-        self._asleep_s = asleep_s()
+        self._in_time_at = membership.heartbeat_at  # clock.since_boot_s(): the last heartbeat in time
+        self._checked_at = clock.since_boot_s()
 
     async def run(self) -> None:
         """Check every second, and more often while chats wait for it."""
@@ -44,15 +43,15 @@ class Standstill:
                 await self._check()
             except LedgerError as error:
                 log.debug("cannot read what engines serve: the ledger is unavailable", reason=str(error))
-            is_known = time.monotonic() < self._pool.known_until
+            is_known = clock.since_boot_s() < self._pool.known_until
             await asyncio.sleep(until_next_tick(_CHECK_S) if is_known else _CHECK_AGAIN_S)
 
     async def _check(self) -> None:
-        membership, now, asleep = self._membership, time.monotonic(), asleep_s()
-        was_suspended = now >= self._checked_at + LIVE_S or asleep > self._asleep_s + SHORT_SLEEP_S
+        membership, now = self._membership, clock.since_boot_s()
+        was_suspended = now >= self._checked_at + LIVE_S
         was_late = not membership.is_alone and membership.heartbeat_at >= self._in_time_at + LIVE_S
         if not was_suspended:
-            self._checked_at, self._asleep_s = now, asleep
+            self._checked_at = now
             self._pool.know_until(self._pool.known_until, now + LIVE_S)
         if was_suspended or was_late:
             self._pool.know_until(now, now if was_suspended else now + LIVE_S)
@@ -62,7 +61,7 @@ class Standstill:
             except LedgerError:
                 if not membership.is_alone:
                     raise
-        self._in_time_at, self._checked_at, self._asleep_s = membership.heartbeat_at, now, asleep
+        self._in_time_at, self._checked_at = membership.heartbeat_at, now
         self._pool.know_until((now if membership.is_alone else membership.heartbeat_at) + LIVE_S, now + LIVE_S)
 
     async def _catch_up(self) -> None:

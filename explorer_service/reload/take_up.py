@@ -9,6 +9,7 @@ implements the same protocol.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Collection
@@ -24,7 +25,9 @@ from explorer_service.errors import (
     EngineRefused,
     EngineTimeout,
     EngineUnavailable,
+    LoadsRefused,
     LoadUndone,
+    NotOwner,
     ProbeMismatch,
     StageFailed,
     TurnLost,
@@ -33,6 +36,7 @@ from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.probe import Bounds, prove
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.tolerance import EngineTolerance
+from shared import clock
 from shared.errors import EngineError, VersionExchanged, VersionMissing
 from shared.ledger.queries.explorers import LIVE_S
 from shared.log import StageLogger
@@ -177,10 +181,10 @@ class FullTakeUp:
         paused_at = time.monotonic()
         await self._admin.pause(mode)
         try:
-            load_at = time.monotonic()
+            load_at = clock.since_boot_s()
             undone = await self._load_or_undo(target, good)
             held = target if undone is None or good is None else good
-            switched_at = (load_at + time.monotonic()) / 2  # far from the last token before and the first one after
+            switched_at = (load_at + clock.since_boot_s()) / 2  # far from the last token before and the first after
             self._note_switch(held.version, switched_at)
             await self._resume(held, bounds[held.version], paused_at)
         except EngineUnavailable as error:
@@ -190,7 +194,7 @@ class FullTakeUp:
             raise undone
 
     def _note_switch(self, version: int, switched_at: float) -> None:
-        """Note, for all explorers, that the weights of requests in flight changed. switched_at: time.monotonic()."""
+        """Note, for all explorers, that weights of requests in flight changed. switched_at: clock.since_boot_s()."""
         if self._pool.switch(self._engine, self._reloading.named(version), switched_at):
             self._leases.note_switch(self._engine.url, switched_at)
 
@@ -246,15 +250,26 @@ class FullTakeUp:
             try:
                 await self._load(good)
             except (EngineRefused, EngineTimeout) as again:
-                await self._restart(f"version {good.version} cannot be loaded again ({again})")
+                reason = f"version {good.version} cannot be loaded again ({again})"
+                if isinstance(error, EngineRefused) and isinstance(again, EngineRefused):
+                    await self._admin.check_health()  # the process that answers may outlive the one that computes
+                    raise LoadsRefused(f"{error}; then {reason}") from again
+                await self._restart(reason)
             return LoadUndone(str(error), is_technical=isinstance(error, EngineTimeout))
         return None
 
     async def _load(self, target: TargetVersion) -> None:
+        loading = f"{LOADING}{target.version}"
         await self._require_owned()
-        await self._admin.write_label(f"{LOADING}{target.version}")
+        await self._admin.write_label(loading)
         await self._require_owned()
         await self._admin.reload_weights(target.folder)
+        try:
+            await self._require_owned()
+        except NotOwner:  # it may have come late, and replaced what the present owner has loaded
+            with contextlib.suppress(EngineError):
+                await self._admin.write_label(loading)  # so that the present owner loads again
+            raise
         await self._admin.reset_prefix_cache()
         await self._require_owned()
         await self._admin.write_label(target.label)

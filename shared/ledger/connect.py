@@ -17,6 +17,7 @@ from sqlalchemy import URL, Column, ColumnElement, Connection, Engine, Table, ex
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 
+from shared import clock
 from shared.errors import LedgerError
 from shared.ledger.driver import OPERATOR, Patience, make_engine, require_same_file
 from shared.ledger.migrate import bring_to_head, schema_version
@@ -27,10 +28,11 @@ _IDLE_S = 2.0  # after a longer pause, a dedicated connection may have lost its 
 _ATTEMPT_MS = 50  # to empty SQLite's log
 _PAUSE_S = 0.2  # between two attempts
 _DATABASE_ERRORS = (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError)
+_HELD = "end whatever holds it; if a process of a newer Flywheel migrates the ledger, wait for it"
 _REMEDIES = (
     ("disk is full", "free space there"),
-    ("locked", "end whatever holds it"),
-    ("lock timeout", "end whatever holds it"),
+    ("locked", _HELD),
+    ("lock timeout", _HELD),
     ("moved, deleted or replaced", "put it back"),
     ("unable to open", "put it back, or correct its permissions"),
     ("readonly", "correct its permissions"),
@@ -246,9 +248,9 @@ def database_time(connection: Connection) -> float:
 
 
 def database_clock(connection: Connection) -> float:
-    """Return by how many seconds `database_time` is ahead of this process's time.monotonic()."""
-    before, now = time.monotonic(), database_time(connection)
-    return now - (before + time.monotonic()) / 2
+    """Return by how many seconds `database_time` is ahead of this machine's clock.since_boot_s()."""
+    before, now = clock.since_boot_s(), database_time(connection)
+    return now - (before + clock.since_boot_s()) / 2
 
 
 def placeholder(connection: Connection) -> str:

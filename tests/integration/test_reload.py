@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
 from sqlalchemy import select
 
-from explorer_service.reload.judge import VersionJudge
 from explorer_service.reload.poller import VersionPoller
 from shared.errors import LedgerError
 from shared.ledger import transitions
@@ -136,82 +134,6 @@ def test_versions_and_status_are_shown_in_a_terminal(explorer, capsys):
     assert "RECORDED" in shown
 
 
-def reload_settings(**more: float) -> dict[str, float]:
-    return {"poll_interval_s": 0.02, "drain_s": 1.0, **more}
-
-
-@pytest.fixture
-def missed(monkeypatch) -> set[int]:
-    """Versions that were looked for and not found."""
-    found: set[int] = set()
-    note = VersionJudge._note
-
-    def noted(self: VersionJudge, row: VersionRow, reason: str) -> float:
-        found.add(row.version)
-        return note(self, row, reason)
-
-    monkeypatch.setattr(VersionJudge, "_note", noted)
-    return found
-
-
-def test_a_version_that_shows_late_is_waited_for_while_the_engine_serves(explorer, missed, tmp_path):
-    publish(explorer, 0)
-    wait_until(lambda: served(explorer) == "0")
-    folder = write_scripted_version(tmp_path, 1, -1.5)
-    weights = folder / "model.safetensors"
-    shutil.move(weights, tmp_path / "weights")
-    shutil.move(folder, tmp_path / "late")
-    with explorer.ledger.write() as connection:
-        transitions.publish(connection, version=1, parent=0, kind="full", step=1)
-    wait_until(lambda: 1 in missed)
-    assert served(explorer) == "0"
-    shutil.move(tmp_path / "late", folder)
-    assert served(explorer) == "0"
-    shutil.move(tmp_path / "weights", weights)
-    wait_until(lambda: served(explorer) == "1")
-    assert version_states(explorer)[1] == "SERVING"
-
-
-def test_an_engine_that_starts_while_the_newest_version_is_not_there_serves_the_one_before(
-    scripted_engine, start_explorer, explorer, tmp_path
-):
-    publish(explorer, 0)
-    publish(explorer, 1, -1.5)
-    wait_until(lambda: served(explorer) == "1")
-    with explorer.ledger.write() as connection:
-        transitions.publish(connection, version=2, parent=1, kind="full", step=2)
-    explorer.stop()
-    again = start_explorer([scripted_engine.url]).wait_ready()
-    assert served(again) == "1"
-    write_scripted_version(tmp_path, 2, -2.5)
-    wait_until(lambda: served(again) == "2")
-
-
-def test_a_version_that_does_not_show_is_rejected_in_the_end_and_the_next_one_serves(scripted_engine, start_explorer):
-    explorer = start_explorer([scripted_engine.url], reload=reload_settings(appear_s=0.2)).wait_ready()
-    publish(explorer, 0)
-    wait_until(lambda: served(explorer) == "0")
-    with explorer.ledger.write() as connection:
-        transitions.publish(connection, version=1, parent=0, kind="full", step=1)
-    wait_until(lambda: version_states(explorer)[1] == "REJECTED")
-    assert served(explorer) == "0"
-    publish(explorer, 2, -2.5)
-    wait_until(lambda: served(explorer) == "2")
-
-
-def test_no_version_is_rejected_because_version_0_is_not_there(scripted_engine, start_explorer, missed, tmp_path):
-    explorer = start_explorer([scripted_engine.url], reload=reload_settings(appear_s=0.0)).wait_ready()
-    publish(explorer, 0)
-    publish(explorer, 1, -1.5)
-    wait_until(lambda: served(explorer) == "1")
-    shutil.move(tmp_path / "versions" / "v000000", tmp_path / "elsewhere")
-    publish(explorer, 2, -2.5)
-    wait_until(lambda: 2 in missed)
-    assert served(explorer) == "1"
-    shutil.move(tmp_path / "elsewhere", tmp_path / "versions" / "v000000")
-    wait_until(lambda: served(explorer) == "2")
-
-
 @pytest.fixture
 def failing_ledger(monkeypatch) -> Iterator[FailingLedger]:
     monkeypatch.setattr("explorer_service.reload.controller.HEALTH_INTERVAL_S", 0.1)  # until it looks again
@@ -262,7 +184,7 @@ def test_a_failed_load_is_put_back_although_the_ledger_fails_at_any_statement(
 
 
 def test_a_load_that_fails_is_undone_before_the_engine_resumes_and_streams_go_on_whole(scripted_engine, start_explorer):
-    explorer = start_explorer([scripted_engine.url], reload=reload_settings(drain_s=0.0)).wait_ready()
+    explorer = start_explorer([scripted_engine.url], reload={"poll_interval_s": 0.02, "drain_s": 0.0}).wait_ready()
     publish(explorer, 0)
     publish(explorer, 1, -1.5)
     wait_until(lambda: served(explorer) == "1")

@@ -17,7 +17,7 @@ from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, reject, shown, states, take_the_turn
-from tests.support.servers import publish, served, wait_until, write_scripted_version
+from tests.support.servers import RunningExplorer, publish, served, wait_until, write_scripted_version
 
 pytestmark = pytest.mark.usefixtures("patient_health")
 database_url = sqlite_alone  # nothing here depends on the database
@@ -242,3 +242,38 @@ def test_a_proven_version_is_not_rejected_for_what_one_machine_stages_of_it(
     again = start_explorer([scripted_engine.url], reload=SETTINGS)
     wait_until(lambda: states(again)[2] == "SERVING")
     assert states(again)[1] == "RETIRED"
+
+
+@pytest.fixture
+def degraded(scripted_engine, second_engine, start_explorer) -> RunningExplorer:
+    """Its second engine serves version 2, which the first one could not stage, and does not try again soon."""
+    urls, retry = [scripted_engine.url, second_engine.url], {"retry_s": 600.0, "answer_timeout_s": 5.0}
+    explorer = start_explorer(urls, reload=SETTINGS | retry)
+    for version in (0, 1):
+        publish(explorer, version, -1.0 - version)
+        wait_until(lambda: [engine.version for engine in explorer.deps.pool.serving] == [version] * 2)  # noqa: B023
+    scripted_engine.script.refused.add("/flywheel/stage")
+    publish(explorer, 2, -3.0)
+    wait_until(lambda: [engine.version for engine in explorer.deps.pool.engines] == [1, 2])
+    wait_until(lambda: shown(explorer)["state"] == "degraded")
+    scripted_engine.script.refused.clear()
+    return explorer
+
+
+def test_an_engine_that_is_restarted_on_the_version_that_it_failed_to_load_serves_it(degraded, scripted_engine):
+    calls = len(scripted_engine.script.calls)
+    scripted_engine.script.starts_on = degraded.config.root / "versions/v000002"
+    scripted_engine.die()
+    wait_until(lambda: (shown(degraded)["state"], shown(degraded)["version"]) == ("serving", 2))
+    assert "reload v000001" not in scripted_engine.script.calls[calls:]
+
+
+def test_an_engine_that_is_restarted_on_a_version_of_which_it_scores_no_probe_gets_the_last_good_one(
+    degraded, scripted_engine
+):
+    script, calls = scripted_engine.script, len(scripted_engine.script.calls)
+    script.on_call["/v1/completions"] = lambda: time.sleep(6.0 if script.loaded == "v000002" else 0.0)
+    script.starts_on = degraded.config.root / "versions/v000002"
+    scripted_engine.die()
+    wait_until(lambda: "reload v000001" in script.calls[calls:])
+    wait_until(lambda: (shown(degraded)["state"], shown(degraded)["version"]) == ("degraded", 1))

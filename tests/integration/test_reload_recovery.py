@@ -255,3 +255,36 @@ def test_an_engine_that_proves_nothing_after_a_restart_either_is_not_restarted_a
     assert script.deaths == 1
     script.wrong_probe_for.clear()
     wait_until(lambda: served(explorer) == "0")
+
+
+def test_no_version_is_given_up_for_engines_that_refuse_every_load(scripted_engine, start_explorer):
+    explorer, script = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready(), scripted_engine.script
+    publish(explorer, 0)
+    scripted_engine.start_on(explorer.config.root / version_path(0))
+    wait_until(lambda: states(explorer)[0] == "SERVING")
+    script.failed_loads = {"v000000", "v000001"}
+    publish(explorer, 1, -2.0)
+    wait_until(lambda: script.deaths == 2 and served(explorer) == "0")
+    assert states(explorer)[1] == "PUBLISHED"
+    assert shown(explorer)["state"] == "degraded" and "cannot be loaded again" in shown(explorer)["reason"]
+    script.failed_loads = set()
+    wait_until(lambda: served(explorer) == "1" and shown(explorer)["state"] == "serving")
+
+
+def test_a_version_that_ends_an_engine_whose_server_answers_on_counts_as_a_death(scripted_engine, start_explorer):
+    """That server refuses all loads, also of the last good version."""
+    explorer, script = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready(), scripted_engine.script
+    publish(explorer, 0)
+    scripted_engine.start_on(explorer.config.root / version_path(0))
+    wait_until(lambda: states(explorer)[0] == "SERVING")
+    script.failed_loads = {"v000000", "v000001"}
+    script.on_call["/collective_rpc"] = lambda: setattr(script, "healthy", False)
+    before = len(script.reloads)
+    publish(explorer, 1, -2.0)
+    for loads in (2, 4):
+        wait_until(lambda loads=loads: len(script.reloads) == before + loads)
+        wait_until(lambda: shown(explorer)["state"] == "unavailable")
+        scripted_engine.die()
+        script.healthy = True
+    wait_until(lambda: served(explorer) == "0")
+    assert states(explorer)[1] == "FAILED"

@@ -272,24 +272,28 @@ def test_an_owner_that_does_not_reach_its_engine_leaves_it_to_an_explorer_that_d
     wait_until(lambda: shown(first)["state"] == "serving" and not shown(first)["owned"])
 
 
-def test_an_engine_that_broke_a_chat_off_serves_again_while_it_waits_for_its_turn(
-    scripted_engine, second_engine, start_explorer
-):
-    explorer = start_explorer([scripted_engine.url, second_engine.url], reload=SETTINGS, engine_wait_s=5.0)
-    publish(explorer, 0)
-    scripts = [scripted_engine.script, second_engine.script]
-    wait_until(lambda: all(script.label.startswith("0:") for script in scripts))
-    wait_until(lambda: len(explorer.deps.pool.serving) == 2)
-    for script in scripts:
-        script.hung_loads = {"v000001"}
-    publish(explorer, 1, -2.0)
-    wait_until(lambda: any("reload v000001" in script.calls for script in scripts))
-    waiting = next(script for script in scripts if "reload v000001" not in script.calls)
-    waiting.die_on_chat = True
-    assert explorer.chat().status_code == 503
-    waiting.die_on_chat = False
-    wait_until(lambda: explorer.http.get("/ready").status_code == 200)
-    assert served(explorer) == "0"
-    for script in scripts:
-        script.hung_loads = set()
-    wait_until(lambda: [engine.version for engine in explorer.deps.pool.serving] == [1, 1])
+def test_a_load_of_a_former_owner_that_comes_late_is_noticed_and_replaced(owner_first, scripted_engine):
+    script, owner, (other, _) = scripted_engine.script, owner_first[0], owner_first[1:]
+    admin, is_sent, comes = owner.deps.dispatcher._health_checks["e0"].__self__, threading.Event(), threading.Event()
+    reload_weights = admin.reload_weights
+
+    async def beat() -> None:
+        """An explorer that stands still has no heartbeat."""
+
+    async def reload_late(folder):
+        owner.deps.membership.heartbeat = beat
+        is_sent.set()
+        await asyncio.to_thread(comes.wait, 240)
+        await reload_weights(folder)
+
+    admin.reload_weights = reload_late
+    publish(owner, 2, -3.0)
+    assert is_sent.wait(240)
+    wait_until(lambda: served(other) == "2")
+    publish(other, 3, -4.0)
+    wait_until(lambda: served(other) == "3")
+    comes.set()
+    wait_until(lambda: script.calls.count("reload v000002") == 2)
+    wait_until(lambda: script.calls.count("reload v000003") == 2)
+    wait_until(lambda: served(other) == "3")
+    assert script.loaded == "v000003" and script.label.startswith("3:")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +14,12 @@ from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven
 from explorer_service.membership import Membership
 from explorer_service.reload.blame import Backoff
 from explorer_service.reload.ownership import EngineLeases, engine_key
+from shared import clock
 from shared.config import EngineAddress
 from shared.experience import Sampling
+from tests.support.machine import sleeping_machine
+
+machine = sleeping_machine
 
 
 async def test_what_is_held_back_goes_on_when_the_weights_are_proven():
@@ -85,11 +88,11 @@ async def test_a_request_that_began_before_a_switch_was_noted_is_labelled_by_whe
 async def test_who_does_not_know_what_engines_serve_gives_out_no_place_and_passes_nothing_on():
     pool = EnginePool([EngineAddress(name="e0", url="http://e0")], 10.0)
     pool.serve(pool.engines[0], {1: "agent"}, Sampling())
-    pool.know_until(time.monotonic(), time.monotonic())
+    pool.know_until(clock.since_boot_s(), clock.since_boot_s())
     asked, passed = asyncio.create_task(pool.acquire(None)), asyncio.create_task(pool.wait_awake())
     await asyncio.sleep(0)
     assert pool.waiting == 1 and not asked.done() and not passed.done()
-    pool.know_until(time.monotonic() + 60, time.monotonic() + 60)
+    pool.know_until(clock.since_boot_s() + 60, clock.since_boot_s() + 60)
     assert (await asked).version == 1
     await passed
 
@@ -97,7 +100,7 @@ async def test_who_does_not_know_what_engines_serve_gives_out_no_place_and_passe
 async def test_who_never_learns_what_engines_serve_is_refused_and_records_nothing():
     pool = EnginePool([EngineAddress(name="e0", url="http://e0")], 0.01)
     pool.serve(pool.engines[0], {1: "agent"}, Sampling())
-    pool.know_until(time.monotonic(), time.monotonic())
+    pool.know_until(clock.since_boot_s(), clock.since_boot_s())
     with pytest.raises(NoEngine, match="is the database up"):
         await pool.acquire(None)
     with pytest.raises(WeightsUnproven, match="suspended"):
@@ -111,19 +114,17 @@ class OneAnswer:
         return True
 
 
-async def test_a_lease_counts_for_nothing_after_the_machine_has_slept_until_it_is_renewed(monkeypatch):
-    slept = [5.0]
-    monkeypatch.setattr("explorer_service.reload.ownership.asleep_s", lambda: slept[0])
+async def test_a_lease_counts_for_nothing_after_the_machine_has_slept_until_it_is_renewed(machine):
     membership = Membership(OneAnswer(), {})
     leases = EngineLeases(None, OneAnswer(), membership, [EngineAddress(name="e0", url="http://e0")])
     assert await leases.acquire("http://e0") and leases.holds("http://e0")
-    slept[0] += 0.1
+    machine.sleep(0.1)
     assert leases.holds("http://e0")
-    slept[0] += 600
+    machine.sleep(600.0)
     assert not leases.holds("http://e0")
     assert await leases.acquire("http://e0") and leases.holds("http://e0")
     membership.owned = frozenset()
-    membership.heartbeat_at = time.monotonic() + 1  # it says that another explorer has the engine
+    membership.heartbeat_at = clock.since_boot_s() + 1  # it says that another explorer has the engine
     assert not leases.holds("http://e0")
 
 

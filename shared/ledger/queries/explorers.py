@@ -25,7 +25,7 @@ class EngineRow:
     version: int | None
     generation: int
     spoiled: int  # the generation in which weights that failed their proof last sampled requests in flight
-    switched_at: float  # time.monotonic() of this process: when its weights were last replaced
+    switched_at: float  # clock.since_boot_s() of this machine: when its weights were last replaced
 
 
 class Followed(msgspec.Struct, array_like=True, frozen=True):

@@ -45,8 +45,8 @@ def set_engine_state(
 ) -> int | None:
     """Store the engine's state, as its owner. Returns its generation; None: the explorer no longer owns it.
 
-    spoiled: the requests in flight were sampled by weights that failed their proof. switched_at: time.monotonic()
-    of this process, when the weights were replaced.
+    spoiled: the requests in flight were sampled by weights that failed their proof. switched_at:
+    clock.since_boot_s() of this machine, when the weights were replaced.
     """
     generation = engines.c.generation + 1
     values: dict[str, Any] = {"state": state, "version": version, "generation": generation}
