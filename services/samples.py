@@ -22,9 +22,10 @@ from sqlalchemy import Connection
 
 from explorer_service.chat.conversation import DIGEST_BYTES, read_prompt
 from explorer_service.engines.admin import EngineAdmin, open_client
+from explorer_service.errors import EngineRefused
 from shared.adapters import adapter_version
 from shared.config import Config, RewardConfig
-from shared.engine_token import engine_token
+from shared.engine_token import known_token
 from shared.errors import EngineError, StartupError
 from shared.experience import Sample, Sampling, Tokens, choice_name
 from shared.ledger import transitions
@@ -34,9 +35,9 @@ from shared.ledger.given import (
     Trained,
     choice_of,
     conversation_of,
-    discarded_of,
     names_of,
     number_of,
+    quarantine_of,
     signals_of,
     time_of,
     tokens_of,
@@ -60,7 +61,7 @@ class ImportedRow(NamedTuple):
     sample: Sample
     signals: SignalsByKey
     trained: Trained | None
-    discarded: str | None  # why the row was discarded; None: it was not
+    quarantine: str | None = None  # why the row was in quarantine; None: it was not
 
 
 class SampleReader:
@@ -80,12 +81,11 @@ class SampleReader:
         samples: list[ImportedRow] = []
         async with open_client() as client:
             url, name = self._config.explorer.engines[0].url, self._config.model.name
-            has_tokens = all(row.get("prompt_ids") is not None for row in rows)
-            engine = EngineAdmin(client, url, name, TIMEOUT_S, None if has_tokens else engine_token(self._config))
+            engine = EngineAdmin(client, url, name, TIMEOUT_S, known_token(self._config))
             for row in rows:
                 try:
                     sample, signals = await self._sample(row, engine), self._signals(row)
-                    samples.append(ImportedRow(sample, signals, trained_of(row), discarded_of(row)))
+                    samples.append(ImportedRow(sample, signals, trained_of(row), quarantine_of(row)))
                 except UNUSABLE as exc:
                     self.reasons.add(str(exc) or type(exc).__name__)
                 except EngineError as exc:
@@ -133,14 +133,18 @@ class SampleReader:
     async def _held_by(self, engine: EngineAdmin) -> tuple[str | None, int]:
         """Return the newest version that the engine holds, after its adapter's name there; None: it is no adapter.
 
-        An engine without labels counts as holding the newest version.
+        An engine that shows no label counts as holding the newest version.
         """
         model = self._config.model
         if model.kind == "lora":
             loaded = {adapter_version(model.name, name): name for name in await engine.list_models()}
             newest = max((version for version in loaded if version in self._versions), default=0)
             return loaded.get(newest), newest
-        number, _, digest = (await engine.read_label(may_load=True) or "").partition(":")
+        try:
+            label = await engine.read_label(may_load=True)
+        except EngineRefused:  # this process does not know the engines' token
+            label = None
+        number, _, digest = (label or "").partition(":")
         version = int(number) if digest and number.isascii() and number.isdigit() else self._newest
         return None, version if version in self._versions else self._newest
 
@@ -224,8 +228,8 @@ def store(
 ) -> int:
     """Record the rows that are not in the ledger, with their signals. Returns their number.
 
-    A row that a version of this ledger was trained on is CONSUMED: only other lessons make it READY. One that was
-    discarded stays DISCARDED.
+    A row that a version of this ledger was trained on is CONSUMED: only other lessons make it READY. One that was in
+    quarantine stays there.
     learned: the kinds of signals that are learned from. default_reward: for samples without signals.
     """
     known = known_choices(connection, [row.sample.msg_id for row in rows])
@@ -233,7 +237,7 @@ def store(
         [] if default_reward is None else [((None, "message"), [Signal("reward", value=default_reward)])]
     )
     stored = 0
-    for sample, signals_by_key, trained, discarded in rows:
+    for sample, signals_by_key, trained, quarantine in rows:
         if (sample.msg_id, sample.choice) in known:
             continue
         known.add((sample.msg_id, sample.choice))  # a file may contain a row twice
@@ -254,6 +258,6 @@ def store(
             )
         if trained is not None:
             transitions.restore_trained(connection, sample.msg_id, sample.choice, **msgspec.structs.asdict(trained))
-        if discarded is not None:
-            transitions.restore_discarded(connection, sample.msg_id, sample.choice, reason=discarded)
+        if quarantine is not None:
+            transitions.restore_quarantine(connection, sample.msg_id, sample.choice, reason=quarantine)
     return stored

@@ -36,6 +36,16 @@ def engine_token(config: Config) -> str:
     return token
 
 
+def known_token(config: Config) -> str | None:
+    """Return the token if this process can read it, without making one; None: it cannot."""
+    if config.engine.admin_token is not None:
+        return config.engine.admin_token
+    try:
+        return (config.root / FILE).read_text(encoding="ascii").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
 def _make(file: Path) -> None:
     """Write a new token atomically; of two processes, the first one wins."""
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _NAMED = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
-_CODE = re.compile(r"(?:\\[nrt]|(?<!\w))(\w+)\s*\(")  # \n, not a line's end: code in a string of JSON
+_CODE = re.compile(r"(?:\\[nrt]|(?<!\w))(\w+)\(")  # \n, not a line's end: code in a string of JSON
 _CARRY = 200  # characters that are searched again together with the next piece
 _TEXTS = ("content", "text", "arguments")  # fields that an agent may read calls from; not what a model only thinks
 _LINE_END = re.compile(r"[\r\n]")
@@ -33,7 +33,7 @@ class CalledTools:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._tail = ""  # of the pieces so far
         self._open = ""  # a line of a stream, or a whole reply, that has not ended
-        self._texts: dict[tuple[Any, ...], str] = {}  # by place in the reply
+        self._texts: dict[tuple[Any, ...], str] = {}  # the last characters, by place in the reply
 
     def see(self, piece: bytes) -> Iterator[str]:
         """Yield the names that are called up to the end of this piece; a name may come several times."""
@@ -43,10 +43,10 @@ class CalledTools:
         for found in _NAMED.finditer(passed):
             yield _unescaped(found[1])
         for place, more in (one for event in self._events(text) for one in _texts_of(event)):
-            known = self._texts.get(place, "")
-            said = self._texts[place] = known + more
+            said = self._texts.get(place, "") + more
+            self._texts[place] = said[-_CARRY:]
             for pattern in (_NAMED, _CODE):
-                for found in pattern.finditer(said, max(0, len(known) - _CARRY)):
+                for found in pattern.finditer(said):
                     yield _unescaped(found[1])
 
     def _events(self, text: str) -> Iterator[Any]:

@@ -198,9 +198,10 @@ async def outside_runs(model: Model, *, judges: bool = False, **options: Any) ->
     If the model is one of the explorer's, they are not recorded either: a model of a client, or one by the address of
     the run or evaluation around. judges: raise ConfigError for the trainee. options: arguments of openai.AsyncOpenAI.
     """
-    around = [one.origin for one in (current_run.get(), current_pin.get()) if one is not None]
-    is_explorers = model.connections is not None or origin_of(model.base_url) in around
-    if judges and is_explorers and "@" not in model.name:
+    origin, around = origin_of(model.base_url), (current_run.get(), current_pin.get())
+    trainees = [one.trainee for one in around if one is not None and one.origin == origin]
+    is_explorers = model.connections is not None or bool(trainees)
+    if judges and (model.name in trainees or (model.connections is not None and "@" not in model.name)):
         raise ConfigError("the trainee would judge itself: give another model, or a version of it: client.model(0)")
     run, pin = current_run.set(None), current_pin.set(None)
     try:

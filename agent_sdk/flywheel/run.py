@@ -63,7 +63,8 @@ class Run:
         self._is_left = False
         self._is_forgotten = False
         self._key = uuid.uuid4().hex
-        self._origin = origin_of(explorer.url)
+        self.origin = origin_of(explorer.url)  # the explorer: scheme://host:port
+        self.trainee = explorer.name  # its name there
         self._obey()
 
     def _obey(self) -> None:
@@ -72,13 +73,8 @@ class Run:
         if outer is not None and outer.guard is not None:
             self.guard, self.is_recorded, self._is_forgotten = outer.guard, False, True
         if pin is not None and pin.evaluated is not None:
-            is_same = pin.origin == self._origin
+            is_same = pin.origin == self.origin
             self.pinned = pin.evaluated if is_same else self._explorer.model().untrained()
-
-    @property
-    def origin(self) -> str:
-        """The explorer: scheme://host:port."""
-        return self._origin
 
     @property
     def model(self) -> Model:

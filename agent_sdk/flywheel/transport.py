@@ -49,6 +49,10 @@ class Attributed(Protocol):
         """The explorer: scheme://host:port."""
 
     @property
+    def trainee(self) -> str:
+        """The trainee's name there."""
+
+    @property
     def guard(self) -> Guard | None: ...
     @property
     def is_recorded(self) -> bool:

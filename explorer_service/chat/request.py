@@ -21,8 +21,8 @@ from explorer_service.engines.dispatch import EngineRequest
 from explorer_service.traffic.router import Route, Router
 from shared.config import Config
 from shared.experience import LARGEST_TOP_K, Sampling, new_message_id
+from shared.ledger.conditions import MAX_ID_BYTES
 
-_MAX_ID_BYTES = 1200  # PostgreSQL's index of tasks and runs takes 2704 bytes for both
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises lower values to this, except 0, which is greedy
 # Parts of a message that vLLM accepts and that the prompt's token ids do not contain.
 _NOT_TEXT = frozenset((
@@ -254,8 +254,8 @@ def read_id(value: object, name: str) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise bad_request(f"{name} must be a string or an integer", name)
     text = str(value)
-    if len(text) > 400 or "\x00" in text or len(text.encode(errors="replace")) > _MAX_ID_BYTES:
-        raise bad_request(f"{name} must be at most 400 characters and {_MAX_ID_BYTES} bytes, without NUL", name)
+    if len(text) > 400 or "\x00" in text or len(text.encode(errors="replace")) > MAX_ID_BYTES:
+        raise bad_request(f"{name} must be at most 400 characters and {MAX_ID_BYTES} bytes, without NUL", name)
     return text
 
 

@@ -1,9 +1,8 @@
 """Stage 9, reload: engines load versions, and prove them before they serve.
 
-Each engine has a controller. It chooses the engine's version (choice.py), has it loaded (take_up.py;
-adapter_take_up.py), and handles failures (recovery.py, blame.py). It reads which version an engine holds from the label
-that each load writes, or from its adapters' names, and measures by the manifest's probe that the engine computes
-correctly. Of several explorers on one ledger, one owns the engine, and the others follow (follow.py).
+Each engine has a controller. It chooses the engine's version (choice.py), has it loaded (take_up.py), and handles
+failures (recovery.py, blame.py). It reads which version an engine holds from its label or its adapters' names, and
+measures by the probe that it computes correctly. Of several explorers, one owns it, and the others follow (follow.py).
 """
 
 from __future__ import annotations
@@ -66,6 +65,7 @@ class EngineController:
         self._is_owner = False
         self._wanted: VersionRow | None = None  # according to the last read of the ledger
         self._served: TargetVersion | None = None  # the last version that this explorer has proven there
+        self._not_proven: int | None = None  # the version of which the engine died when it was restarted on it
         self._paused_at = -self._settings.min_interval_s  # time.monotonic(): the end of the last take-up
 
     async def run(self) -> None:
@@ -123,18 +123,15 @@ class EngineController:
             await self._health.require_weights(served)
         except OtherWeights as error:
             await self._distrust(str(error))
+        is_told = self._leases.has_told(engine.url, engine.state, engine.version)
         if wanted is None:
             await serve_unproven(engine, self._admin, self._take_up.names(0), self._reloading)
-        elif served and engine.is_open and engine.version == served.version and not self._is_announced():
+        elif served and engine.is_open and engine.version == served.version and not is_told:
             await self._serve(served, again=True)  # a reload was announced, but not begun
         elif engine.state is not EngineState.SERVING or engine.version != wanted.version or self._served is None:
             await self._bring_in(wanted)
         if self._adapters is not None and engine.is_open:
             await self._adapters.tend()
-
-    def _is_announced(self) -> bool:
-        """Whether what the engine serves was announced to the other explorers."""
-        return self._leases.has_told(self._engine.url, self._engine.state, self._engine.version)
 
     async def _distrust(self, reason: str) -> None:
         """Spoil requests in flight: after a foreign load or a restart, any version may have sampled them."""
@@ -184,18 +181,21 @@ class EngineController:
 
     async def _serve_held(self, failed: VersionRow) -> bool:
         """Serve a version whose load failed here if the engine was restarted on it. Returns whether it was."""
-        if self._engine.is_open or not failed.is_proven:  # an engine starts on proven versions only
-            return False
+        if self._engine.is_open or not failed.is_proven or failed.version == self._not_proven:
+            return False  # an engine starts on proven versions only
         try:
             target = await self._choice.examine(failed)
-        except EngineError:  # its next load finds this, too
-            return False
-        try:
             if target is None or not await self._has(target):
                 return False
-        except EngineTimeout as error:  # the last good version may answer
-            self._pool.spoil(self._engine, str(error))
-            self._leases.note_spoiled(self._engine.url)
+        except EngineUnavailable as error:  # with the last good version it may answer
+            self._not_proven = failed.version
+            if not isinstance(error, EngineTimeout):
+                raise
+            if self._engine.hold.is_on:
+                self._pool.spoil(self._engine, str(error))
+                self._leases.note_spoiled(self._engine.url)
+            return False
+        except EngineError:  # its next load finds this, too
             return False
         await self._serve(target)
         return True
@@ -293,7 +293,7 @@ class EngineController:
             self._served = None
             await self._reloading.poller.refresh()
             return
-        self._served = target
+        self._served, self._not_proven = target, None
         self._recovery.note_served()
         self._pool.serve(engine, self._take_up.names(version), target.defaults, degraded, version)
         self._reloading.metrics.reloads.labels("served").inc(0 if again else 1)

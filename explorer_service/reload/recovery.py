@@ -62,7 +62,7 @@ class Recovery:
         if isinstance(error, EngineDied):
             await self._blame.count(target, str(error))
         if isinstance(error, LoadsRefused):
-            await self._restart(f"it loads no version: {error}", "its log may state why it refuses them")
+            await self._restart(f"it loads no version: {error}")
         if isinstance(error, ProbeMismatch):
             await self._load_again(target, good, error)
         if good is None or not isinstance(error, LoadUndone | ProbeMismatch):
@@ -81,18 +81,20 @@ class Recovery:
             await self._restart_wrong(error)
 
     async def _restart_wrong(self, error: ProbeMismatch) -> NoReturn:
-        """Restart an engine that computes wrongly after a load of a version that was proven before."""
-        reason = f"its loads are wrong: {error}, also after a load of the last good version"
-        await self._restart(reason, "vLLM computes this model otherwise than the trainer")
+        """Restart an engine that computes wrongly after a load of a version that was proven before.
 
-    async def _restart(self, reason: str, otherwise: str) -> NoReturn:
-        """Restart an engine that gets no version into service by a load.
-
-        It is not restarted again until it serves: a start does not help, or it was not started by `flywheel engine`.
-        otherwise: what follows if an operator's restart does not help.
+        It is not restarted again until it serves: a start is wrong, too, or it was not started by `flywheel engine`.
         """
+        reason = f"its loads are wrong: {error}, also after a load of the last good version"
         if self._is_restarted:
-            raise EngineError(f"{reason}; restart engine {self._admin.url}; if that does not help, {otherwise}")
+            raise EngineError(
+                f"{reason}; restart engine {self._admin.url}; if that does not help, vLLM computes this model "
+                "otherwise than the trainer"
+            )
+        await self._restart(reason)
+
+    async def _restart(self, reason: str) -> NoReturn:
+        """Restart an engine that gets no version into service by a load."""
         self._restarts, self._wait_until, self.reason = self._restarts + 1, None, reason
         await self._leases.require(self._admin.url)
         await restart_engine(self._admin, reason)

@@ -27,7 +27,6 @@ from explorer_service.errors import (
     EngineUnavailable,
     LoadsRefused,
     LoadUndone,
-    NotOwner,
     ProbeMismatch,
     StageFailed,
     TurnLost,
@@ -37,7 +36,7 @@ from explorer_service.reload.probe import Bounds, prove
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.tolerance import EngineTolerance
 from shared import clock
-from shared.errors import EngineError, VersionExchanged, VersionMissing
+from shared.errors import EngineError, LedgerError, VersionExchanged, VersionMissing
 from shared.ledger.queries.explorers import LIVE_S
 from shared.log import StageLogger
 from shared.versions import verify_version
@@ -263,12 +262,13 @@ class FullTakeUp:
         await self._require_owned()
         await self._admin.write_label(loading)
         await self._require_owned()
-        await self._admin.reload_weights(target.folder)
         try:
+            await self._admin.reload_weights(target.folder)
             await self._require_owned()
-        except NotOwner:  # it may have come late, and replaced what the present owner has loaded
-            with contextlib.suppress(EngineError):
-                await self._admin.write_label(loading)  # so that the present owner loads again
+        except (EngineError, LedgerError):  # it may have come late, and replaced what another owner has loaded
+            if not self._leases.holds(self._engine.url):
+                with contextlib.suppress(EngineError):
+                    await self._admin.write_label(loading)  # so that the present owner loads again
             raise
         await self._admin.reset_prefix_cache()
         await self._require_owned()

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing, suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from services.commands import add_config, open_console, read_config
 from shared.errors import ConfigError, StartupError
@@ -69,11 +69,11 @@ def _move(
 
     A file is durable before its rows leave the ledger. A crash between the two leaves rows in both, and an import of
     the file skips them. A row that gets signals meanwhile stays, is taken out of the file again, and goes into a later
-    one with them.
+    one with them. So is a row that another archive has removed.
     """
     from shared.ledger.conditions import is_done
     from shared.ledger.dataset import conversations, replace_whole
-    from shared.ledger.queries import count_signals, oldest_done
+    from shared.ledger.queries import count_signals, names_of_rows, oldest_done
     from shared.ledger.tables import experiences
 
     before = None if older_than_days is None else time.time() - 86400 * older_than_days
@@ -87,42 +87,37 @@ def _move(
             file = _new_file(folder, f"rows-{ids[0]:012}-{ids[-1]:012}")
             in_file = [experiences.c.id.between(ids[0], ids[-1]), *is_done(before)]
             rows = conversations(connection, in_file, with_tokens=True)
-            said = count_signals(connection, ids)
+            said, names = count_signals(connection, ids), names_of_rows(connection, ids)
             try:
                 replace_whole(file, (row for row in rows if row is not None))
             except BaseException:
                 file.unlink()
                 raise
         left = None if left is None else left - len(ids)
-        removed = sum(_remove(ledger, ids[start : start + AT_ONCE], said) for start in range(0, len(ids), AT_ONCE))
-        if removed < len(ids):
-            _take_out(ledger, ids, file)
-        if file.exists():
-            yield file, removed
+        parts = (_remove(ledger, ids[start : start + AT_ONCE], said) for start in range(0, len(ids), AT_ONCE))
+        removed = {names[row_id] for part in parts for row_id in part}
+        if len(removed) < len(ids):
+            _keep_only(removed, file)
+        if removed:
+            yield file, len(removed)
 
 
-def _remove(ledger: Ledger, ids: list[int], said: dict[int, int]) -> int:
+def _remove(ledger: Ledger, ids: list[int], said: dict[int, int]) -> list[int]:
     from shared.ledger import transitions
 
     with ledger.write() as connection:
         return transitions.remove(connection, ids, said)
 
 
-def _take_out(ledger: Ledger, ids: list[int], file: Path) -> None:
-    """Take the rows that are still in the ledger out of a file, and delete the file if none remains."""
+def _keep_only(names: set[tuple[str, int]], file: Path) -> None:
+    """Leave only these rows in a file, and delete the file if there are none."""
     from shared.ledger.dataset import replace_whole
     from shared.ledger.given import read_rows
-    from shared.ledger.queries import names_of_rows
 
-    left = ledger.fetch(lambda connection: names_of_rows(connection, ids))
-
-    def remaining() -> Iterator[dict[str, Any]]:
-        return (row for row in read_rows(file) if (row["msg_id"], row["choice"]) not in left)
-
-    if next(remaining(), None) is None:
-        file.unlink()
+    if names:
+        replace_whole(file, (row for row in read_rows(file) if (row["msg_id"], row["choice"]) in names))
     else:
-        replace_whole(file, remaining())
+        file.unlink()
 
 
 def _new_file(folder: Path, name: str) -> Path:

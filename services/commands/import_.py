@@ -1,4 +1,4 @@
-"""`flywheel import`: records the conversations in a file as if they were chats with the newest version."""
+"""`flywheel import`: records the conversations in a file as if they had been chats."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from shared.reward import Lesson
 
 AnyRow = Row[*tuple[Any, ...]]
 UNGROUPED = ""  # in place of a group's name
+MAX_ID_BYTES = 1200  # of a task's or run's name in UTF-8: PostgreSQL's index of both takes 2704 bytes
 MAX_PARAMETERS = 1000  # maximum number of values in one IN list
 _TRAJECTORIES = 100  # maximum number in one condition
 

@@ -19,7 +19,7 @@ import numpy as np
 from shared.config import RewardConfig
 from shared.errors import StartupError
 from shared.experience import LARGEST_TOP_K, CorruptTokens, Sampling, State, TokenArray, Tokens
-from shared.ledger.conditions import split_name
+from shared.ledger.conditions import MAX_ID_BYTES, split_name
 from shared.ledger.dataset import CHUNK, PACKED
 from shared.ledger.tables import experiences, signals
 from shared.reward import Kind, Lesson, Scope, Signal
@@ -104,16 +104,19 @@ def _decoded(value: Any) -> Any:
 
 def names_of(row: dict[str, Any]) -> dict[str, str | None]:
     """Return the row's names as text; integers become their digits. Raises ValueError."""
-    return {name: _text(name, row.get(name), experiences.c[name].type.length) for name in _NAMES}  # type: ignore[attr-defined]
+    names = {name: _text(name, row.get(name), experiences.c[name].type.length) for name in _NAMES}  # type: ignore[attr-defined]
+    for name in ("task_id", "run_id"):
+        if len((names[name] or "").encode()) > MAX_ID_BYTES:
+            raise ValueError(f"{name} has more than {MAX_ID_BYTES} bytes in UTF-8")
+    return names
 
 
 def _text(name: str, value: Any, most: int) -> str | None:
     if value is None or value == "":
         return None
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    most_bytes = 3 * most  # see explorer_service/chat/request.py, _MAX_ID_BYTES
-    if not isinstance(text, str) or len(text) > most or "\0" in text or len(text.encode()) > most_bytes:
-        raise ValueError(f"{name} is no text of at most {most} characters without NUL, {most_bytes} bytes in UTF-8")
+    if not isinstance(text, str) or len(text) > most or "\0" in text:
+        raise ValueError(f"{name} is no text of at most {most} characters without NUL")
     return text
 
 
@@ -229,14 +232,14 @@ def trained_of(row: dict[str, Any]) -> Trained | None:
     return msgspec.convert(row.get("trained"), Trained | None)
 
 
-def discarded_of(row: dict[str, Any]) -> str | None:
-    """Return why the row was discarded, as its ledger stated it; None: it was not. Raises ValueError."""
-    reason = row.get("reason") or "discarded before it was imported"
-    if row.get("state") != State.DISCARDED:
+def quarantine_of(row: dict[str, Any]) -> str | None:
+    """Return why the row was in quarantine; None: it was not, or the file does not say so. Raises ValueError."""
+    reason = row.get("reason")
+    if row.get("state") != State.DISCARDED or reason is None:
         return None
     if not isinstance(reason, str) or "\0" in reason:
         raise ValueError("reason is no text")
-    return reason
+    return reason if reason.startswith("quarantined:") else None
 
 
 def require_accepted(reward: float | None, rule: RewardConfig) -> None:

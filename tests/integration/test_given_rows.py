@@ -29,7 +29,7 @@ SIGNALS = [
 ]
 BAD = [
     ({"task_id": {"a": 1}}, "task_id is no text of at most 400 characters"),
-    ({"task_id": "\U00020000" * 400}, "task_id is no text of at most 400 characters without NUL, 1200 bytes in UTF-8"),
+    ({"task_id": "\U00020000" * 400}, "task_id has more than 1200 bytes in UTF-8"),
     ({"run_id": "a\x00b"}, "run_id is no text of at most 400 characters without NUL"),
     ({"msg_id": "m" * 201}, "msg_id is no text of at most 200 characters"),
     ({"finish_reason": []}, "finish_reason is no text"),

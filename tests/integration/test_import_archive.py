@@ -208,7 +208,7 @@ def test_an_archive_overwrites_no_file_when_numbers_of_rows_come_again(ledger, c
     assert sorted(archived_names(tmp_path / "archive")) == ["a0", "a1", "a2", "b0", "b1", "b2"]
 
 
-def test_archives_that_run_at_once_write_files_of_their_own(ledger, config, tmp_path: Path, monkeypatch):
+def test_of_archives_that_run_at_once_each_row_is_in_the_file_of_the_one_that_moved_it(ledger, config, tmp_path: Path, monkeypatch):
     record_ready(ledger, rows(2))
     with ledger.write() as connection:
         connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
@@ -221,7 +221,8 @@ def test_archives_that_run_at_once_write_files_of_their_own(ledger, config, tmp_
 
     monkeypatch.setattr("shared.ledger.dataset.replace_whole", written)
     run_here(config, *command)
-    assert len(list((tmp_path / "archive").iterdir())) == 2, "neither replaces what the other has moved"
+    archived = [row["msg_id"] for file in (tmp_path / "archive").iterdir() for row in read_rows(file)]
+    assert sorted(archived) == ["m0", "m1"], "neither replaces what the other has moved"
 
 
 @pytest.mark.parametrize("count", [0, 3])
@@ -258,30 +259,31 @@ def test_choices_of_one_message_go_and_come_each_for_itself(ledger, config, tmp_
     assert content(ledger) == before
 
 
-def test_what_is_said_while_an_archive_is_written_is_not_lost(ledger, config, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("another", [False, True], ids=["one archive", "two archives"])
+def test_what_is_said_while_an_archive_is_written_is_not_lost(ledger, config, tmp_path: Path, monkeypatch, another):
     record_ready(ledger, rows(2))
     with ledger.write() as connection:
         connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
 
     def written(file: Path, lines: Any) -> None:
         replace_whole(file, lines)
-        if file.name.startswith("rows-000000000001-000000000002"):
+        if file == tmp_path / "a/rows-000000000001-000000000002.jsonl.gz" and not said:
+            said.append(True)
             comment = {"task_id": None, "run_id": None, "signals": [Signal("comment", text="late")]}
             with ledger.write() as connection:
                 transitions.apply_feedback(connection, msg_ids=["m1"], rule=RewardConfig(), **comment)
+            if another:
+                run_here(config, "archive", "--to", str(tmp_path / "b"), "--older-than-days", "0")
 
+    said: list[bool] = []
     monkeypatch.setattr("shared.ledger.dataset.replace_whole", written)
-    run_here(config, "archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
+    run_here(config, "archive", "--to", str(tmp_path / "a"), "--older-than-days", "0")
     with ledger.read() as connection:
         kept = set(connection.execute(select(signals.c.text)).scalars())
-    archived = {
-        said.get("text")
-        for file in (tmp_path / "archive").iterdir()
-        for row in read_rows(file)
-        for said in row["signals"]
-    }
+    files = sorted(tmp_path.glob("[ab]/*"))
+    archived = {signal.get("text") for file in files for row in read_rows(file) for signal in row["signals"]}
     assert "late" in kept | archived
-    for file in sorted((tmp_path / "archive").iterdir()):
+    for file in files:
         run_here(config, "import", str(file))
     with ledger.read() as connection:
         assert "late" in connection.execute(select(signals.c.text)).scalars().all()

@@ -72,22 +72,45 @@ def test_a_new_lesson_about_an_imported_row_is_trained_on(ledger, config, archiv
     assert committed(ledger) == 1
 
 
-def test_a_row_that_was_discarded_stays_discarded_with_its_reason(ledger, config, tmp_path):
+WHY = "quarantined: each trainer died in an update with it alone"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_row_in_quarantine_stays_there_and_one_that_only_expired_is_new(ledger, config, tmp_path, name):
     with ledger.write() as connection:
-        transitions.record(connection, [sample("m0", **RUN), sample("m1", **RUN)])
+        transitions.record(connection, [sample(f"m{number}", **RUN) for number in range(3)])
     feedback(ledger, Signal("reward", 1.0), **RUN)
-    why = "quarantined: each trainer died in an update with it alone"
-    with ledger.write() as connection:
-        discarded = update(experiences).where(experiences.c.msg_id == "m0")
-        connection.execute(discarded.values(state="DISCARDED", reason=why))
-    run_here(config, "export", "--tokens", "--out", str(tmp_path / "rows.jsonl"))
+    for msg_id, reason in (("m0", WHY), ("m1", "expired: nothing was said in time")):
+        discard(ledger, msg_id, reason)
+    run_here(config, "export", "--tokens", "--out", str(tmp_path / name))
     with ledger.write() as connection:
         for table in (signals, payloads, experiences):
             connection.execute(table.delete())
-    assert run_here(config, "import", str(tmp_path / "rows.jsonl"), "--commit") == 0
+    assert run_here(config, "import", str(tmp_path / name), "--commit") == 0
+    assert states(ledger) == [("m0", "DISCARDED", WHY), ("m1", "READY", None), ("m2", "READY", None)]
+
+
+def test_a_row_in_quarantine_that_was_trained_on_before_stays_there(ledger, config, tmp_path, archived):
+    assert run_here(config, "import", str(archived[0])) == 0
+    feedback(ledger, Signal("correction", text="better"), msg_ids=["m1"])
+    discard(ledger, "m1", WHY)
+    run_here(config, "archive", "--to", str(tmp_path / "again"), "--older-than-days", "0")
+    for file in (tmp_path / "again").iterdir():
+        assert run_here(config, "import", str(file), "--commit") == 0
+    assert states(ledger) == [("m0", "CONSUMED", None), ("m1", "DISCARDED", WHY)]
+    assert [row[-1] for row in trained(ledger)] == [1, 1]
+
+
+def discard(ledger: Ledger, msg_id: str, reason: str) -> None:
+    with ledger.write() as connection:
+        one = update(experiences).where(experiences.c.msg_id == msg_id)
+        connection.execute(one.values(state="DISCARDED", reason=reason))
+
+
+def states(ledger: Ledger) -> list[tuple]:
+    named = select(*(experiences.c[name] for name in ("msg_id", "state", "reason"))).order_by(experiences.c.msg_id)
     with ledger.read() as connection:
-        rows = connection.execute(select(*(experiences.c[n] for n in ("msg_id", "state", "reason")))).all()
-    assert sorted(map(tuple, rows)) == [("m0", "DISCARDED", why), ("m1", "READY", None)]
+        return [tuple(row) for row in connection.execute(named)]
 
 
 def test_rows_that_another_ledgers_version_was_trained_on_are_imported_as_new(ledger, config, archived):

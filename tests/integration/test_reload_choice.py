@@ -268,11 +268,17 @@ def test_an_engine_that_is_restarted_on_the_version_that_it_failed_to_load_serve
     assert "reload v000001" not in scripted_engine.script.calls[calls:]
 
 
+@pytest.mark.parametrize("ends", ["late", "dead"])
 def test_an_engine_that_is_restarted_on_a_version_of_which_it_scores_no_probe_gets_the_last_good_one(
-    degraded, scripted_engine
+    degraded, scripted_engine, ends
 ):
     script, calls = scripted_engine.script, len(scripted_engine.script.calls)
-    script.on_call["/v1/completions"] = lambda: time.sleep(6.0 if script.loaded == "v000002" else 0.0)
+
+    def score() -> None:
+        if script.loaded == "v000002":
+            time.sleep(6.0) if ends == "late" else scripted_engine.die()
+
+    script.on_call["/v1/completions"] = score
     script.starts_on = degraded.config.root / "versions/v000002"
     scripted_engine.die()
     wait_until(lambda: "reload v000001" in script.calls[calls:])

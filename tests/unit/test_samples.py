@@ -121,6 +121,14 @@ def test_a_rendered_row_names_the_version_whose_logprobs_it_has(
     assert (engine.asked, row.sample.version) == ([asked], version)
 
 
+def test_an_import_makes_no_token_of_the_engines(monkeypatch, tmp_path):
+    monkeypatch.setattr("services.samples.EngineAdmin", lambda *_: Holder("3:0123456789abcdef", {}))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    config = make_config(tmp_path / "root", ["http://127.0.0.1:1"])
+    assert len(asyncio.run(SampleReader(config, [0]).read([{"messages": messages}]))) == 1
+    assert not (tmp_path / "root").exists()
+
+
 def test_a_rendered_row_ends_with_the_end_token_of_version_0_where_the_model_is_not_mounted(tmp_path):
     config = make_config(tmp_path, ["http://127.0.0.1:1"])
     (tmp_path / "versions/v000000").mkdir(parents=True)

@@ -19,15 +19,24 @@ demonstrations.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from shared.config import DistillConfig
 from trainer_service.algorithms.advantages import kl_penalties
-from trainer_service.algorithms.seam import Batch, Constants, Figures, Ints, Memory, Needs, Precomputed, Unit, one_each
+from trainer_service.algorithms.seam import (
+    Batch,
+    Constants,
+    Figures,
+    Flags,
+    Ints,
+    Memory,
+    Needs,
+    Precomputed,
+    Unit,
+    one_each,
+)
 from trainer_service.algorithms.surrogates import PartialPolicyGradient, policy_constants, policy_needs
 
 
@@ -61,14 +70,14 @@ class Distill(PartialPolicyGradient[DistillConfig]):
         return constants, figures
 
 
-def _sampled(batch: Batch, places: Iterable[int]) -> Iterator[npt.NDArray[np.bool_]]:
+def _sampled(batch: Batch, places: Iterable[int]) -> Iterator[Flags]:
     """Yield which actions of each of these sequences the policy sampled, [A].
 
     The others are a turn's written answer: a demonstration, or a correction that repeats the reply.
     """
-    written: dict[int, list[Ints]] = defaultdict(list)  # by row id
+    written: dict[int, list[Ints]] = {}  # by row id
     for place in batch.written:
-        written[batch.sequences[place].row_ids[0]].append(batch.sequences[place].token_actions)
+        written.setdefault(batch.sequences[place].row_ids[0], []).append(batch.sequences[place].token_actions)
     for place in places:
         sequence, begin = batch.sequences[place], 0
         flags = np.ones(len(sequence.actions), np.bool_)

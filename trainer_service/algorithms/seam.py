@@ -27,6 +27,7 @@ from trainer_service.trajectories import TokenSequence, Trajectory
 T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Flags = npt.NDArray[np.bool_]
 Figures = dict[str, float]  # for logs and plots
 Memory = dict[str, Any]  # JSON: trackers, running means; saved with the trainer's state, equal on every rank
 Constants = dict[str, list[Floats]]

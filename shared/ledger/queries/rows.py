@@ -54,11 +54,11 @@ def oldest_done(connection: Connection, *, before: float | None, at_most: int) -
     return list(connection.execute(query).scalars())
 
 
-def names_of_rows(connection: Connection, ids: Sequence[int]) -> set[tuple[str, int]]:
-    """Return the message ids and choices of those of these rows that are stored."""
-    names = select(experiences.c.msg_id, experiences.c.choice)
+def names_of_rows(connection: Connection, ids: Sequence[int]) -> dict[int, tuple[str, int]]:
+    """Return the message ids and choices of rows, by id."""
+    names = select(experiences.c.id, experiences.c.msg_id, experiences.c.choice)
     parts = (connection.execute(names.where(part)) for part in in_parts(experiences.c.id, ids))
-    return {(row.msg_id, row.choice) for part in parts for row in part}
+    return {row.id: (row.msg_id, row.choice) for part in parts for row in part}
 
 
 def known_choices(connection: Connection, msg_ids: list[str]) -> set[tuple[str, int]]:

@@ -4,7 +4,7 @@ A row:       record → RECORDED → commit → READY → claim → LEASED → p
              any of the first three → DISCARDED with a reason; LEASED → READY when a lease is released or expires
              CONSUMED → commit → READY, for later signals that are another lesson
              RECORDED → restore_trained → CONSUMED, for an imported row that was trained on here
-             RECORDED → restore_discarded → DISCARDED, for an imported row that was discarded
+             RECORDED or CONSUMED → restore_quarantine → DISCARDED, for an imported row that was in quarantine
              (publish_ahead leaves rows LEASED until record_state)
 A version:   reserve → RESERVED → publish → PUBLISHED → SERVING → RETIRED; SKIPPED, REJECTED or FAILED with a reason
 A batch:     claim → LEASED → CONSUMED, or RETURNED
@@ -50,7 +50,7 @@ from shared.ledger.transitions.publish import (
     reset_breaker,
     trip_breaker,
 )
-from shared.ledger.transitions.record import record, restore_discarded, restore_trained
+from shared.ledger.transitions.record import record, restore_quarantine, restore_trained
 from shared.ledger.transitions.retain import (
     VERSION_LEASE_S,
     forget_old_states,
@@ -82,7 +82,7 @@ __all__ = [
     "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts", "open_stream", "pin_version",
     "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record", "record_state",
     "reject_version", "release_engine", "release_lease", "release_version", "remember_answer", "remove", "renew_lease",
-    "renew_pin", "report_trouble", "require_not_rolled_back", "reserve_version", "reset_breaker", "restore_discarded",
+    "renew_pin", "report_trouble", "require_not_rolled_back", "reserve_version", "reset_breaker", "restore_quarantine",
     "restore_trained",
     "retry_version", "roll_back", "serve_version", "set_engine_state", "share_traffic", "sign_off", "skip_version",
     "tag_version", "take_key", "trip_breaker", "untag_version", "withdraw_versions",

@@ -105,12 +105,12 @@ def _blank_later_requests(connection: Connection, names: list[str]) -> None:
         reached.update(names)
 
 
-def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] | None = None) -> int:
-    """Delete rows that are trained on or discarded, with tokens, texts and signals. Returns their number.
+def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] | None = None) -> list[int]:
+    """Delete rows that are trained on or discarded, with tokens, texts and signals. Returns their ids.
 
     said: number of signals of each row when it was copied; rows with later signals are kept.
     """
-    removed = 0
+    removed: list[int] = []
     (done,) = is_done()
     for part in in_parts(experiences.c.id, ids):
         still_done = select(experiences.c.id).where(part, done).order_by(experiences.c.id)
@@ -122,7 +122,8 @@ def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] |
         inline_prefix(connection, gone)
         _move_requests(connection, gone)
         connection.execute(delete(payloads).where(payloads.c.experience_id.in_(gone)))
-        removed += connection.execute(delete(experiences).where(experiences.c.id.in_(gone))).rowcount
+        connection.execute(delete(experiences).where(experiences.c.id.in_(gone)))
+        removed += gone
     return removed
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, select, update
+from sqlalchemy import Connection, and_, func, or_, select, update
 
 from shared.experience import Sample, Sampling, State, choice_name
 from shared.ledger.conditions import AnyRow, is_in
@@ -88,10 +88,11 @@ def restore_trained(connection: Connection, msg_id: str, choice: int, *, lessons
     connection.execute(update(experiences).where(*mine, recorded).values(**trained, teaches=teaches))
 
 
-def restore_discarded(connection: Connection, msg_id: str, choice: int, *, reason: str) -> None:
-    """RECORDED → DISCARDED for an imported row that was discarded before it left its ledger."""
-    mine = (experiences.c.msg_id == msg_id, experiences.c.choice == choice, is_in(experiences.c.state, State.RECORDED))
-    connection.execute(update(experiences).where(*mine).values(state=State.DISCARDED, reason=reason))
+def restore_quarantine(connection: Connection, msg_id: str, choice: int, *, reason: str) -> None:
+    """RECORDED or CONSUMED → DISCARDED for an imported row that was in quarantine when it left its ledger."""
+    mine = (experiences.c.msg_id == msg_id, experiences.c.choice == choice)
+    new = or_(is_in(experiences.c.state, State.RECORDED), is_in(experiences.c.state, State.CONSUMED))
+    connection.execute(update(experiences).where(*mine, new).values(state=State.DISCARDED, reason=reason))
 
 
 def _row(sample: Sample, parent: AnyRow | None) -> tuple[Any, ...]:
