@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from typing import Any
 
 _NAMED = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
-_CODE = re.compile(r"(?:\\[nrt]|(?<!\w))(\w+)\(")  # \n, not a line's end: code in a string of JSON
+_ARGUMENT = r"""\s*(?:["'\\)\[{]|\w+\s*=)"""  # after white space: "order (A1)" may be prose
+# \n, not a line's end: code in a string of JSON
+_CODE = re.compile(rf"(?:\\[nrt]|(?<!\w))(\w+)(?:\(|[ \t]+\((?={_ARGUMENT}))")
 _CARRY = 200  # characters that are searched again together with the next piece
 _TEXTS = ("content", "text", "arguments")  # fields that an agent may read calls from; not what a model only thinks
 _LINE_END = re.compile(r"[\r\n]")
@@ -43,10 +45,11 @@ class CalledTools:
         for found in _NAMED.finditer(passed):
             yield _unescaped(found[1])
         for place, more in (one for event in self._events(text) for one in _texts_of(event)):
-            said = self._texts.get(place, "") + more
-            self._texts[place] = said[-_CARRY:]
+            known = self._texts.get(place, "")
+            said, begin = known + more, int(len(known) > _CARRY)  # the first character is only looked back at
+            self._texts[place] = said[-_CARRY - 1 :]
             for pattern in (_NAMED, _CODE):
-                for found in pattern.finditer(said):
+                for found in pattern.finditer(said, begin):
                     yield _unescaped(found[1])
 
     def _events(self, text: str) -> Iterator[Any]:

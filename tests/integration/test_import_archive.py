@@ -208,7 +208,7 @@ def test_an_archive_overwrites_no_file_when_numbers_of_rows_come_again(ledger, c
     assert sorted(archived_names(tmp_path / "archive")) == ["a0", "a1", "a2", "b0", "b1", "b2"]
 
 
-def test_of_archives_that_run_at_once_each_row_is_in_the_file_of_the_one_that_moved_it(ledger, config, tmp_path: Path, monkeypatch):
+def test_of_archives_that_run_at_once_the_one_that_moved_a_row_has_it(ledger, config, tmp_path: Path, monkeypatch):
     record_ready(ledger, rows(2))
     with ledger.write() as connection:
         connection.execute(update(experiences).values(state="CONSUMED", teaches=0))

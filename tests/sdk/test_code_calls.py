@@ -112,7 +112,7 @@ def test_code_in_the_arguments_of_a_call_is_searched_too(name):
 
 
 @pytest.mark.parametrize(
-    "text", ["NAME it is", "do_NAME(1)", "NAMEs(1)", "reNAME(1)", "NAME: (1)", '{"name": "NAMEs"}']
+    "text", ["NAME it is", "your NAME (A1) is", "do_NAME(1)", "NAMEs(1)", "reNAME(1)", "NAME: (1)", '{"name": "NAMEs"}']
 )
 def test_a_reply_that_only_mentions_a_writing_tool_is_not_refused(name, text):
     text = text.replace("NAME", name) + " and more of it" * 30
