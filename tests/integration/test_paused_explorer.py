@@ -14,8 +14,10 @@ import pytest
 from sqlalchemy import select
 
 from shared.config import Config
+from shared.errors import LedgerError
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
+from shared.ledger.driver import answering_within
 from shared.ledger.tables import engines, experiences
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.scripted_engine import ScriptedEngine
@@ -26,7 +28,7 @@ class Explorer:
     """One explorer as a process of its own."""
 
     def __init__(self, config: Config, file: Path) -> None:
-        self.url = f"http://127.0.0.1:{config.explorer.port}"
+        self.url, self.config = f"http://127.0.0.1:{config.explorer.port}", config
         self.process = Process(["explorer", "-c", str(write_config(config, file))], file.with_suffix(".log"))
         wait_for(lambda: "listening" in self.process.output(), "a start", 240)
         wait_for(lambda: httpx.get(self.url + "/ready", timeout=240).status_code == 200, "service", 240)
@@ -35,6 +37,18 @@ class Explorer:
         """The message's id, and the weights that gave it, by the engine's own word."""
         reply = httpx.post(self.url + "/chat", json={"messages": []}, timeout=240).raise_for_status().json()
         return reply["id"], reply["choices"][0]["message"]["content"].rpartition(" ")[2]
+
+    def stand_still(self) -> None:
+        """Stop it outside of a transaction: with SQLite's lock, it would hold up everybody."""
+        with contextlib.closing(Ledger.open(self.config.ledger_url, answering_within(2.0))) as ledger:
+            while True:
+                self.process.send(signal.SIGSTOP)
+                try:
+                    with ledger.write():
+                        return
+                except LedgerError:
+                    self.process.send(signal.SIGCONT)
+                    time.sleep(0.1)
 
     def owns_engine(self, ledger: Ledger) -> bool:
         return f"-{self.process.pid}-" in (owner_of_engine(ledger) or "")
@@ -80,7 +94,7 @@ def by_ownership(pair: list[Explorer], ledger: Ledger) -> list[Explorer]:
 
 def freeze(owner: Explorer, other: Explorer, ledger: Ledger) -> None:
     """Stop the owner, until the other one has taken over."""
-    owner.process.send(signal.SIGSTOP)
+    owner.stand_still()
     wait_for(lambda: other.owns_engine(ledger), "another owner", 240)
 
 
@@ -157,7 +171,7 @@ def test_an_owner_that_stood_still_in_a_take_up_does_nothing_more_to_an_engine_t
     def stop() -> None:
         if not found:
             found.extend(by_ownership(pair, ledger))
-            found[0].process.send(signal.SIGSTOP)
+            found[0].stand_still()
             is_stopped.set()
 
     script.on_call["/pause"] = stop
@@ -214,7 +228,7 @@ def test_a_follower_that_stood_still_in_a_reload_labels_the_chats_that_waited_fo
     pair, scripted_engine, tmp_path, ledger
 ):
     owner, follower = by_ownership(pair, ledger)
-    follower.process.send(signal.SIGSTOP)
+    follower.stand_still()
     publish_row(tmp_path, ledger, 1)
     both_serve([owner], 1)
     said: dict[str, str] = {}
