@@ -131,7 +131,7 @@ def test_another_choice_keeps_the_request_when_the_one_it_is_stored_with_is_remo
     with explorer.ledger.write() as connection:
         rows = connection.execute(select(experiences.c.id).order_by(experiences.c.id)).scalars().all()
         connection.execute(update(experiences).where(experiences.c.id == rows[0]).values(state="CONSUMED"))
-        assert transitions.remove(connection, rows) == 1
+        assert len(transitions.remove(connection, rows)) == 1
     with explorer.ledger.read() as connection:
         assert [row["messages"][0]["content"] for row in conversations(connection, [])] == ["hi", "hi"]
         stored = connection.execute(select(payloads.c.request).order_by(payloads.c.experience_id)).scalars().all()

@@ -237,7 +237,7 @@ class LedgerMachine(RuleBasedStateMachine):
         done = [*trained, *self._states("DISCARDED")]
         chosen = data.draw(st.lists(st.sampled_from(done), unique=True)) if done else []
         named = select(experiences.c.id).where(experiences.c.msg_id.in_(chosen))
-        assert self._do(lambda c: transitions.remove(c, c.execute(named).scalars().all())) == len(chosen)
+        assert len(self._do(lambda c: transitions.remove(c, c.execute(named).scalars().all()))) == len(chosen)
         for name in chosen:
             del self.rows[name]
 

@@ -112,7 +112,7 @@ def test_turns_before_are_removed_and_the_next_keeps_what_they_shared(ledger):
     consume(ledger, "m0", "m1")
     with ledger.write() as connection:
         done = connection.execute(select(experiences.c.id).where(experiences.c.state == "CONSUMED")).scalars().all()
-        assert transitions.remove(connection, done) == 2
+        assert len(transitions.remove(connection, done)) == 2
     record(ledger, "late", replace(said[1], prompt_ids=said[1].prompt_ids), "m0")  # continues what is gone
     lease = lease_all(ledger, "m2", "m3", "late")
     assert [same(row.tokens, tokens) for row, tokens in zip(lease.rows, [*said[2:], said[1]], strict=True)] == [
