@@ -65,7 +65,7 @@ class EngineController:
         self._is_owner = False
         self._wanted: VersionRow | None = None  # according to the last read of the ledger
         self._served: TargetVersion | None = None  # the last version that this explorer has proven there
-        self._not_proven: int | None = None  # the version of which the engine died when it was restarted on it
+        self._not_proven: int | None = None  # the version that it was restarted on and did not prove
         self._paused_at = -self._settings.min_interval_s  # time.monotonic(): the end of the last take-up
 
     async def run(self) -> None:

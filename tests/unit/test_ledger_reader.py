@@ -35,16 +35,27 @@ def unavailable() -> None:
     raise LedgerError("the database does not answer")
 
 
-def read_all(first: Callable[[], Any], others: int, timeout_s: float, opens_after_s: float) -> list[Any]:
-    """What four reads that have the threads, and others that wait for them, end with."""
+async def let_all_wait() -> None:
+    """Let tasks that have begun run until each waits for a thread or a query."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def read_all(first: Callable[[], Any], others: int, timeout_s: float, *, opens_last: bool = False) -> list[Any]:
+    """What four reads that have the threads, and others that wait for them, end with.
+
+    opens_last: the queries of the four go on only after the others have ended.
+    """
     database = Database()
 
     async def read() -> list[Any]:
         reader = LedgerReader(database, timeout_s)  # type: ignore[arg-type]
         having = [asyncio.ensure_future(reader.read(database.waiting(first), 60.0)) for _ in range(4)]
-        await asyncio.sleep(0)
+        await let_all_wait()
         waiting = [asyncio.ensure_future(reader.read(lambda: "answer", 60.0)) for _ in range(others)]
-        await asyncio.sleep(opens_after_s)
+        await let_all_wait()
+        if opens_last:
+            await asyncio.wait(waiting)
         database.gate.set()
         ended = await asyncio.gather(*having, *waiting, return_exceptions=True)
         assert await reader.read(lambda: "later") == "later", "no thread is lost"
@@ -55,17 +66,17 @@ def read_all(first: Callable[[], Any], others: int, timeout_s: float, opens_afte
 
 
 def test_a_callers_mistake_refuses_no_other_caller():
-    ended = read_all(refused, 3, timeout_s=60.0, opens_after_s=0.1)
+    ended = read_all(refused, 3, timeout_s=60.0)
     assert ended[4:] == ["answer"] * 3
 
 
 def test_who_waits_behind_reads_that_get_no_answer_gets_none_either():
-    ended = read_all(unavailable, 8, timeout_s=60.0, opens_after_s=0.1)
+    ended = read_all(unavailable, 8, timeout_s=60.0)
     assert [type(one) for one in ended] == [LedgerError] * 12
 
 
 def test_nobody_waits_longer_than_the_readers_time_without_an_answer():
-    ended = read_all(lambda: "late", 8, timeout_s=0.2, opens_after_s=2.0)
+    ended = read_all(lambda: "late", 8, timeout_s=0.2, opens_last=True)
     assert ended[:4] == ["late"] * 4
     assert [type(one) for one in ended[4:]] == [LedgerError] * 8
 
@@ -88,9 +99,9 @@ def test_a_caller_that_leaves_while_it_waits_takes_no_thread_along():
         database = Database()
         reader = LedgerReader(database, 60.0)  # type: ignore[arg-type]
         having = [asyncio.ensure_future(reader.read(database.waiting(lambda: "answer"))) for _ in range(4)]
-        await asyncio.sleep(0)
+        await let_all_wait()
         left = asyncio.ensure_future(reader.read(lambda: "answer"))
-        await asyncio.sleep(0.1)
+        await let_all_wait()
         left.cancel()
         with pytest.raises(asyncio.CancelledError):
             await left
