@@ -131,9 +131,9 @@ class SampleReader:
         )
 
     async def _held_by(self, engine: EngineAdmin) -> tuple[str | None, int]:
-        """Return the newest version that the engine holds, after its adapter's name there; None: it is no adapter.
+        """Return the name of an adapter at the engine, and the newest version that the engine holds.
 
-        An engine that shows no label counts as holding the newest version.
+        No name: that version is no adapter. An engine that shows no label counts as holding the newest version.
         """
         model = self._config.model
         if model.kind == "lora":

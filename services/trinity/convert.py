@@ -238,7 +238,7 @@ def _of_learn(given: Given) -> dict[str, Any]:
 
 def _reply_bound(given: Given) -> int | None:
     """Return the tokens of a reply that Trinity derives from the model's length; None: it derives none."""
-    length = given.whole("model.max_model_len", default=0) if given.get("model.max_model_len") is not None else 0
+    length = given.whole("model.max_model_len", default=0)
     if not length or given.get("model.max_response_tokens") is not None:
         return None
     rest = length - given.whole("model.max_prompt_tokens", default=length - length // 2)

@@ -17,6 +17,7 @@ from shared.ledger.tables import experiences
 from tests.support.failing_ledger import FailingLedger, failing_statements
 from tests.support.forms import FULL
 from tests.support.processes import run_here
+from tests.support.reloads import versions_of_a_stream_across
 from tests.support.script import Script
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, publish, served, wait_until, write_scripted_version
@@ -110,18 +111,7 @@ def reloading(scripts: list[Script]) -> list[Script]:
 
 
 def test_rows_name_the_versions_that_sampled_their_first_and_last_token(explorer, scripted_engine):
-    scripted_engine.script.stream_slowly()
-    with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
-        events = reply.iter_lines()
-        next(events)
-        publish(explorer, 1)
-        wait_until(lambda: explorer.deps.pool.engines[0].version == 1)
-        scripted_engine.script.gap_s = 0.0
-        for _ in events:
-            pass
-    with explorer.ledger.read() as connection:
-        row = connection.exec_driver_sql("SELECT version, version_end FROM experiences").one()
-    assert tuple(row) == (0, 1)
+    assert versions_of_a_stream_across(explorer, scripted_engine.script, 1) == (0, 1)
 
 
 def test_versions_and_status_are_shown_in_a_terminal(explorer, capsys):

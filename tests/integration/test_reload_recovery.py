@@ -15,7 +15,8 @@ from shared.ledger.queries import read_engine
 from shared.versions import version_path
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, give_up_hung_loads, reject, shown, states, take_the_turn
-from tests.support.servers import publish, served, wait_joined, wait_until
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.servers import RunningExplorer, publish, served, wait_joined, wait_until
 
 database_url = sqlite_alone  # nothing here depends on the database
 
@@ -201,6 +202,13 @@ def test_an_engine_with_seeded_requests_of_any_explorer_finishes_them_before_it_
     assert script.pause_modes == ["keep" if is_seeded_at == "neither" else "wait"]
 
 
+def start_on_0(explorer: RunningExplorer, engine: ScriptedEngine) -> None:
+    """Publish version 0, on which the engine starts from now on, and wait until it serves."""
+    publish(explorer, 0)
+    engine.start_on(explorer.config.root / version_path(0))
+    wait_until(lambda: states(explorer)[0] == "SERVING")
+
+
 def _load_wrongly(script):
     """What is loaded into the running engine is computed wrongly, what it is started on is not."""
     wrong = script.wrong_probe_for
@@ -211,9 +219,7 @@ def _load_wrongly(script):
 def test_an_engine_whose_loads_are_wrong_is_restarted_and_serves_the_last_good_version(scripted_engine, start_explorer):
     settings = {**SETTINGS, "retry_s": 1.0}
     explorer, script = start_explorer([scripted_engine.url], reload=settings).wait_ready(), scripted_engine.script
-    publish(explorer, 0)
-    scripted_engine.start_on(explorer.config.root / version_path(0))
-    wait_until(lambda: states(explorer)[0] == "SERVING")
+    start_on_0(explorer, scripted_engine)
     _load_wrongly(script)
     publish(explorer, 1, -2.0)
     wait_until(lambda: script.deaths == 1 and served(explorer) == "0")
@@ -230,9 +236,7 @@ def test_an_engine_whose_loads_are_wrong_is_restarted_and_serves_the_last_good_v
 
 def test_an_engine_whose_loads_are_wrong_and_that_nobody_can_restart_is_closed(scripted_engine, start_explorer):
     explorer, script = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready(), scripted_engine.script
-    publish(explorer, 0)
-    scripted_engine.start_on(explorer.config.root / version_path(0))
-    wait_until(lambda: states(explorer)[0] == "SERVING")
+    start_on_0(explorer, scripted_engine)
     _load_wrongly(script)
     del script.on_call["/flywheel/restart"]
     script.refused.add("/flywheel/restart")
@@ -259,9 +263,7 @@ def test_an_engine_that_proves_nothing_after_a_restart_either_is_not_restarted_a
 
 def test_no_version_is_given_up_for_engines_that_refuse_every_load(scripted_engine, start_explorer):
     explorer, script = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready(), scripted_engine.script
-    publish(explorer, 0)
-    scripted_engine.start_on(explorer.config.root / version_path(0))
-    wait_until(lambda: states(explorer)[0] == "SERVING")
+    start_on_0(explorer, scripted_engine)
     script.failed_loads = {"v000000", "v000001"}
     publish(explorer, 1, -2.0)
     wait_until(lambda: script.deaths == 2 and served(explorer) == "0")
@@ -274,9 +276,7 @@ def test_no_version_is_given_up_for_engines_that_refuse_every_load(scripted_engi
 def test_a_version_that_ends_an_engine_whose_server_answers_on_counts_as_a_death(scripted_engine, start_explorer):
     """That server refuses all loads, also of the last good version."""
     explorer, script = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready(), scripted_engine.script
-    publish(explorer, 0)
-    scripted_engine.start_on(explorer.config.root / version_path(0))
-    wait_until(lambda: states(explorer)[0] == "SERVING")
+    start_on_0(explorer, scripted_engine)
     script.failed_loads = {"v000000", "v000001"}
     script.on_call["/collective_rpc"] = lambda: setattr(script, "healthy", False)
     before = len(script.reloads)

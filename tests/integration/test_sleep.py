@@ -23,7 +23,7 @@ from shared.ledger.connect import Ledger, database_time
 from shared.ledger.tables import engines
 from tests.support.machine import sleeping_machine
 from tests.support.postgres import sqlite_alone
-from tests.support.servers import publish, wait_until
+from tests.support.reloads import versions_of_a_stream_across
 
 machine = sleeping_machine
 database_url = sqlite_alone  # its host's clock is this machine's
@@ -149,14 +149,4 @@ def test_an_owner_whose_machine_has_slept_before_names_the_versions_that_sampled
 ):
     machine.sleep(SLEEP_S)
     explorer = start_explorer([scripted_engine.url]).wait_ready()
-    scripted_engine.script.stream_slowly()
-    with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
-        events = reply.iter_lines()
-        next(events)
-        publish(explorer, 1)
-        wait_until(lambda: explorer.deps.pool.engines[0].version == 1)
-        scripted_engine.script.gap_s = 0.0
-        assert [event for event in events if event][-1] == "data: [DONE]"
-    with explorer.ledger.read() as connection:
-        row = connection.exec_driver_sql("SELECT version, version_end FROM experiences").one()
-    assert tuple(row) == (0, 1)
+    assert versions_of_a_stream_across(explorer, scripted_engine.script, 1) == (0, 1)

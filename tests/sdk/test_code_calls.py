@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +11,7 @@ import flywheel
 import pytest
 from flywheel.tools import ShadowGuard
 
-from tests.sdk.frameworks import CLIENTS
-from tests.support.processes import REPOSITORY
+from tests.sdk.frameworks import run_program
 
 _names = itertools.count()
 CALL = 'refund(order="B2")'
@@ -32,17 +29,7 @@ def test_a_shadow_run_of_an_agent_that_runs_code_writes_nothing(
     explorer, scripted_engine, policy, timeout_s, code, unsafe
 ):
     scripted_engine.script.message = {"content": f"Thought: I refund it.\n<code>\n{code}\n</code>"}
-    program = REPOSITORY / "tests/sdk/code_agent_program.py"
-    ended = subprocess.run(
-        [CLIENTS / "bin/python", program, explorer.url, policy, json.dumps(timeout_s)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "agent_sdk")},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found = json.loads(ended.stdout.splitlines()[-1])
+    found = run_program("code_agent_program.py", explorer.url, policy, json.dumps(timeout_s))
     assert found["wrote"] == ["A1"], "production's own"
     assert (found["unsafe"], found["rewarded"]) == (unsafe, 1 - unsafe), found
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 
 import pytest
 
 from tests.sdk.conftest import rows
-from tests.sdk.frameworks import CLIENTS, FRAMEWORKS, run_framework
+from tests.sdk.frameworks import CLIENTS, FRAMEWORKS, run_framework, run_program
 from tests.support.processes import REPOSITORY
 
 
@@ -35,16 +34,7 @@ def test_a_node_program_belongs_to_the_run_of_its_environment(explorer, client):
 
 def test_guard_reads_the_flags_of_real_frameworks_and_a_shadow_run_writes_nothing():
     """Of each: what its flags say, what a shadow run met, how often it ran there and outside, and what was recorded."""
-    ended = subprocess.run(
-        [CLIENTS / "bin/python", REPOSITORY / "tests/sdk/guard_program.py"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "agent_sdk")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found = json.loads(ended.stdout.splitlines()[-1])
+    found = run_program("guard_program.py")
     assert len(found) == 10
     said = [{"order": "A1"}]
     for name, what in found.items():

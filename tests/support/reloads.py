@@ -14,8 +14,9 @@ from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions, read_engine
 from shared.ledger.tables import leases
+from tests.support.script import Script
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.servers import RunningExplorer
+from tests.support.servers import RunningExplorer, publish, wait_until
 
 SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.1}
 
@@ -23,6 +24,21 @@ SETTINGS = {"poll_interval_s": 0.02, "drain_s": 1.0, "retry_s": 0.1}
 def states(explorer: RunningExplorer) -> dict[int, str]:
     with explorer.ledger.read() as connection:
         return {row.version: row.state for row in list_versions(connection)}
+
+
+def versions_of_a_stream_across(explorer: RunningExplorer, script: Script, version: int) -> tuple[int, int]:
+    """The versions in the row of a stream during which a version is taken up: of its first and of its last token."""
+    script.stream_slowly()
+    with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
+        events = reply.iter_lines()
+        next(events)
+        publish(explorer, version)
+        wait_until(lambda: explorer.deps.pool.engines[0].version == version)
+        script.gap_s = 0.0
+        assert [event for event in events if event][-1] == "data: [DONE]"
+    with explorer.ledger.read() as connection:
+        row = connection.exec_driver_sql("SELECT version, version_end FROM experiences").one()
+    return row.version, row.version_end
 
 
 def shown(explorer: RunningExplorer) -> dict[str, object]:
