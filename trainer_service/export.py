@@ -122,9 +122,7 @@ def _acting(rows: list[tuple[Experience, int]]) -> list[Experience]:
     """Set what acts on each row, as at a claim: all lessons, except rewards that teach nothing."""
     rewarded = rewarded_rows(rows, lambda first: {row.id: row.tokens.prompt_ids.tobytes() for row in first})
     unrewarded = EVERY_LESSON & ~int(Lesson.REWARD)
-    return [
-        row if row.id in rewarded else replace(row, acts=unrewarded, turn_reward=None, outcome=None) for row, _ in rows
-    ]
+    return [row if row.id in rewarded else replace(row, acts=unrewarded, outcome=None) for row, _ in rows]
 
 
 def _with_preferences(rows: list[Experience]) -> list[Experience]:

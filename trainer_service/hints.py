@@ -57,7 +57,8 @@ def add_words(batch: Batch, rows: Iterable[Experience]) -> None:
 def add_words_of(batch: Batch, place: int, row: Experience, actions: Ints) -> None:
     """Add a row's hint to one of a batch's sequences. actions: which of the sequence's actions are the row's."""
     if row.hint is not None:
-        words = Words(row.hint.astype(np.int64), actions, row.reward, row.hint_key)
+        reward = row.reward if row.turn_reward is None else row.turn_reward
+        words = Words(row.hint.astype(np.int64), actions, reward, row.hint_key)
         batch.words.setdefault(place, []).append(words)
 
 

@@ -18,12 +18,9 @@ Shapes: T tokens of a sequence, A sampled tokens in it, N turns of a trajectory.
 
 from __future__ import annotations
 
-import hashlib
-import heapq
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +28,7 @@ import numpy.typing as npt
 
 from shared.experience import Experience, Sampling, Tokens, TrajectoryKey, choice_name, trajectory_key
 from shared.reward import SCORES, reward_key
+from trainer_service.sequence_index import SequenceIndex
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -40,8 +38,6 @@ Flags = npt.NDArray[np.bool_]
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"
 )  # fmt: skip
-_WIDTH = 8  # bytes of an int64
-_digest = partial(hashlib.blake2b, digest_size=16)
 
 
 @dataclass(slots=True)
@@ -76,6 +72,9 @@ class Trajectory:
     turn_rewards: list[float | None] = field(default_factory=list)  # [N]
     outcome: float | None = None  # of the newest turn that has an outcome
     families: list[int] = field(default_factory=list)  # of each sequence, as the id of a row; alternatives share one
+    trunks: list[list[int]] = field(
+        default_factory=list
+    )  # of each sequence: turns of its family that it forks off after
     unmerged: Counter[str] = field(default_factory=Counter)  # number of later turns that started a sequence, by reason
     key_group: str | None = None  # separates equal task ids of different groups of keys
     key: str | None = None  # key that scored the newest scored turn
@@ -95,11 +94,14 @@ class Trajectory:
             begins[number] = end
 
     def turn_depths(self) -> Iterator[int]:
-        """For each turn: number of turns before it, without those of alternatives."""
+        """For each turn: number of turns before it, without those of alternatives.
+
+        Of turns that its prompt contains, those that are not in this trajectory do not count.
+        """
         in_family, in_own = Counter[int](), Counter[int]()
         for before, number in enumerate(self.turns):
             family = self.families[number]
-            yield before - in_family[family] + in_own[number]
+            yield before - in_family[family] + len(self.trunks[number]) + in_own[number]
             in_family[family] += 1
             in_own[number] += 1
 
@@ -174,7 +176,7 @@ class _Builder:
     def __init__(self, first: Experience, families: dict[int, int]) -> None:
         self._families = families
         self._trajectory = Trajectory(first.task_id, key_group=first.key_group, msg_id=first.msg_id)
-        self._index = _SequenceIndex()
+        self._index = SequenceIndex()
         self._last: list[str] = []  # name of the last row of each sequence
         self._last_names: set[str] = set()  # the same names
 
@@ -185,10 +187,14 @@ class _Builder:
         if number is None:
             number = len(trajectory.sequences)
             rewritten = row.parent_id in self._last_names  # it continues a row of the trajectory, but with other tokens
-            known = self._index.alternative_to(row.tokens.prompt_ids, forks=not rewritten)
+            extended = self._index.turns_in(row.tokens.prompt_ids)
+            known = self._index.answered(row.tokens.prompt_ids)
+            if known is None and extended and not rewritten:
+                known = trajectory.turns[extended[0]]
             family = self._families.setdefault(row.id, row.id if known is None else trajectory.families[known])
             if number:
                 trajectory.unmerged["rewritten" if rewritten else "apart" if family == row.id else "branch"] += 1
+            trajectory.trunks.append([t for t in extended if trajectory.families[trajectory.turns[t]] == family])
             trajectory.families.append(family)
             trajectory.sequences.append(sequence_of(row))
             self._last.append("")
@@ -197,7 +203,8 @@ class _Builder:
         self._last_names.discard(self._last[number])
         self._last[number] = choice_name(row.msg_id, row.choice)
         self._last_names.add(self._last[number])
-        self._index.add(number, row.tokens.prompt_ids, trajectory.sequences[number].token_ids)
+        turn = len(trajectory.turns)
+        self._index.add(number, turn, row.tokens.prompt_ids, trajectory.sequences[number].token_ids)
         trajectory.turns.append(number)
         trajectory.turn_rewards.append(row.own_reward)
         trajectory.outcome = trajectory.outcome if row.outcome is None else row.outcome
@@ -230,64 +237,6 @@ class _Builder:
             trajectory.sequences[number].rewards[left[number].pop()] = value - following[number]
             following[number] = value
         return trajectory
-
-
-class _SequenceIndex:
-    """Finds the sequences of one trajectory by their tokens. Branches and sub-agents create several sequences.
-
-    It compares digests, so that the cost of a row does not depend on the number of sequences.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[bytes, list[int]] = {}  # digest of a whole sequence: numbers of the sequences, as a heap
-        self._lengths: Counter[int] = Counter()  # number of open sequences by length in tokens
-        self._prompts: dict[bytes, int] = {}  # digest of a prompt: first sequence that answers it
-        self._turns: dict[bytes, int] = {}  # digest of a sequence up to the end of a turn: first such sequence
-        self._turn_lengths: set[int] = set()  # lengths of the token sequences in _turns
-
-    def add(self, number: int, prompt_ids: npt.NDArray[Any], token_ids: npt.NDArray[Any]) -> None:
-        """Record that a sequence now ends with the turn that answers this prompt. token_ids: all of its tokens."""
-        key = _digest(_bytes(token_ids)).digest()
-        heapq.heappush(self._open.setdefault(key, []), number)
-        self._lengths[len(token_ids)] += 1
-        self._prompts.setdefault(_digest(_bytes(prompt_ids)).digest(), number)
-        self._turns.setdefault(key, number)
-        self._turn_lengths.add(len(token_ids))
-
-    def take(self, prompt_ids: npt.NDArray[Any]) -> int | None:
-        """Remove and return the longest sequence that the prompt begins with, of equal ones the first; None: none."""
-        longest = [prefix for prefix in _prefixes(prompt_ids, self._lengths) if prefix[0] in self._open][-1:]
-        if not longest:
-            return None
-        [(key, length)] = longest
-        number = heapq.heappop(self._open[key])
-        if not self._open[key]:
-            del self._open[key]
-        self._lengths[length] -= 1
-        if not self._lengths[length]:
-            del self._lengths[length]
-        return number
-
-    def alternative_to(self, prompt_ids: npt.NDArray[Any], *, forks: bool) -> int | None:
-        """Return a sequence that answers the same prompt or, with `forks`, one that the prompt extends after a turn."""
-        same = self._prompts.get(_digest(_bytes(prompt_ids)).digest())
-        if same is not None or not forks:
-            return same
-        passed = (self._turns.get(key) for key, _ in _prefixes(prompt_ids, self._turn_lengths))
-        return next((number for number in passed if number is not None), None)
-
-
-def _prefixes(prompt_ids: npt.NDArray[Any], lengths: Iterable[int]) -> Iterator[tuple[bytes, int]]:
-    """Yield digest and length of the prompt's prefixes of these lengths, shortest first."""
-    data, digest, done = _bytes(prompt_ids), _digest(), 0
-    for length in sorted(length for length in lengths if length <= len(prompt_ids)):
-        digest.update(data[_WIDTH * done : _WIDTH * length])
-        done = length
-        yield digest.digest(), length
-
-
-def _bytes(token_ids: npt.NDArray[Any]) -> memoryview:
-    return memoryview(token_ids.astype(np.int64).tobytes())
 
 
 def _append(sequence: TokenSequence, row: Experience) -> None:

@@ -128,6 +128,49 @@ def two_turns(first: int, run: str, rewards: tuple[float, float]) -> list[Experi
     return [one, row(first + 1, "a", run, rewards[1], prompt=(1, 2, 50 + first, 51, 7), parent_id=one.msg_id)]
 
 
+def retry(reward: float, **more) -> Experience:
+    """A second try of the second turn of `two_turns(1, "x", …)`."""
+    return row(3, "a", "x", reward, prompt=(1, 2, 51, 51, 7), parent_id="m1", **more)
+
+
+def test_by_turn_another_try_of_a_turn_is_compared_with_that_turn():
+    later = row(4, "a", "x", 1.0, prompt=(1, 2, 51, 51, 7, 53, 51, 8), parent_id="m3")
+    batch = rows_batch([*two_turns(1, "x", (0.0, 1.0)), retry(1.0), later, *two_turns(11, "y", (0.0, 0.0))])
+    config = StepGRPOConfig(**FREE, scale="none")
+    found = attempts(batch, one_each(batch.rewarded), precomputed(batch), config, {}, by_turn=True)
+    assert [one.group[1] for one in found] == [0, 1, 1, 2, 0, 1]
+
+
+def test_a_run_with_two_answers_to_one_prompt_and_one_outcome_is_one_attempt():
+    run = [row(n, "a", "x", 1.0, outcome=1.0) for n in (1, 2)]
+    got, _ = advantages(RLOO(RLOOConfig(**FREE)), [*run, row(9, "a", "y", 0.0)])
+    assert got == [[1, 1], [1, 1], [-1, -1]]
+    memory = {}
+    advantages(GRPO(GRPOConfig(**FREE)), attempts_at("b", 0, 0.5), memory)
+    got, figures = advantages(GRPO(GRPOConfig(**FREE)), run, memory)
+    assert figures["groups_of_one"] == 1 and got[0][0] == got[1][0] > 0, "compared with the mean of all scores"
+
+
+def test_by_turn_two_answers_to_one_prompt_and_one_outcome_are_one_attempt():
+    run = [replace(one, reward=1.0, outcome=1.0) for one in (*two_turns(1, "x", (0.0, 0.0)), retry(0.0))]
+    got, _ = advantages(StepGRPO(StepGRPOConfig(**FREE, scale="none")), [*run, *two_turns(11, "y", (0.0, 0.0))])
+    assert got == [[0.5] * 4, [0.5] * 2, [-0.5] * 4]
+
+
+def test_what_the_turns_before_a_fork_earned_is_in_its_score():
+    batch = rows_batch([*two_turns(1, "x", (1.0, 0.0)), retry(0.0)])
+    found = attempts(batch, one_each(batch.rewarded), precomputed(batch), RLOOConfig(**FREE), {})
+    assert [one.score for one in found] == [1, 1]
+
+
+def test_what_the_turns_before_a_fork_paid_is_in_its_score():
+    config = RLOOConfig(outlier_bound=None, kl_coef=0.5, kl="k1", kl_in="reward")
+    batch = rows_batch([*two_turns(1, "x", (1.0, 0.0)), retry(0.0)])
+    seen = precomputed(batch, reference=[np.full(len(one.actions), -1.1, np.float32) for one in batch.sequences])
+    found = attempts(batch, one_each(batch.rewarded), seen, config, {})
+    assert [one.score for one in found] == pytest.approx([1 - 0.5 * 4 * 0.1] * 2)
+
+
 def test_by_turn_a_reward_is_credit_of_its_turn_and_those_before():
     rows = [*two_turns(1, "x", (1.0, 0.0)), *two_turns(11, "y", (0.0, 1.0)), *two_turns(21, "z", (0.0, 0.0))]
     got, figures = advantages(StepGRPO(StepGRPOConfig(**FREE, scale="none")), rows)

@@ -241,3 +241,8 @@ def test_a_rehearsed_row_gets_no_hint_where_the_loss_is_of_the_sampled_token():
 def test_a_wording_without_a_place_for_the_text_is_refused(wording):
     with pytest.raises(ValueError, match="comment"):
         HintConfig(comment=wording)
+
+
+def test_words_are_compared_with_the_turns_own_reward_and_not_with_a_later_outcome():
+    said = replace(row(1, "question", "answer", comment("no")), reward=1.0, turn_reward=0.0, outcome=1.0)
+    assert rows_batch(writer().write([said])).words[0][0].reward == 0.0

@@ -66,7 +66,7 @@ def attempts(
 
     Attempts at one task form a group. Without a task, the alternatives of a trajectory form one, and so do trajectories
     that start with choices of one message for one prompt. Turns of a group are compared if equally many turns precede
-    them in their trajectories.
+    them in their trajectories. Alternatives that share one outcome and have no rewards of their own are one attempt.
     """
     rewards = given_rewards(batch, units, config, memory)
     penalties = kl_penalties(units, precomputed, config) or [np.zeros_like(one) for one in rewards]
@@ -81,29 +81,41 @@ def attempts(
         levels = ("", _digest("prompt", prompt[:prompt_tokens]), *(() if task is None else (_digest("task", task),)))
         group = task or (trajectory.msg_id or position, _digest("prompt", prompt))
         own = [number[place] for place in places]
-        paid = _paid(trajectory, own, penalties)
+        turns, costs = turn_costs(trajectory, own, penalties)
+        paid = _by_first_action(turns, trajectory.totals(costs))
+        before = {} if by_turn else _by_first_action(turns, _before_forks(trajectory, turns, costs, rewards))
         for turn, spans in _parts(trajectory, own, rewards, by_turn=by_turn):
             first, begin, _ = spans[0]
-            found.append(Attempt((group, turn), levels, float(earned[first][begin]) - paid[first, begin], spans))
+            score = float(earned[first][begin]) - paid[first, begin] + before.get((first, begin), 0.0)
+            found.append(Attempt((group, turn), levels, score, spans))
     return found
 
 
-def _paid(trajectory: Trajectory, own: list[int], penalties: list[Floats]) -> dict[tuple[int, int], float]:
-    """Return what each turn pays for itself and later turns, whether or not they merged: by sequence and first action.
+def _by_first_action(turns: list[Span], values: list[float]) -> dict[tuple[int, int], float]:
+    return {(one, begin): value for (one, begin, _), value in zip(turns, values, strict=True)}
 
-    own: indices of the trajectory's sequences in `penalties`.
-    """
-    spans, costs = turn_costs(trajectory, own, penalties)
-    return {(one, begin): paid for (one, begin, _), paid in zip(spans, trajectory.totals(costs), strict=True)}
+
+def _before_forks(trajectory: Trajectory, turns: list[Span], costs: list[float], rewards: list[Floats]) -> list[float]:
+    """For each turn: what the turns that its sequence forks off after earned, minus their KL penalties."""
+    brought = [
+        float(rewards[one][begin:end].sum()) - cost for (one, begin, end), cost in zip(turns, costs, strict=True)
+    ]
+    trunks = [trajectory.trunks[number] for number in trajectory.turns]
+    return [sum((brought[turn] for turn in trunk), 0.0) for trunk in trunks]
 
 
 def _parts(trajectory: Trajectory, own: list[int], rewards: list[Floats], *, by_turn: bool) -> list[Part]:
     """Return what has its own score in a trajectory: the number of turns before it, and its spans."""
-    if by_turn:
-        spans = [(own[number], begin, end) for number, begin, end in trajectory.turn_spans()]
-        return [(depth, [span]) for depth, span in zip(trajectory.turn_depths(), spans, strict=True)]
-    spans = [(one, 0, len(rewards[one])) for one in own]
-    return [(0, [span]) for span in spans] if trajectory.has_alternatives else [(0, spans)]
+    one_outcome = all(reward is None for reward in trajectory.turn_rewards)
+    if not by_turn:
+        spans = [(one, 0, len(rewards[one])) for one in own]
+        together = one_outcome or not trajectory.has_alternatives
+        return [(0, spans)] if together else [(0, [span]) for span in spans]
+    parts: dict[Hashable, Part] = {}
+    for depth, (number, begin, end) in zip(trajectory.turn_depths(), trajectory.turn_spans(), strict=True):
+        key = (trajectory.families[number], depth) if one_outcome else (own[number], begin)
+        parts.setdefault(key, (depth, []))[1].append((own[number], begin, end))
+    return list(parts.values())
 
 
 def group_advantages(

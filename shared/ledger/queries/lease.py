@@ -88,7 +88,7 @@ def load_rows(
         columns = {**{name: row._mapping[name] for name in _COLUMNS}, "acts": acts[row.id]}
         columns["conversation_id"] = row.conversation_id or choice_name(row.msg_id, row.choice)
         if not acts[row.id] & Lesson.REWARD:
-            columns |= {"turn_reward": None, "outcome": None}
+            columns["outcome"] = None
         log = [one for one in logs.get((row.msg_id, row.choice), ()) if metrics is None or has_effect(one, metrics)]
         acting = _acting(log, row, acts[row.id], until)
         try:
