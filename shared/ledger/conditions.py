@@ -26,9 +26,12 @@ def in_parts(column: Column[Any], values: Sequence[Any]) -> Iterator[ColumnEleme
 
 
 def split_name(name: str) -> tuple[str, int | None]:
-    """Split a caller's name into message and choice: ID is all choices of a message (None); ID#CHOICE is one."""
+    """Split a caller's name into message and choice: ID is all choices of a message (None); ID#CHOICE is one.
+
+    A number with leading zeros is part of the message's id, so that a choice has one name with its number.
+    """
     msg_id, mark, index = name.rpartition("#")
-    if mark and index.isascii() and index.isdigit() and len(index) < 10:
+    if mark and index.isascii() and index.isdigit() and len(index) < 10 and index == str(int(index)):
         return msg_id, int(index)
     return name, None
 

@@ -105,20 +105,22 @@ def _without_prefix(tokens: Tokens, parent: int | None, before: dict[int, _Whole
     return tokens, None
 
 
-def lock_tokens(connection: Connection, doomed: Sequence[int]) -> None:
+def lock_tokens(connection: Connection, ids: Sequence[int]) -> None:
     """Wait for transactions that record a next turn of these experiences now, and prevent others (PostgreSQL).
 
     The newest tokens are locked first, as when a next turn is recorded, which follows `prefix_of`.
     """
     row_id = payloads.c.experience_id
-    lock_rows(connection, row_id, row_id.in_(doomed), newest_first=True)
+    for mine in in_parts(row_id, sorted(ids, reverse=True)):
+        lock_rows(connection, row_id, mine, newest_first=True)
 
 
 def inline_prefix(connection: Connection, doomed: Sequence[int]) -> None:
     """Store turns whole again that share tokens with these, which are about to be deleted."""
     row_id = payloads.c.experience_id
-    lock_tokens(connection, doomed)
     stay = select(row_id).where(payloads.c.prefix_of.in_(doomed), row_id.not_in(doomed))
+    # with the turns that are changed below: none is locked after a row with a smaller id
+    lock_tokens(connection, [*doomed, *connection.execute(stay).scalars()])
     for one, tokens in load_tokens(connection, connection.execute(stay).scalars().all()).items():
         if isinstance(tokens, Tokens):
             values = {"tokens": tokens.encode(), "prefix_of": None}

@@ -16,13 +16,14 @@ from sqlalchemy import Connection, select, update
 
 from explorer_service.housekeeping import Housekeeper
 from explorer_service.metrics import ExplorerMetrics
-from shared.config import Config, ExplorerConfig, TrainerConfig
+from shared.config import Config, ExplorerConfig, RewardConfig, TrainerConfig
 from shared.errors import LedgerError
 from shared.experience import Purpose, State
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger, database_time
 from shared.ledger.tables import batches, engines, explorers, leases, open_streams, version_leases
 from shared.process import process_name
+from shared.reward import Signal
 from shared.stop_request import StopRequest
 from tests.support.experiences import record_ready, rows
 from tests.support.samples import sample
@@ -202,6 +203,22 @@ def test_an_explorer_whose_host_is_an_hour_ahead_discards_no_row_of_another(ledg
     asyncio.run(housekeeper._expire(HOUR_S / 2))
     with ledger.read() as connection:
         assert queries.count_by_state(connection)[State.RECORDED] == 1
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_reward_from_an_explorer_whose_host_is_an_hour_behind_waits_for_the_other_runs_of_its_task(
+    ledger, monkeypatch
+):
+    now = time.time()
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("m", task_id="t", run_id="1")])
+    monkeypatch.setattr(time, "time", lambda: now - HOUR_S)
+    about: dict[str, Any] = {"msg_ids": ["m"], "task_id": None, "run_id": None, "rule": RewardConfig()}
+    group: dict[str, Any] = {"whole": "task", "runs_of_task": 2, "wait_s": 60.0}
+    with ledger.write() as connection:
+        transitions.apply_feedback(connection, **about, signals=[Signal("reward", value=1.0)])
+        assert transitions.commit(connection) == (1, 1)
+        assert transitions.claim(connection, owner="t", at_least=1, at_most=1, lease_s=60.0, **group) is None
 
 
 def test_an_owner_keeps_its_engine_and_its_turn_when_the_clock_is_set_back_a_little(ledger):

@@ -10,6 +10,7 @@ from sqlalchemy import delete, func, select, update
 from services.commands.erase import _ranges
 from shared.errors import ConfigError
 from shared.ledger import queries, transitions
+from shared.ledger.conditions import split_name
 from shared.ledger.dataset import conversations
 from shared.ledger.tables import experiences, idempotency, payloads, signals
 from shared.reward import Signal
@@ -57,8 +58,10 @@ def test_rows_that_are_leased_during_an_erasure_are_counted_and_named_by_a_repea
     assert "1 rows erased; they went into versions 1" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["m", "m#1"])
-def test_a_reply_over_which_a_trained_one_was_preferred_names_that_version(ledger, config, capsys, name):
+@pytest.mark.parametrize(("preferred", "name", "erased"), [(0, "m", 1), (0, "m#1", 1), (1, "m#0", 0), (1, "m", 0)])
+def test_a_reply_over_which_a_trained_one_was_preferred_names_that_version(
+    ledger, config, capsys, preferred, name, erased
+):
     record(ledger, "m")
     record(ledger, "m", choice=1)
     with ledger.write() as connection:
@@ -68,14 +71,22 @@ def test_a_reply_over_which_a_trained_one_was_preferred_names_that_version(ledge
             "task_id": None,
             "run_id": None,
         }
-        transitions.apply_feedback(connection, msg_ids=["m#0"], learned=frozenset(("preferred_over",)), **said)
+        transitions.apply_feedback(
+            connection, msg_ids=[f"m#{preferred}"], learned=frozenset(("preferred_over",)), **said
+        )
     commit(ledger)
     lease = claim(ledger)
-    assert run_here(config, "erase", "--message", "m#1") == 0
+    assert run_here(config, "erase", "--message", f"m#{erased}") == 0
     assert "a trainer has leased 1 of them, or of replies that are preferred over them" in capsys.readouterr().out
     publish(ledger, lease, 1)
-    assert run_here(config, "erase", "--message", "m#1") == 0
+    assert run_here(config, "erase", "--message", f"m#{erased}") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 rows erased; they went into versions 1"
+
+
+def test_a_choice_has_one_name_by_which_an_erasure_finds_what_was_preferred_over_it():
+    assert split_name("m#1") == ("m", 1)
+    assert split_name("m#0") == ("m", 0)
+    assert split_name("m#01") == ("m#01", None)
 
 
 def test_an_erasure_names_whose_rows(explorer):

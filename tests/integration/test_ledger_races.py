@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, func, insert, select, update
 
 from services.samples import ImportedRow, store
 from shared.config import RewardConfig
 from shared.errors import CannotServe, RolledBack
+from shared.experience import BatchState, State
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import batches, experiences, payloads, signals
@@ -100,9 +101,13 @@ def consume(ledger: Ledger) -> None:
         publish(connection, batch)
 
 
+def erase(connection: Connection) -> None:
+    transitions.erase(connection, msg_id="m0")
+
+
 def test_what_is_said_while_a_message_is_erased_is_erased_with_it(ledger):
     record_ready(ledger, rows(1))
-    meet(ledger, lambda c: say(c, "private"), lambda c: transitions.erase(c, msg_id="m0"))
+    meet(ledger, lambda c: say(c, "private"), erase)
     with ledger.read() as connection:
         assert connection.execute(select(func.count()).select_from(signals)).scalar() == 0
 
@@ -118,6 +123,54 @@ def test_a_row_of_which_something_is_said_while_it_is_to_be_removed_keeps_its_to
         left = connection.execute(select(experiences.c.id).join(payloads)).scalars().all()
         said = connection.execute(select(signals.c.kind).order_by(signals.c.id)).scalars().all()
     assert (left, said) == (ids, ["reward", "comment"])
+
+
+def test_a_row_that_is_erased_while_it_is_to_be_removed_stays_with_its_lineage(ledger):
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("m0")])
+        connection.execute(update(experiences).values(state=State.DISCARDED))
+        ids = connection.execute(select(experiences.c.id)).scalars().all()
+    removed: list[int] = []
+    meet(ledger, erase, lambda c: removed.extend(transitions.remove(c, ids, {})))
+    with ledger.read() as connection:
+        assert (removed, connection.execute(select(experiences.c.id)).scalars().all()) == ([], ids)
+
+
+def test_a_trained_row_that_is_erased_during_a_commit_of_what_was_said_of_it_is_not_trained_again(ledger):
+    record_ready(ledger, rows(1))
+    consume(ledger)
+    with ledger.write() as connection:
+        say(connection, "late")
+    meet(ledger, erase, transitions.commit)
+    with ledger.read() as connection:
+        assert connection.execute(select(experiences.c.state)).scalar() == State.CONSUMED
+
+
+def test_a_trained_turn_that_is_erased_during_a_commit_of_its_trajectory_is_not_trained_again(ledger):
+    with ledger.write() as connection:
+        for name in ("m0", "m1"):
+            transitions.record(connection, [sample(name, task_id="t", run_id="1")])
+        say(connection, "early")
+        transitions.commit(connection)
+    consume(ledger)
+    with ledger.write() as connection:
+        connection.execute(update(experiences).values(teaches=0, taught=int(Lesson.COMMENT)))
+        about: dict[str, Any] = {"msg_ids": ["m1"], "task_id": None, "run_id": None, "rule": RewardConfig()}
+        transitions.apply_feedback(connection, **about, signals=[Signal("reward", value=1.0)])
+    meet(ledger, erase, transitions.commit)
+    with ledger.read() as connection:
+        states = connection.execute(select(experiences.c.state).order_by(experiences.c.id)).scalars().all()
+    assert states == [State.CONSUMED, State.READY]
+
+
+def test_an_expired_lease_that_is_renewed_while_it_is_to_be_taken_back_stays(ledger):
+    record_ready(ledger, rows(1))
+    with ledger.write() as connection:
+        transitions.claim(connection, owner="t", at_least=1, at_most=9, lease_s=-1)
+    meet(ledger, lambda c: transitions.extend_lease(c, owner="t", lease_s=60), transitions.give_back)
+    with ledger.read() as connection:
+        states = [connection.execute(select(table.c.state)).scalar_one() for table in (batches, experiences)]
+    assert states == [BatchState.LEASED, State.LEASED]
 
 
 def test_what_is_said_while_rewards_are_made_anew_is_the_last_word(ledger):

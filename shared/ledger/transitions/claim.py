@@ -258,13 +258,13 @@ def give_back(connection: Connection, *, owner: str | None = None) -> int:
     ids = connection.execute(select(batches.c.id).where(batches.c.state == BatchState.LEASED, mine)).scalars().all()
     if not ids:
         return 0
-    held = (batches.c.id.in_(ids), is_in(batches.c.state, BatchState.LEASED))
+    held = (batches.c.id.in_(ids), is_in(batches.c.state, BatchState.LEASED), mine)  # a heartbeat may have renewed it
     returned = (
         update(batches).where(*held).values(state=BatchState.RETURNED).returning(batches.c.id, batches.c.updating)
     )
-    for batch in connection.execute(returned).all():
+    ended = connection.execute(returned).all()
+    for batch in ended:
         if batch.updating:
             count_death(connection, batch.id)
-    return connection.execute(
-        update(experiences).where(experiences.c.batch_id.in_(ids), _IS_LEASED).values(state=State.READY, batch_id=None)
-    ).rowcount
+    theirs = (experiences.c.batch_id.in_([batch.id for batch in ended]), _IS_LEASED)
+    return connection.execute(update(experiences).where(*theirs).values(state=State.READY, batch_id=None)).rowcount

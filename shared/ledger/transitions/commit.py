@@ -19,7 +19,7 @@ from shared.ledger.conditions import AnyRow, in_group, in_parts, in_scope, in_tr
 from shared.ledger.connect import database_time, lock_rows
 from shared.ledger.queries.rows import count_ready
 from shared.ledger.tables import WAITS, experiences
-from shared.reward import Lesson
+from shared.reward import EVERY_LESSON, Lesson
 
 _AT_ONCE = 100  # rows with signals whose trajectories become READY together
 _EXPIRED_AT_ONCE = 2_000  # rows
@@ -90,10 +90,10 @@ def _make_ready(connection: Connection, rows: Sequence[AnyRow], where: Sequence[
                 of_key[spoke[trajectory_key(row)]].append(row.id)
     for mine in in_parts(experiences.c.id, sorted(spoken_of.union(*of_key.values()))):
         lock_rows(connection, experiences.c.id, mine)
-    still = _still_in(*_MAY_WAIT)
-    committed = _set(connection, sorted(spoken_of), still, state=State.READY)
+    still = (_still_in(*_MAY_WAIT), experiences.c.taught != EVERY_LESSON)  # not erased meanwhile
+    committed = _set(connection, sorted(spoken_of), *still, experiences.c.teaches != 0, state=State.READY)
     for key, others in of_key.items():  # they count towards this key's share of a batch
-        committed += _set(connection, others, still, state=State.READY, feedback_key=key)
+        committed += _set(connection, others, *still, state=State.READY, feedback_key=key)
     return committed
 
 

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, in_parts, is_done, split_name
+from shared.ledger.connect import lock_rows
 from shared.ledger.prefix import inline_prefix, lock_tokens
 from shared.ledger.queries.signals import count_signals
 from shared.ledger.tables import batches, experiences, payloads, signals
@@ -41,7 +42,8 @@ def erase(
     query = select(*columns).where(experiences.c.id > after_id, *named).order_by(experiences.c.id)
     rows = list(connection.execute(query.limit(MAX_PARAMETERS).with_for_update()))  # nothing more is said of them
     ids, names = [row.id for row in rows], sorted({row.msg_id for row in rows})
-    lock_tokens(connection, ids)
+    replies = [choice_name(row.msg_id, row.choice) for row in rows]
+    lock_tokens(connection, [*ids, *_later_turns(connection, replies)])
     _delete_signals(connection, ids)
     _move_requests(connection, ids)
     connection.execute(delete(payloads).where(payloads.c.experience_id.in_(ids)))
@@ -49,7 +51,7 @@ def erase(
     connection.execute(update(experiences).where(of_them).values(teaches=0, taught=int(EVERY_LESSON)))
     untrained = experiences.c.state.in_((State.RECORDED, State.READY))
     connection.execute(update(experiences).where(of_them, untrained).values(state=State.DISCARDED, reason="erased"))
-    _blank_later_requests(connection, [choice_name(row.msg_id, row.choice) for row in rows])
+    _blank_later_requests(connection, replies)
     preferring = [row for row in _preferring(connection, rows) if row.id not in ids]
     trained = [*rows, *(row for row in preferring if row.taught & Lesson.PREFERENCE)]
     versions = frozenset(_versions_trained_on(connection, trained))
@@ -72,7 +74,7 @@ def _versions_trained_on(connection: Connection, rows: Sequence[AnyRow]) -> Iter
 
 def _preferring(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[AnyRow]:
     """Yield the rows that were trained on a preference over these replies, or are leased for one."""
-    names = {row.msg_id for row in rows} | {choice_name(row.msg_id, row.choice) for row in rows}
+    names = {row.msg_id for row in rows} | {f"{row.msg_id}#{row.choice}" for row in rows}  # as callers may write them
     about = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     is_leased = and_(experiences.c.state == State.LEASED, experiences.c.acts.bitwise_and(int(Lesson.PREFERENCE)) != 0)
     known = or_(experiences.c.taught.bitwise_and(int(Lesson.PREFERENCE)) != 0, is_leased)
@@ -93,16 +95,23 @@ def _blank_later_requests(connection: Connection, names: list[str]) -> None:
     Tokens that a prompt repeats from an erased turn are stored with that turn. Only a later turn that is stored whole
     keeps those tokens, until it is erased itself.
     """
+    for mine in in_parts(payloads.c.experience_id, sorted(_later_turns(connection, names))):
+        connection.execute(update(payloads).where(mine).values(request=None))
+
+
+def _later_turns(connection: Connection, names: list[str]) -> set[int]:
+    """Return the ids of all turns that continue these replies, however far."""
+    found: set[int] = set()
     reached = set(names)
     while names:
         later: dict[int, str] = {}
         for theirs in in_parts(experiences.c.parent_id, names):
             query = select(experiences.c.id, experiences.c.msg_id, experiences.c.choice).where(theirs)
             later |= {row.id: choice_name(row.msg_id, row.choice) for row in connection.execute(query)}
-        for mine in in_parts(payloads.c.experience_id, list(later)):
-            connection.execute(update(payloads).where(mine).values(request=None))
+        found.update(later)
         names = [name for name in later.values() if name not in reached]
         reached.update(names)
+    return found
 
 
 def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] | None = None) -> list[int]:
@@ -113,8 +122,10 @@ def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] |
     removed: list[int] = []
     (done,) = is_done()
     for part in in_parts(experiences.c.id, ids):
+        lock_rows(connection, experiences.c.id, part)
+        # by a statement of its own, which sees what an erasure deleted before it let go of the rows
         still_done = select(experiences.c.id).where(part, done).order_by(experiences.c.id)
-        gone = connection.execute(still_done.with_for_update()).scalars().all()
+        gone = connection.execute(still_done).scalars().all()
         if said is not None:
             now = count_signals(connection, gone)
             gone = [row_id for row_id in gone if now.get(row_id, 0) == said.get(row_id, 0)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from shared.errors import TooManySignals
 from shared.experience import State, choice_name
 from shared.ledger import tables
 from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, in_parts
-from shared.ledger.connect import copy_rows, placeholder, plan_by_values
+from shared.ledger.connect import copy_rows, database_time, placeholder, plan_by_values
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.queries.targets import Targets, find_targets
 from shared.ledger.tables import experiences
@@ -109,7 +108,7 @@ def apply_to(connection: Connection, targets: Targets, feedback: GivenFeedback) 
     rows = {row.id: row for row in _lock(connection, sorted(scopes))}
     of = {name: [rows[row.id] for row in reached if row.id in rows] for name, reached in targets.items()}
     _attribute(connection, [row for name in of if _is_named(name, feedback) for row in of[name]], feedback)
-    applied = _Application(feedback, scopes, load_signals(connection, list(rows.values())), time.time())
+    applied = _Application(feedback, scopes, load_signals(connection, list(rows.values())), database_time(connection))
     receipts = [Receipt(name, applied.to(found)) for name, found in of.items()]
     _append(connection, applied.logged)
     changed: dict[tuple[Credit, bool], list[int]] = {}
