@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -32,6 +33,7 @@ from trainer_service.process_groups import DataParallel
 JOIN_TIMEOUT_S = 120.0  # from a rank's start until all have joined
 PATIENCE_S = 15.0
 _LOOK_EVERY_S = 1.0  # interval of checks for an order and for a stop request
+_PART_BYTES = 4 << 20  # of an order; PyTorch's store ends a connection that sends a value above 8 MiB
 _END = "end"
 _GONE = "another rank ended or came too late (trainer.rank_timeout_s), and says why itself; all end, to start again"
 
@@ -43,6 +45,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self._store, self._timeout_s = store, timeout_s
         self._ordered = 0
+        self._unread: deque[tuple[str, int]] = deque()  # on rank 0: key and number of parts of each order
         self._data_parallel: DataParallel | None = None
 
     @property
@@ -61,10 +64,21 @@ class Ranks:
     def order(self, name: str, *arguments: Any) -> None:
         """On rank 0: make the others call the method `name` of their learner. arguments: JSON, rows or bytes."""
         if self.size > 1 and self.is_first:
-            self._store.set(f"order-{self._ordered}", msgspec.msgpack.encode((name, arguments)))
-            if self._ordered >= 2:  # all have read it, because they took part in the next one
-                self._store.delete_key(f"order-{self._ordered - 2}")
+            key, data = f"order-{self._ordered}", msgspec.msgpack.encode((name, arguments))
+            starts = range(0, len(data), _PART_BYTES)
+            for part, start in enumerate(starts):
+                self._store.set(f"{key}.{part}", data[start : start + _PART_BYTES])
+            self._store.set(key, str(len(starts)))
+            self._unread.append((key, len(starts)))
             self._ordered += 1
+            self._delete_read_orders()
+
+    def _delete_read_orders(self) -> None:
+        """Delete the oldest orders, as long as all other ranks have read them."""
+        while self._unread and self._store.add(f"{self._unread[0][0]}.read", 0) == self.size - 1:
+            key, parts = self._unread.popleft()
+            for name in (key, f"{key}.read", *(f"{key}.{part}" for part in range(parts))):
+                self._store.delete_key(name)
 
     def end(self) -> None:
         """On rank 0: let the other ranks end."""
@@ -130,7 +144,10 @@ class Ranks:
 
     def _wait_and_get(self, key: str) -> bytes:
         self._store.wait([key], timedelta(seconds=_LOOK_EVERY_S))
-        return bytes(self._store.get(key))
+        parts = int(self._store.get(key))
+        order = b"".join(self._store.get(f"{key}.{part}") for part in range(parts))
+        self._store.add(f"{key}.read", 1)
+        return order
 
     def broadcast(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return rank 0's tensor on the device; the others pass one of the same shape and type."""

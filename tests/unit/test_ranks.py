@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from threading import Event, Thread, Timer
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -72,6 +71,26 @@ def test_rank_0_stays_until_the_others_have_read_their_last_order(monkeypatch):
     second.leave()
     leaving.join(60)
     assert not leaving.is_alive()
+
+
+def test_an_order_of_more_bytes_than_the_store_takes_at_once_arrives_whole():
+    """PyTorch's server of the store ends a connection that sends a value above 8 MiB."""
+    port = free_port()
+    stores = [dist.TCPStore("127.0.0.1", port, 2, is_master=first, wait_for_workers=False) for first in (True, False)]
+    first, second = (Ranks(rank, 2, store, 60.0) for rank, store in enumerate(stores))
+    sent = np.random.default_rng(5).bytes(9 << 20)
+    for number in range(3):
+        first.order("train", sent, number)
+        assert second._next_order(StopRequest()) == ("train", [sent, number])
+    assert stores[0].num_keys() < 12, "orders that were read are deleted"
+
+
+def test_an_order_stays_until_every_rank_has_read_it():
+    store = dist.HashStore()
+    first, second = (Ranks(rank, 2, store, 60.0) for rank in range(2))
+    for number in range(4):
+        first.order("join_save", number)
+    assert [second._next_order(StopRequest())[1] for _ in range(4)] == [[0], [1], [2], [3]]
 
 
 class StopsBetween:
@@ -174,5 +193,5 @@ def test_after_a_request_to_stop_a_rank_waits_as_long_as_rank_0_may_write(monkey
     monkeypatch.setattr(ranks, "PATIENCE_S", 0.01)
     monkeypatch.setattr(ranks, "_LOOK_EVERY_S", 0.05)
     stop.set()
-    Timer(0.5, lambda: store.set("order-0", msgspec.msgpack.encode(("join_save", ())))).start()
+    Timer(0.5, ranks.Ranks(0, 2, store, 60.0).order, ("join_save",)).start()
     assert ranks.Ranks(1, 2, store, 60.0)._next_order(stop)[0] == "join_save"
