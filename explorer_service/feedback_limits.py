@@ -14,7 +14,7 @@ MAX_NAME = 200  # characters of a metric's name, the length of the ledger's colu
 MAX_MSG_ID = 220  # characters of ID#CHOICE
 MAX_OF_A_KIND = 100  # metrics, or entries of preferred_over
 MAX_TEXT_BYTES = 64 * 1024  # of a comment or a correction
-MAX_STORED_BYTES = 16 * 1024 * 1024  # of texts: each target row stores its own copy
+MAX_STORED_BYTES = 16 * 1024 * 1024  # of texts and names: each target row stores its own copy
 MAX_ROWS = 100_000  # of a task, a run or conversations
 FIND_TIMEOUT_S = 60.0  # to find the rows, in many statements, each with its own limit
 SLICE_COST = 50.0  # of one transaction; see cost_of_row
@@ -42,7 +42,7 @@ def check_signals(signals: Sequence[Signal]) -> None:
         if sum(signal.kind == kind for signal in signals) > MAX_OF_A_KIND:
             raise bad_request(f"at most {MAX_OF_A_KIND} {param} in one request", param)
     for signal in signals:
-        field = "metrics" if signal.kind == "metric" else signal.kind
+        field = _field(signal)
         if signal.value is not None and not math.isfinite(signal.value):
             raise bad_request(f"{signal.name or signal.kind} must be a finite number", field)
         if len(signal.name or "") > MAX_NAME:
@@ -73,17 +73,21 @@ def check_rewards(reward: float | None, metrics: Mapping[str, float], rule: Rewa
 
 
 def require_room(signals: Sequence[Signal], rows: int) -> None:
-    """Raise ApiError 400 if the texts, stored once for each row, are too large."""
+    """Raise ApiError 400 if the texts and names, stored once for each row, are too large."""
     size = rows * sum(map(_bytes, signals))
     if size > MAX_STORED_BYTES:
-        reason = f"the texts need {size} bytes for {rows} messages, at most {MAX_STORED_BYTES}; name fewer messages"
-        raise bad_request(reason, "comment")
+        needed = f"the texts and the names of metrics need {size} bytes for {rows} messages, at most {MAX_STORED_BYTES}"
+        raise bad_request(f"{needed}; name fewer messages", _field(max(signals, key=_bytes)))
 
 
 def cost_of_row(signals: Sequence[Signal]) -> float:
-    """Return the cost of these signals for one row: 1 for each signal, and for each 2,000 bytes of text."""
+    """Return the cost of these signals for one row: 1 for each signal, and for each 2,000 bytes of text and names."""
     return len(signals) + sum(map(_bytes, signals)) / 2000
 
 
+def _field(signal: Signal) -> str:
+    return "metrics" if signal.kind == "metric" else signal.kind
+
+
 def _bytes(signal: Signal) -> int:
-    return len((signal.text or "").encode())
+    return len(((signal.name or "") + (signal.text or "")).encode())

@@ -43,7 +43,9 @@ def run_trainer(config: Config, work: Callable[[Config, Ranks, StopRequest], Non
         import torch  # slow to import: only after the configuration is checked
 
     from trainer_service.ranks import join_ranks, together
+    from trainer_service.watch.writer import require_packages
 
+    require_packages(config.trainer.watch)  # before a wait for a first signal, which may take hours
     if config.trainer.devices is not None and not torch.cuda.is_available():
         raise ConfigError(
             f"trainer.devices={list(config.trainer.devices)}, and PyTorch sees no GPU; remove it to train on the CPU, "

@@ -165,14 +165,14 @@ class EngineController:
                     raise  # root_dir is not mounted, or belongs to another ledger
                 await self._stay(wanted.version, error)
         if target is not None and await self._has(target):
-            await self._serve(target)
+            await self._serve(target, again=True)
             return
         is_unproven = not engine.is_open or (is_withdrawn if target is None else self._served is None)
         if is_unproven and (target is None or self._adapters is None):
             good = await self._choice.find_good(wanted.version, self._served)
             if good is not None and await self._has(good):
                 if not engine.is_open or good is not self._served:  # otherwise it is announced already
-                    await self._serve(good)
+                    await self._serve(good, again=True)
             elif target is None:
                 target = good
         waits = self._is_too_soon(wanted, is_withdrawn=is_withdrawn)  # it may have been opened above
@@ -197,7 +197,7 @@ class EngineController:
             return False
         except EngineError:  # its next load finds this, too
             return False
-        await self._serve(target)
+        await self._serve(target, again=True)
         return True
 
     def _is_too_soon(self, wanted: VersionRow, *, is_withdrawn: bool) -> bool:

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 _SECRETS = frozenset(("admin_token", "database_url", "key_env", "keys", "sha256", "url"))  # keys that may hold one
-_SECRET = re.compile(r"key|token|secret|password|credential|url|sha256", re.IGNORECASE)  # of keys that there are not
+_SECRET = re.compile(  # of keys that there are not
+    r"auth(?!ors?$)|credential|database|dsn|key|pass|pw|secret|sha256|token|url", re.IGNORECASE
+)
 _TYPE = re.compile(r"(function-before|literal|tuple)\[.*\]")  # in a path: one of several types, not a key
 
 _SECTION = "must be a section; write its keys below it, or remove it"

@@ -136,6 +136,13 @@ def test_a_comment_on_a_large_task_is_refused_before_it_fills_the_disk(explorer)
     assert feedback(explorer, task_id="t", comment="x" * 1_000).json()["applied"] == 300
 
 
+def test_names_of_metrics_on_a_large_task_are_refused_before_they_fill_the_disk(explorer):
+    record(explorer.ledger, 500, task_id="t")
+    reply = feedback(explorer, task_id="t", metrics={f"{n:03}" + "ü" * 197: 1 for n in range(100)})
+    assert reply.status_code == 400, reply.text
+    assert "name fewer messages" in reply.json()["error"]["message"]
+
+
 def test_a_row_about_which_enough_was_said_takes_no_more(explorer):
     known, other = (explorer.chat().json()["id"] for _ in range(2))
     for part in range(MAX_SIGNALS // 100):

@@ -84,6 +84,15 @@ def test_a_trainer_chooses_by_what_is_said_and_begins_anew_for_a_new_kind_with_n
     assert weights(calm, 1) != weights(calm, 2) == weights(killed, 2)
 
 
+def test_a_missing_package_of_a_tracker_ends_the_trainer_before_it_waits_for_a_signal(tmp_path, model, lives):
+    prepare(tmp_path, model, algorithm="auto", watch={"tensorboard": True})
+    with begin(lives, tmp_path) as trainer:
+        wait_for(lambda: not trainer.alive or lines(tmp_path, "waiting for feedback"), "its end", 240)
+        assert not lines(tmp_path, "waiting for feedback")
+        assert trainer.wait(240) == 2
+    assert lines(tmp_path, "trainer.watch.tensorboard is set, and the package tensorboard is not installed")
+
+
 def test_the_command_shows_what_was_chosen(tmp_path, model, capsys):
     from services.cli import main
 

@@ -96,6 +96,19 @@ def test_an_engine_that_goes_on_serving_what_it_has_is_counted_as_no_take_up(exp
     assert value(explorer, 'versions_total{result="served"}') == before
 
 
+def test_an_engine_that_comes_back_with_what_it_served_is_counted_as_no_take_up(explorer, scripted_engine):
+    publish(explorer, 1)
+    wait_until(lambda: served(explorer) == "1")
+    wait_until(lambda: value(explorer, 'versions_total{result="served"}') == 1)
+    engine = explorer.deps.pool.engines[0]
+    scripted_engine.script.healthy = False
+    wait_until(lambda: engine.state == "unavailable")
+    scripted_engine.script.healthy = True
+    wait_until(lambda: engine.is_open and served(explorer) == "1")
+    assert len(scripted_engine.script.reloads) == 1
+    assert value(explorer, 'versions_total{result="served"}') == 1
+
+
 def test_an_engine_that_cannot_go_back_is_announced_once(start_explorer, scripted_engine, monkeypatch):
     explorer = start_explorer([scripted_engine.url], reload={"poll_interval_s": 0.02, "retry_s": 600.0}).wait_ready()
     for version in range(3):

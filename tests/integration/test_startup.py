@@ -76,6 +76,7 @@ def test_a_wrong_configuration_is_refused_with_status_2(command, tmp_path):
     [
         ({"model": {"pth": "base"}}, "model.pth='base': no such key; did you mean 'path'?"),
         ({"explorer__engines": [{"name": "e0", "uri": 1}]}, "explorer.engines.0.uri=1: no such key; did you mean 'u"),
+        ({"model": {"author": "me"}}, "model.author='me': no such key; "),
         ({"explorer__two\nlines": 1}, r"'explorer.two\nlines'=1: no such key"),
         ({"explorer__keys": [{"key_env": "K", "role": "boss"}]}, "explorer.keys.0.role='boss': must be 'chat'"),
         (
@@ -203,6 +204,7 @@ def config_error(file: Path, **environ: str) -> str:
         {"database_url": f"postgresql://u:{SECRET}"},
         {"database_url": [SECRET]},
         {"databse_url": f"postgresql://u:{SECRET}@db/x"},
+        *({key: f"password={SECRET}"} for key in ("database", "dsn", "explorer__pw", "engine__auth", "engine__pass")),
         {"engine__admin_token": SECRET + "\n"},
         {"engine__admin_token": [SECRET]},
         {"trainer": {"algorithm": "distill", "distill": {"url": f"http://u:{SECRET}@t:1"}}},

@@ -31,12 +31,23 @@ QUEUED = 256  # records
 _PASSWORD = re.compile(r"://[^/\s]*@")  # a user and a password in a URL
 
 
+def require_packages(settings: WatchConfig) -> None:
+    """Raise ConfigError if the package of a configured output is not installed."""
+    for package in ("tensorboard", "wandb", "mlflow"):
+        if getattr(settings, package) and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"trainer.watch.{package} is set, and the package {package} is not installed; install it beside "
+                "Flywheel, or remove the key"
+            )
+
+
 class Watch:
     """Measures the time of each stage, and takes one record for each update. Call `close` at the end."""
 
     def __init__(self, config: TrainerConfig, folder: Path) -> None:
-        """folder: the trainer's own. Raises ConfigError for a missing package, StartupError for a port in use."""
+        """folder: the trainer's own. Raises ConfigError as `require_packages`, StartupError for a port in use."""
         settings = config.watch
+        require_packages(settings)
         outside = _output_factories(settings, config.name, folder)
         self._metrics = TrainerMetrics()
         self._sinks: dict[str, TrainerMetrics | JsonLines] = {"Prometheus": self._metrics}
@@ -136,16 +147,10 @@ def _logged(name: str, sinks: dict[str, Sink]) -> Iterator[None]:
 
 
 def _output_factories(settings: WatchConfig, trainer: str, folder: Path) -> dict[str, Callable[[], Sink]]:
-    """Return how to create each configured output. Raises ConfigError if its package is not installed."""
-    makers: dict[str, tuple[str, object, Callable[[], Sink]]] = {
-        "TensorBoard": ("tensorboard", settings.tensorboard, lambda: TensorBoard(folder / "tensorboard")),
-        "W&B": ("wandb", settings.wandb, lambda: WeightsAndBiases(str(settings.wandb), trainer, folder)),
-        "MLflow": ("mlflow", settings.mlflow, lambda: MLflow(str(settings.mlflow), trainer)),
+    """Return how to create each configured output."""
+    makers: dict[str, tuple[object, Callable[[], Sink]]] = {
+        "TensorBoard": (settings.tensorboard, lambda: TensorBoard(folder / "tensorboard")),
+        "W&B": (settings.wandb, lambda: WeightsAndBiases(str(settings.wandb), trainer, folder)),
+        "MLflow": (settings.mlflow, lambda: MLflow(str(settings.mlflow), trainer)),
     }
-    for package, wanted, _ in makers.values():
-        if wanted and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"trainer.watch.{package} is set, and the package {package} is not installed; install it beside "
-                "Flywheel, or remove the key"
-            )
-    return {name: make for name, (_, wanted, make) in makers.items() if wanted}
+    return {name: make for name, (wanted, make) in makers.items() if wanted}
