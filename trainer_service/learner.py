@@ -92,6 +92,11 @@ class Learner:
         return 4 * sum(math.prod(shape) for shape in self.backend.shapes().values())
 
     @property
+    def state_bytes(self) -> int:
+        """Maximum size in bytes of a state's tensors: the trained weights in float32, two moments, an average."""
+        return (3 if self._update.past is None else 4) * self.trained_bytes
+
+    @property
     def vocabulary(self) -> int:
         """Number of token ids of the policy."""
         return int(self.policy.get_input_embeddings().num_embeddings)
@@ -181,6 +186,7 @@ class Learner:
     def load(self, saved: SavedState) -> None:
         """Load a saved state. Raises StartupError."""
         assert self._states is not None
+        self._states.check(saved)  # before the others wait in a collective: it reads the whole state
         self._ranks.order("join_load")
         self._update.memory = self._ranks.broadcast_json(self._states.load(self.backend, saved, self._update.past))
         self.saved = saved

@@ -26,7 +26,7 @@ from trainer_service.breaker import Breaker
 from trainer_service.choice import as_row, extend_choice
 from trainer_service.claim import Claimer
 from trainer_service.delta import DeltaMaker
-from trainer_service.disk import pauses_s, size_of
+from trainer_service.disk import pauses_s
 from trainer_service.errors import Stopped, UpdateError
 from trainer_service.heartbeat import Heartbeat
 from trainer_service.janitor import Janitor
@@ -73,7 +73,7 @@ class Trainer:
         self._janitor = Janitor(config, ledger, states)
         self._progress = self._saved = Progress()  # _saved: the progress at the last saved state, or at the start
         self._base_folder = config.root / version_path(0)
-        self._room = Room(config, ledger, stop, states, lambda: self._janitor.run(learner.saved), self._version_bytes)
+        self._room = Room(config, ledger, stop, states, lambda: self._janitor.run(learner.saved), learner)
         self._deltas = DeltaMaker(config.root, states.folder / "last-weights", config.versions.anchor_every)
 
     def resume(self, row: TrainerRow | None, start_version: int) -> None:
@@ -227,9 +227,6 @@ class Trainer:
         self._make_official(version, state, **as_published(self._config.root, manifest))
         log.info("published", version=version, seconds=seconds)
         self._janitor.run(self._learner.saved)
-
-    def _version_bytes(self) -> int:
-        return size_of(self._base_folder) if self._config.model.kind == "full" else self._learner.trained_bytes
 
     def _write_files(self, version: int) -> tuple[Manifest, SavedState | None]:
         """Write the version's folder and, if one is due, a saved state. Raises DiskFull and leaves no files then."""

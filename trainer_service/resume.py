@@ -103,8 +103,8 @@ class StateStore:
             "free space there or correct its permissions, then start again"
         )
 
-    def load(self, backend: DeepSpeedBackend, saved: SavedState, past: PastPolicy | None = None) -> JSON:
-        """Load a saved state into the backend and `past`. Returns the algorithms' memory. Raises StartupError."""
+    def check(self, saved: SavedState) -> None:
+        """Raise StartupError unless a saved state is the one that the ledger knows."""
         folder = self._root / saved.path
         if saved.sha256 is None:
             log.warning("the saved state has no SHA-256 in the ledger; it is loaded unchecked", state=saved.path)
@@ -113,6 +113,13 @@ class StateStore:
                 f"the trainer's state {folder} is not the one that was saved: its SHA-256 is not the ledger's "
                 f"{saved.sha256[:12]}…; it was not loaded: restore it, or use a new root_dir"
             )
+
+    def load(self, backend: DeepSpeedBackend, saved: SavedState, past: PastPolicy | None = None) -> JSON:
+        """Load a state that was checked into the backend and `past`. Returns the algorithms' memory.
+
+        Raises StartupError.
+        """
+        folder = self._root / saved.path
         read_state(backend, folder)
         if past is not None:
             past.load(folder)

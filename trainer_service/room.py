@@ -15,8 +15,9 @@ from shared.ledger.connect import Ledger
 from shared.log import StageLogger
 from shared.stop_request import StopRequest
 from shared.versions import version_path
-from trainer_service.disk import GIB, lack_of_space
+from trainer_service.disk import GIB, lack_of_space, size_of
 from trainer_service.errors import Stopped
+from trainer_service.learner import Learner
 from trainer_service.resume import StateStore
 
 log = StageLogger("trainer")
@@ -32,11 +33,11 @@ class Room:
         stop: StopRequest,
         states: StateStore,
         clean: Callable[[], None],
-        version_bytes: Callable[[], int],
+        learner: Learner,
     ) -> None:
-        """clean: deletes what is not kept. version_bytes: returns the size of the next version."""
+        """clean: deletes what is not kept."""
         self._config, self._ledger, self._stop, self._states = config, ledger, stop, states
-        self._clean, self._version_bytes = clean, version_bytes
+        self._clean, self._learner = clean, learner
 
     def wait(self) -> None:
         """Wait while the disk is too full for the next version. Raises Stopped."""
@@ -66,8 +67,8 @@ class Room:
             transitions.report_trouble(connection, name=self._config.trainer.name, trouble=trouble)
 
     def _shortage(self) -> str | None:
-        version_bytes = self._version_bytes()
-        # before the first state: policy and critic in float32, each with two moments, for weights of two bytes
-        state_bytes = self._states.newest_bytes() or 12 * version_bytes
-        needs = {(self._config.root / version_path(0)).parent: version_bytes, self._states.folder: state_bytes}
+        first, whole = self._config.root / version_path(0), self._config.model.kind == "full"
+        version_bytes = size_of(first) if whole else self._learner.trained_bytes
+        state_bytes = self._states.newest_bytes() or self._learner.state_bytes
+        needs = {first.parent: version_bytes, self._states.folder: state_bytes}
         return lack_of_space(needs, int(self._config.trainer.min_free_disk_gb * GIB))

@@ -90,7 +90,7 @@ def require_same_critic(folder: Path, settings: TrainerConfig) -> None:
         raise ConfigError(
             f"the trainer's state {folder} was saved {of} a critic, and trainer.algorithm={','.join(settings.parts)} "
             f"trains {now} one; set an algorithm {of} a critic again, or set another trainer.name: it begins at the "
-            "newest version, with new moments"
+            "newest version that an engine has served, with new moments"
         )
 
 
@@ -114,7 +114,8 @@ def _read_progress(folder: Path) -> JSON:
     if not (folder / PROGRESS).exists() and folder.is_dir():
         raise StartupError(
             f"the trainer's state {folder} is in a form that this Flywheel does not read (no {PROGRESS} in it); set "
-            "another trainer.name: it begins at the newest version, with new moments"
+            "another trainer.name: it begins at the newest version that an engine has "
+            "served, with new moments"
         )
     try:
         progress: JSON = msgspec.json.decode((folder / PROGRESS).read_bytes())
@@ -147,7 +148,7 @@ def _require_moments(folder: Path, saved: list[str], own: list[str]) -> None:
         raise ConfigError(
             f"the trainer's state {folder} has {', '.join(saved)} for each weight, and trainer.deepspeed.optimizer "
             f"keeps {', '.join(own) or 'nothing'}; set the optimizer that saved it, or set another trainer.name: it "
-            "begins at the newest version, with new moments"
+            "begins at the newest version that an engine has served, with new moments"
         )
 
 
