@@ -28,6 +28,7 @@ from trainer_service.tensor_files import PYTORCH, write_tensors
 
 FORMAT = 1
 PROGRESS = "state.json"
+_START_OVER = "set another trainer.name: it begins at the newest version that an engine has served, with new moments"
 _MASTER = "master"
 _OF_CRITIC = "value_head."  # prefix of weights that only a critic has
 
@@ -89,8 +90,7 @@ def require_same_critic(folder: Path, settings: TrainerConfig) -> None:
         of, now = ("with", "without") if had else ("without", "with")
         raise ConfigError(
             f"the trainer's state {folder} was saved {of} a critic, and trainer.algorithm={','.join(settings.parts)} "
-            f"trains {now} one; set an algorithm {of} a critic again, or set another trainer.name: it begins at the "
-            "newest version that an engine has served, with new moments"
+            f"trains {now} one; set an algorithm {of} a critic again, or {_START_OVER}"
         )
 
 
@@ -113,9 +113,8 @@ def _tensors(backend: DeepSpeedBackend, folder: Path | None, kind: str | None) -
 def _read_progress(folder: Path) -> JSON:
     if not (folder / PROGRESS).exists() and folder.is_dir():
         raise StartupError(
-            f"the trainer's state {folder} is in a form that this Flywheel does not read (no {PROGRESS} in it); set "
-            "another trainer.name: it begins at the newest version that an engine has "
-            "served, with new moments"
+            f"the trainer's state {folder} is in a form that this Flywheel does not read (no {PROGRESS} in it); "
+            f"{_START_OVER}"
         )
     try:
         progress: JSON = msgspec.json.decode((folder / PROGRESS).read_bytes())
@@ -147,8 +146,7 @@ def _require_moments(folder: Path, saved: list[str], own: list[str]) -> None:
     if not set(saved) <= set(own):
         raise ConfigError(
             f"the trainer's state {folder} has {', '.join(saved)} for each weight, and trainer.deepspeed.optimizer "
-            f"keeps {', '.join(own) or 'nothing'}; set the optimizer that saved it, or set another trainer.name: it "
-            "begins at the newest version that an engine has served, with new moments"
+            f"keeps {', '.join(own) or 'nothing'}; set the optimizer that saved it, or {_START_OVER}"
         )
 
 

@@ -72,9 +72,7 @@ class Trajectory:
     turn_rewards: list[float | None] = field(default_factory=list)  # [N]
     outcome: float | None = None  # of the newest turn that has an outcome
     families: list[int] = field(default_factory=list)  # of each sequence, as the id of a row; alternatives share one
-    trunks: list[list[int]] = field(
-        default_factory=list
-    )  # of each sequence: turns of its family that it forks off after
+    trunks: list[list[int]] = field(default_factory=list)  # of each sequence: the turns of its family before its fork
     unmerged: Counter[str] = field(default_factory=Counter)  # number of later turns that started a sequence, by reason
     key_group: str | None = None  # separates equal task ids of different groups of keys
     key: str | None = None  # key that scored the newest scored turn

@@ -15,9 +15,7 @@ from trainer_service.ranks import Ranks
 def test_before_its_first_state_a_trainer_needs_the_room_that_the_state_takes(tmp_path, lives, model):
     """12 bytes for each trained weight, beside the version."""
     weights = sum(tensor.numel() for tensor in load_file(model / "model.safetensors").values())
-    prepare(
-        tmp_path, model, make_experiences(model, BATCH), algorithm="reinforce_pp", min_free_disk_gb=0, batch_size=BATCH
-    )
+    prepare(tmp_path, model, make_experiences(model, BATCH), algorithm="reinforce_pp", min_free_disk_gb=0)
     files = sum(file.stat().st_size for file in model.iterdir())
     never = tmp_path / "never"
     with begin(lives, tmp_path, FREE_BYTES_WITHOUT=f"{never}:{files + 13 * weights}") as trainer:

@@ -148,7 +148,7 @@ def test_versions_that_an_engine_rejected_are_counted_while_the_trainer_goes_on_
 class StoppedAtTheTeacher:
     """A learner without models. A stop is requested while the second batch waits for a teacher."""
 
-    vocabulary, context, trained_bytes = 10, None, 0
+    vocabulary, context, trained_bytes, state_bytes = 10, None, 0, 0
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop, self._batches = stop, 0

@@ -128,9 +128,9 @@ def two_turns(first: int, run: str, rewards: tuple[float, float]) -> list[Experi
     return [one, row(first + 1, "a", run, rewards[1], prompt=(1, 2, 50 + first, 51, 7), parent_id=one.msg_id)]
 
 
-def retry(reward: float, **more) -> Experience:
+def retry(reward: float) -> Experience:
     """A second try of the second turn of `two_turns(1, "x", …)`."""
-    return row(3, "a", "x", reward, prompt=(1, 2, 51, 51, 7), parent_id="m1", **more)
+    return row(3, "a", "x", reward, prompt=(1, 2, 51, 51, 7), parent_id="m1")
 
 
 def test_by_turn_another_try_of_a_turn_is_compared_with_that_turn():

@@ -23,7 +23,7 @@ from tests.support.servers import free_port
 from trainer_service.watch.jsonl import JsonLines
 from trainer_service.watch.prometheus import TrainerMetrics
 from trainer_service.watch.record import Record
-from trainer_service.watch.writer import QUEUED, Outside, Watch
+from trainer_service.watch.writer import QUEUED, Outside, Watch, require_packages
 
 
 def watch(folder: Path, **settings: object) -> Watch:
@@ -129,7 +129,7 @@ def test_a_package_that_is_configured_and_missing_is_named_at_the_start(key, tmp
     monkeypatch.delitem(sys.modules, key, raising=False)
     refusal = f"trainer.watch.{key} is set, and the package {key} is not installed; install it"
     with pytest.raises(ConfigError, match=refusal) as error:
-        watch(tmp_path, **{key: True if key == "tensorboard" else "http://u:secret@here"})
+        require_packages(WatchConfig(**{key: True if key == "tensorboard" else "http://u:secret@here"}))
     assert "secret" not in str(error.value)
 
 

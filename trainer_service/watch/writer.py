@@ -45,9 +45,8 @@ class Watch:
     """Measures the time of each stage, and takes one record for each update. Call `close` at the end."""
 
     def __init__(self, config: TrainerConfig, folder: Path) -> None:
-        """folder: the trainer's own. Raises ConfigError as `require_packages`, StartupError for a port in use."""
+        """folder: the trainer's own. Raises StartupError for a port in use. See `require_packages`."""
         settings = config.watch
-        require_packages(settings)
         outside = _output_factories(settings, config.name, folder)
         self._metrics = TrainerMetrics()
         self._sinks: dict[str, TrainerMetrics | JsonLines] = {"Prometheus": self._metrics}

@@ -95,7 +95,8 @@ def _blank_later_requests(connection: Connection, names: list[str]) -> None:
     Tokens that a prompt repeats from an erased turn are stored with that turn. Only a later turn that is stored whole
     keeps those tokens, until it is erased itself.
     """
-    for mine in in_parts(payloads.c.experience_id, sorted(_later_turns(connection, names))):
+    later = _later_turns(connection, names)  # with turns that were recorded while `erase` waited for its locks
+    for mine in in_parts(payloads.c.experience_id, sorted(later)):
         connection.execute(update(payloads).where(mine).values(request=None))
 
 
