@@ -1,7 +1,7 @@
 """An experience: one sampled choice, its states, and the compact encoding of its tokens.
 
 Owns the row that the stages record, claim and batch exchange, and the byte layout of its token arrays. A field of
-Sample, Sampling or Experience that is a column has the column's name (ledger/tables.py). Uses neither SQL nor HTTP.
+Sample, Sampling or Experience that is a column has the column's name (ledger/tables/). Uses neither SQL nor HTTP.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from shared.errors import ConfigError
 from shared.ledger import queries, transitions
 from shared.ledger.conditions import split_name
 from shared.ledger.dataset import conversations
-from shared.ledger.tables import experiences, idempotency, payloads, signals
+from shared.ledger.tables import experiences, idempotency, lineage, payloads, signals
 from shared.reward import Signal
 from tests.support.lessons import COMMENT, UP, claim, commit, publish, record, say, stands
 from tests.support.processes import run_here
@@ -179,3 +179,78 @@ def test_a_leased_row_that_is_erased_waits_for_no_comment_that_comes_after_it(le
     publish(ledger, lease, 1)
     assert commit(ledger) == 0
     assert stands(ledger, "state", "teaches", "consumed_version") == [("CONSUMED", 0, 1)]
+
+
+def erased_message(config, capsys, name: str) -> str:
+    assert run_here(config, "erase", "--message", name) == 0
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def serve_base(ledger) -> None:
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        transitions.serve_version(connection, 0, by="an engine")
+
+
+def roll_back(ledger, **how) -> None:
+    with ledger.write() as connection:
+        transitions.roll_back(connection, 0, by="an operator", **how)
+
+
+def learn(ledger, name: str, signal: Signal, version: int) -> None:
+    say(ledger, name, signal)
+    commit(ledger)
+    publish(ledger, claim(ledger), version)
+
+
+def test_every_version_that_was_trained_on_a_row_is_named_whatever_happened_to_the_row_since(config, ledger, capsys):
+    serve_base(ledger)
+    record(ledger, "m")
+    learn(ledger, "m", UP, 1)
+    roll_back(ledger)
+    learn(ledger, "m", COMMENT, 2)
+    learn(ledger, "m", Signal("correction", text="yes"), 3)
+    say(ledger, "m", Signal("comment", text="shorter"))
+    commit(ledger)
+    claim(ledger)
+    with ledger.write() as connection:
+        assert transitions.give_back(connection, owner="t") == 1
+    assert erased_message(config, capsys, "m") == "1 rows erased; they went into versions 1-3"
+
+
+def test_a_version_whose_batch_lost_the_row_is_not_named(config, ledger, capsys):
+    record(ledger, "m", "n")
+    say(ledger, "m", UP)
+    commit(ledger)
+    claim(ledger)
+    assert "a trainer has leased 1 of them" in erased_message(config, capsys, "m")
+    with ledger.write() as connection:
+        transitions.give_back(connection, owner="t")
+    say(ledger, "n", UP)
+    commit(ledger)
+    lease = claim(ledger)
+    assert list(lease.corrupt.values()) == ["its tokens were erased"]
+    with ledger.write() as connection:
+        transitions.quarantine(connection, lease.corrupt)
+    publish(ledger, lease, 1)
+    assert erased_message(config, capsys, "m") == "1 rows erased; no version was trained on them"
+    assert erased_message(config, capsys, "n") == "1 rows erased; they went into versions 1"
+
+
+def test_a_rejected_version_is_named_although_its_rows_are_to_be_trained_on_again(config, ledger, capsys):
+    serve_base(ledger)
+    record(ledger, "m")
+    learn(ledger, "m", UP, 1)
+    roll_back(ledger, again=True)
+    assert stands(ledger, "state", "consumed_version") == [("READY", None)]
+    assert erased_message(config, capsys, "m") == "1 rows erased; they went into versions 1"
+
+
+def test_a_removed_row_leaves_no_lineage(ledger):
+    record(ledger, "m", "n")
+    for name, version in (("m", 1), ("n", 2)):
+        learn(ledger, name, UP, version)
+    with ledger.write() as connection:
+        (removed,) = transitions.remove(connection, [1])
+        left = connection.execute(select(lineage.c.experience_id, lineage.c.version)).all()
+    assert (removed, left) == (1, [(2, 2)])

@@ -18,12 +18,15 @@ from shared.ledger.driver import answering_within
 from shared.ledger.migrate import copy_ledger, run_steps, schema_version
 from shared.ledger.migrations import HEAD
 from shared.ledger.queries import count_by_state, find_trainer
-from shared.ledger.tables import batches, engines, experiences, metadata, payloads
+from shared.ledger.tables import batches, engines, experiences, lineage, metadata, payloads
 from shared.reward import Signal
 from tests.support.experiences import record_ready, rows
 from tests.support.lessons import record, say
 from tests.support.processes import run_here
 from tests.support.servers import make_config
+
+NUMBERS = ("choice", "version", "version_end", "n_prompt", "n_reply", "temperature", "top_p", "top_k", "min_p")
+ROW = dict.fromkeys((*NUMBERS, "created_at"), 0)  # of `experiences`
 
 
 @pytest.fixture
@@ -206,25 +209,22 @@ def content(connection) -> list[tuple[object, ...]]:
     return [tuple(row) for row in connection.execute(query)]
 
 
+def insert(connection, table: str, **values: Any) -> None:
+    """Insert a row into a table of an older schema."""
+    binds = ", ".join(f":{name}" for name in values)
+    connection.execute(text(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({binds})"), values)
+
+
 def test_rows_of_a_ledger_from_before_lessons_keep_what_they_wait_for_and_what_they_were_trained_on(url):
     engine = create_engine(url)
     with engine.begin() as connection:
         run_steps(connection, "0012")
-        known = ("msg_id", "choice", "version", "version_end", "n_prompt", "n_reply", "temperature", "top_p", "top_k")
-        values = ", ".join(["0"] * (len(known) - 1))
         for name, state, reward, teaches in [
-            ("waits", "RECORDED", "0.5", "true"), ("silent", "RECORDED", "NULL", "false"),
-            ("corrected", "READY", "NULL", "true"), ("held", "LEASED", "1", "true"), ("done", "CONSUMED", "1", "true"),
+            ("waits", "RECORDED", 0.5, True), ("silent", "RECORDED", None, False),
+            ("corrected", "READY", None, True), ("held", "LEASED", 1, True), ("done", "CONSUMED", 1, True),
         ]:  # fmt: skip
-            connection.execute(
-                text(
-                    f"INSERT INTO experiences ({', '.join(known)}, min_p, created_at, state, reward, teaches)"
-                    f" VALUES ('{name}', {values}, 0, 0, '{state}', {reward}, {teaches})"
-                )
-            )
-        connection.execute(
-            text("INSERT INTO signals (msg_id, choice, kind, created_at) VALUES ('corrected', 0, 'correction', 0)")
-        )
+            insert(connection, "experiences", **ROW, msg_id=name, state=state, reward=reward, teaches=teaches)
+        insert(connection, "signals", msg_id="corrected", choice=0, kind="correction", created_at=0)
     engine.dispose()
     ledger = Ledger.open(url)
     with ledger.write() as connection:
@@ -255,6 +255,27 @@ def _definition_of_rehearsable(connection) -> str:
     name, definition = {"sqlite_master": ("name", "sql"), "pg_indexes": ("indexname", "indexdef")}[table]
     query = f"SELECT {definition} FROM {table} WHERE {name} = 'ix_experiences_rehearsable'"
     return str(connection.execute(text(query)).scalar_one())
+
+
+def test_lineage_begins_with_the_versions_that_rows_of_an_older_ledger_tell(url):
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        run_steps(connection, "0022")
+        for state, version in (("CONSUMED", 3), ("LEASED", None), ("CONSUMED", 1)):
+            insert(connection, "batches", owner="t", state=state, lease_until=0, consumed_version=version, created_at=0)
+        for name, state, first, batch_id in [
+            ("once", "CONSUMED", 1, 3), ("twice", "CONSUMED", 1, 1), ("again", "READY", 1, None),
+            ("held", "LEASED", 1, 2), ("new", "LEASED", None, 2), ("never", "DISCARDED", None, 3),
+        ]:  # fmt: skip
+            about = {"state": state, "consumed_version": first, "batch_id": batch_id}
+            insert(connection, "experiences", **ROW, msg_id=name, **about)
+    engine.dispose()
+    ledger = Ledger.open(url)
+    with ledger.read() as connection:
+        query = select(experiences.c.msg_id, lineage.c.version).join(lineage).order_by(*lineage.primary_key)
+        found = [tuple(row) for row in connection.execute(query)]
+    assert found == [("once", 1), ("twice", 1), ("twice", 3), ("again", 1), ("held", 1)]
+    ledger.close()
 
 
 def test_while_a_ledger_is_copied_writers_wait(url, tmp_path):

@@ -105,6 +105,44 @@ def test_words_that_a_rejected_version_learned_of_a_row_that_an_earlier_one_was_
     assert "shown-0" in again and "rated" not in again
 
 
+def test_words_that_a_rejected_version_learned_are_not_drawn_whoever_holds_the_row_next(ledger):
+    """Rejected: neither the first version that was trained on the row nor the last."""
+    for version in (0, 1):
+        with ledger.write() as connection:
+            if version == 0:
+                transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+            transitions.serve_version(connection, version, by="an engine")
+    learn_of_rated(ledger, CORRECTED, 2, parent=1)
+    with ledger.write() as connection:
+        transitions.serve_version(connection, 2, by="an engine")
+        assert transitions.roll_back(connection, 1, by="operator").rejected == [2]
+    learn_of_rated(ledger, Signal("correction", text="no"), 3, parent=1)
+    make_ready(ledger, {f"newer-{number}": UP for number in range(4)})
+    again = [row.msg_id for row in claimed(ledger, rehearse=4.0) if row.is_rehearsal]
+    assert "shown-0" in again and "rated" not in again
+
+
+def learn_of_rated(ledger: Ledger, said: Signal, version: int, parent: int) -> None:
+    make_ready(ledger, {"rated": said}, known=True)
+    with ledger.write() as connection:
+        batch = transitions.claim(connection, owner="trainer", at_least=1, at_most=5, lease_s=60)
+        about: dict[str, Any] = {"version": version, "parent": parent, "kind": "full", "step": version}
+        transitions.publish(connection, **about, trainer="trainer", batch_ids=[batch])
+
+
+def test_what_an_operator_had_trained_again_after_a_rollback_is_drawn(ledger):
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        transitions.serve_version(connection, 0, by="an engine")
+        assert transitions.roll_back(connection, 0, by="operator", again=True).rejected == [1]
+        batch = transitions.claim(connection, owner="trainer", at_least=1, at_most=99, lease_s=60)
+        about: dict[str, Any] = {"version": 2, "parent": 0, "kind": "full", "step": 1, "trainer": "trainer"}
+        transitions.publish(connection, **about, batch_ids=[batch])
+    make_ready(ledger, {f"newer-{number}": UP for number in range(4)})
+    again = [row.msg_id for row in claimed(ledger, rehearse=4.0) if row.is_rehearsal]
+    assert "shown-0" in again
+
+
 def test_no_state_changes_and_what_there_is_bounds_the_draw(ledger):
     columns = (experiences.c.msg_id, experiences.c.state, experiences.c.taught, experiences.c.batch_id)
     query = select(*columns).where(experiences.c.msg_id.not_like("new-%")).order_by(experiences.c.id)

@@ -23,7 +23,7 @@ from tests.support.servers import free_port
 from trainer_service.watch.jsonl import JsonLines
 from trainer_service.watch.prometheus import TrainerMetrics
 from trainer_service.watch.record import Record
-from trainer_service.watch.writer import QUEUED, Outside, Watch, require_packages
+from trainer_service.watch.writer import QUEUED, Outside, Watch, close_all, require_packages
 
 
 def watch(folder: Path, **settings: object) -> Watch:
@@ -158,10 +158,11 @@ def test_a_place_that_fails_is_left_out_and_the_others_go_on(caplog):
     def cannot_begin() -> Kept:
         raise ConnectionError("no server at https://u:secret@host:1/x")
 
-    outside = Outside({"A": cannot_begin, "B": Failing, "C": lambda: kept}, timeout_s=60)
+    outputs = [Outside("A", cannot_begin), Outside("B", Failing), Outside("C", lambda: kept)]
     for step in range(3):
-        outside.put(record(step=step))
-    outside.close()
+        for output in outputs:
+            output.put(record(step=step))
+    close_all(outputs, timeout_s=60)
     assert kept.steps == [0, 1, 2] and kept.closed
     (said,) = (m for m in caplog.messages if "no longer sent" in m and "where=A" in m)
     assert "no server at https://…@host:1/x" in said
@@ -176,11 +177,15 @@ def test_an_output_that_hangs_delays_neither_updates_nor_the_exit(caplog):
             entered.set()
             free.wait()
 
-    outside = Outside({"far away": Hanging}, timeout_s=0)
-    outside.put(record())
+    kept = Kept()
+    outputs = [Outside("far away", Hanging), Outside("here", lambda: kept)]
+    outputs[0].put(record())
     wait_for(entered.is_set, "the place to hang", 60)
     for _ in range(QUEUED + 2):
-        outside.put(record())
-    outside.close()
-    assert sum("figures are left out" in m for m in caplog.messages) == 1
+        outputs[0].put(record())
+    outputs[1].put(record(step=7))
+    wait_for(lambda: kept.steps, "the figures of another output", 60)
+    close_all(outputs, timeout_s=0)
+    assert kept.steps == [7]
+    assert sum("figures are left out" in m and "where='far away'" in m for m in caplog.messages) == 1
     free.set()

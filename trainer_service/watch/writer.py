@@ -1,7 +1,7 @@
 """Writes the figures of training. It never stops or delays training.
 
-The file and Prometheus are written in the trainer's own thread. TensorBoard, W&B and MLflow may block on a network: a
-separate thread writes them, and drops records that do not fit its queue.
+The file and Prometheus are written in the trainer's own thread. TensorBoard, W&B and MLflow may block on a network:
+each has a thread of its own, which drops records that do not fit its queue.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,14 @@ class Watch:
     def __init__(self, config: TrainerConfig, folder: Path) -> None:
         """folder: the trainer's own. Raises StartupError for a port in use. See `require_packages`."""
         settings = config.watch
-        outside = _output_factories(settings, config.name, folder)
+        makers = _output_factories(settings, config.name, folder)
         self._metrics = TrainerMetrics()
         self._sinks: dict[str, TrainerMetrics | JsonLines] = {"Prometheus": self._metrics}
         if settings.jsonl:
             self._sinks["JSONL"] = JsonLines(folder, int(settings.jsonl_mb * 1e6))
         self._endpoint = None if settings.port is None else MetricsServer(settings, self._metrics)
-        self._outside = Outside(outside, settings.timeout_s) if outside else None
+        self._outside = [Outside(name, make) for name, make in makers.items()]
+        self._timeout_s = settings.timeout_s
         self._seconds: dict[str, float] = {}
         self._failed: set[str] = set()
 
@@ -74,17 +75,16 @@ class Watch:
                 sink.write(record)
             except OSError as error:
                 self._warn_once(name, error)
-        if self._outside is not None:
-            self._outside.put(record)
+        for output in self._outside:
+            output.put(record)
 
     def show_trip(self, tripped: Mapping[str, Any] | None) -> None:
         """Show the tripped breaker as stored in the ledger; None: it is not tripped."""
         self._metrics.show_trip(tripped)
 
     def close(self) -> None:
-        """Stop the endpoint; wait up to the timeout for records in the queue."""
-        if self._outside is not None:
-            self._outside.close()
+        """Stop the endpoint; wait up to the timeout for records in the queues."""
+        close_all(self._outside, self._timeout_s)
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -95,54 +95,54 @@ class Watch:
 
 
 class Outside:
-    """A thread that sends records to outputs that may fail or block. An error disables only its own output."""
+    """A thread that sends records to an output that may fail or block."""
 
-    def __init__(self, makers: Mapping[str, Callable[[], Sink]], timeout_s: float) -> None:
-        """makers: create each output, by name, in the thread. timeout_s: of `close`."""
-        self._makers, self._timeout_s = dict(makers), timeout_s
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        """make: creates the output, in the thread."""
+        self._name, self._make = name, make
         self._records: queue.Queue[Record | None] = queue.Queue(QUEUED)
         self._left_out = 0
         self._thread = threading.Thread(target=self._run, name="figures", daemon=True)
         self._thread.start()
 
     def put(self, record: Record) -> None:
-        """Queue a record, or drop it if the queue is full."""
+        """Queue a record, or drop it if the queue is full or the output has failed."""
+        if not self._thread.is_alive():
+            return
         try:
             self._records.put_nowait(record)
         except queue.Full:
             self._left_out += 1
             if self._left_out == 1:
-                log.warning("figures are left out: they are sent more slowly than they come", where=list(self._makers))
+                log.warning("figures are left out: they are sent more slowly than they come", where=self._name)
 
-    def close(self) -> None:
-        """Send queued records for at most `timeout_s`; an output that blocks is abandoned."""
+    def ask_to_end(self) -> None:
+        """Let the thread end once it has sent the records in the queue."""
         with contextlib.suppress(queue.Full):
             self._records.put_nowait(None)
-        self._thread.join(self._timeout_s)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread. An output that blocks is abandoned."""
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        sinks: dict[str, Sink] = {}
-        for name, make in self._makers.items():
-            with _logged(name, sinks):
-                sinks[name] = make()
-        while (record := self._records.get()) is not None:
-            for name in list(sinks):
-                with _logged(name, sinks):
-                    sinks[name].write(record)
-        for name in list(sinks):
-            with _logged(name, sinks):
-                sinks[name].close()
+        try:
+            sink = self._make()
+            while (record := self._records.get()) is not None:
+                sink.write(record)
+            sink.close()
+        except Exception as error:  # noqa: BLE001 — boundary to code of others
+            reason = _PASSWORD.sub("://…@", f"{type(error).__name__}: {error}".split("\n")[0])
+            log.warning("figures are no longer sent; training goes on", where=self._name, reason=reason)
 
 
-@contextlib.contextmanager
-def _logged(name: str, sinks: dict[str, Sink]) -> Iterator[None]:
-    """Log an error of an output, and send it no more records."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 — boundary to code of others
-        sinks.pop(name, None)
-        reason = _PASSWORD.sub("://…@", f"{type(error).__name__}: {error}".split("\n")[0])
-        log.warning("figures are no longer sent; training goes on", where=name, reason=reason)
+def close_all(outputs: Sequence[Outside], timeout_s: float) -> None:
+    """Let all outputs send what is in their queues, for at most `timeout_s` together."""
+    for output in outputs:
+        output.ask_to_end()
+    deadline = time.monotonic() + timeout_s
+    for output in outputs:
+        output.join(max(0.0, deadline - time.monotonic()))
 
 
 def _output_factories(settings: WatchConfig, trainer: str, folder: Path) -> dict[str, Callable[[], Sink]]:

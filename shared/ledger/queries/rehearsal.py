@@ -6,12 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
-from sqlalchemy import Connection, not_, or_, select, text
+from sqlalchemy import Connection, not_, select, text
 
 from shared.experience import Experience, State, VersionState
 from shared.ledger.conditions import in_parts
 from shared.ledger.queries.lease import load_rows
-from shared.ledger.tables import REHEARSABLE, batches, experiences, versions
+from shared.ledger.tables import REHEARSABLE, experiences, lineage, versions
 from shared.reward import EVERY_LESSON, Kind, lessons_of
 
 _NEWEST = 100_000  # size of the pool, in rows
@@ -28,19 +28,19 @@ def draw_rehearsal(
 ) -> list[Experience]:
     """Return rows that were trained on for signals of these kinds, at most `share` times as many as `rows`, rounded up.
 
-    Quarantined and erased rows, and those in `rows`, are excluded, and those that a rejected version learned first or
-    last: after a rollback, what may have made it worse is not learned again by itself. The draw depends on the seed and
-    on `rows`, so that it is the same for the same batch after a crash. Unusable rows are left out of the result: those
-    with a correction of a whole, which is about the whole's last reply.
+    Quarantined and erased rows, and those in `rows`, are excluded, and those that a rejected version was trained on:
+    after a rollback, what may have made it worse is not learned again by itself. `flywheel rollback --again` asks for
+    it, so versions before a row's present first one do not count. The draw depends on the seed and on `rows`, so that
+    it is the same for the same batch after a crash. Unusable rows are left out of the result: those with a correction
+    of a whole, which is about the whole's last reply.
     """
     lessons = int(lessons_of(kinds))
     known_for = experiences.c.taught.bitwise_and(lessons) != 0
     is_erased = experiences.c.taught == int(EVERY_LESSON)
-    first, last = experiences.c.consumed_version, experiences.c.batch_id
-    rejected = select(versions.c.version).where(versions.c.state == VersionState.REJECTED)
-    of_rejected = select(batches.c.id).where(batches.c.consumed_version.in_(rejected))
-    are_good = (or_(first.is_(None), first.not_in(rejected)), or_(last.is_(None), last.not_in(of_rejected)))
-    is_kept = (experiences.c.state != State.DISCARDED, not_(is_erased), *are_good)
+    rejected = select(lineage.c.version).join(versions, versions.c.version == lineage.c.version)
+    rejected = rejected.where(lineage.c.experience_id == experiences.c.id, versions.c.state == VersionState.REJECTED)
+    is_good = ~rejected.where(lineage.c.version >= experiences.c.consumed_version).exists()
+    is_kept = (experiences.c.state != State.DISCARDED, not_(is_erased), is_good)
     pool = select(experiences.c.id).where(text(REHEARSABLE), known_for, *is_kept)
     fresh = {row.id for row in rows}
     newest = connection.execute(pool.order_by(experiences.c.id.desc()).limit(_NEWEST))

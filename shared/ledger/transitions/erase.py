@@ -12,7 +12,7 @@ from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, in_parts, is_done, 
 from shared.ledger.connect import lock_rows
 from shared.ledger.prefix import inline_prefix, lock_tokens
 from shared.ledger.queries.signals import count_signals
-from shared.ledger.tables import batches, experiences, payloads, signals
+from shared.ledger.tables import experiences, lineage, payloads, signals
 from shared.reward import EVERY_LESSON, Lesson
 
 
@@ -38,7 +38,7 @@ def erase(
         one_choice = and_(experiences.c.msg_id == message, experiences.c.choice == choice)
         named.append(or_(experiences.c.msg_id == msg_id, one_choice))
     assert named, "an erasure names whose rows"
-    columns = (experiences.c[name] for name in ("id", "msg_id", "choice", "state", "consumed_version", "batch_id"))
+    columns = (experiences.c[name] for name in ("id", "msg_id", "choice", "state"))
     query = select(*columns).where(experiences.c.id > after_id, *named).order_by(experiences.c.id)
     rows = list(connection.execute(query.limit(MAX_PARAMETERS).with_for_update()))  # nothing more is said of them
     ids, names = [row.id for row in rows], sorted({row.msg_id for row in rows})
@@ -61,15 +61,9 @@ def erase(
 
 
 def _versions_trained_on(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[int]:
-    """Yield the first and the last version that was trained on each row.
-
-    Without the last one, none may be in the present line: a rollback may have rejected the first.
-    """
-    yield from (row.consumed_version for row in rows if row.consumed_version is not None)
-    batch_ids = sorted({row.batch_id for row in rows if row.batch_id is not None})
-    for part in in_parts(batches.c.id, batch_ids):
-        last = select(batches.c.consumed_version).where(part, batches.c.consumed_version.is_not(None))
-        yield from connection.execute(last).scalars()
+    """Yield the versions that were trained on these rows, also those that a rollback rejected."""
+    for part in in_parts(lineage.c.experience_id, sorted(row.id for row in rows)):
+        yield from connection.execute(select(lineage.c.version).distinct().where(part)).scalars()
 
 
 def _preferring(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[AnyRow]:
@@ -78,7 +72,7 @@ def _preferring(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[AnyR
     about = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     is_leased = and_(experiences.c.state == State.LEASED, experiences.c.acts.bitwise_and(int(Lesson.PREFERENCE)) != 0)
     known = or_(experiences.c.taught.bitwise_and(int(Lesson.PREFERENCE)) != 0, is_leased)
-    columns = (experiences.c[name] for name in ("id", "taught", "consumed_version", "batch_id"))
+    columns = (experiences.c[name] for name in ("id", "taught"))
     query = (
         select(*columns, is_leased.label("is_leased"))
         .distinct()
@@ -133,7 +127,8 @@ def remove(connection: Connection, ids: Sequence[int], said: Mapping[int, int] |
         _delete_signals(connection, gone)
         inline_prefix(connection, gone)
         _move_requests(connection, gone)
-        connection.execute(delete(payloads).where(payloads.c.experience_id.in_(gone)))
+        for table in (payloads, lineage):
+            connection.execute(delete(table).where(table.c.experience_id.in_(gone)))
         connection.execute(delete(experiences).where(experiences.c.id.in_(gone)))
         removed += gone
     return removed

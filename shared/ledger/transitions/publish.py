@@ -8,14 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, func, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal, select, update
 
 from shared.errors import LeaseLost
 from shared.experience import BatchState, Purpose, State, VersionState
 from shared.ledger.conditions import in_parts, is_in
 from shared.ledger.connect import database_time, insert_into, lock_rows
 from shared.ledger.queries.signals import load_signals
-from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
+from shared.ledger.tables import batches, experiences, lineage, signals, trainer_states, trainers, versions
 from shared.ledger.transitions.retain import keep_base, lease_version, release_version
 from shared.ledger.transitions.versions import publish_version
 from shared.reward import EVERY_LESSON, WORDS, NewWords, lessons_of
@@ -128,6 +128,8 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
     first = func.coalesce(experiences.c.consumed_version, version)
     blameless = {"failures": 0, "deaths": 0}  # the state contains an update with them
     values = {"state": State.CONSUMED, "consumed_version": first, "last_signal": last_signal, **acted, **blameless}
+    trained = select(experiences.c.id, literal(version)).where(*rows)
+    connection.execute(insert(lineage).from_select(["experience_id", "version"], trained))
     connection.execute(update(experiences).where(*rows).values(values))
     for lessons, ids in later.items():
         for part in in_parts(experiences.c.id, ids):

@@ -7,14 +7,14 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, or_, select, update
+from sqlalchemy import Connection, and_, func, insert, or_, select, update
 
 from shared.experience import Sample, Sampling, State, choice_name
 from shared.ledger.conditions import AnyRow, is_in
 from shared.ledger.connect import copy_rows, placeholder
 from shared.ledger.prefix import share_prefix
 from shared.ledger.queries.rows import Alike, find_alike
-from shared.ledger.tables import experiences, payloads, signals, versions
+from shared.ledger.tables import experiences, lineage, payloads, signals, versions
 
 _COPY_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
 Extends = tuple[bytes, ...]  # digests of exchanges that a chat may continue
@@ -85,7 +85,10 @@ def restore_trained(connection: Connection, msg_id: str, choice: int, *, lessons
     teaches = experiences.c.teaches.bitwise_and(~lessons)
     mine = (experiences.c.msg_id == msg_id, experiences.c.choice == choice, version.is_not(None))
     recorded = is_in(experiences.c.state, State.RECORDED)
-    connection.execute(update(experiences).where(*mine, recorded).values(**trained, teaches=teaches))
+    changed = update(experiences).where(*mine, recorded).values(**trained, teaches=teaches)
+    if connection.execute(changed).rowcount:
+        known = select(experiences.c.id, experiences.c.consumed_version).where(*mine)
+        connection.execute(insert(lineage).from_select(["experience_id", "version"], known))
 
 
 def restore_quarantine(connection: Connection, msg_id: str, choice: int, *, reason: str) -> None:
