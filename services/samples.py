@@ -218,6 +218,17 @@ async def _render(
     return Tokens(np.array(prompt, np.int32), np.array(reply_ids, np.int32), sampled)
 
 
+def _restore_trained(connection: Connection, sample: Sample, trained: Trained) -> None:
+    transitions.restore_trained(
+        connection,
+        sample.msg_id,
+        sample.choice,
+        lessons=trained.lessons,
+        manifest_sha256=trained.manifest_sha256,
+        trained_by={version.manifest_sha256: version.consumed for version in trained.versions},
+    )
+
+
 def store(
     connection: Connection,
     rows: list[ImportedRow],
@@ -257,7 +268,7 @@ def store(
                 scope=scope,
             )
         if trained is not None:
-            transitions.restore_trained(connection, sample.msg_id, sample.choice, **msgspec.structs.asdict(trained))
+            _restore_trained(connection, sample, trained)
         if quarantine is not None:
             transitions.restore_quarantine(connection, sample.msg_id, sample.choice, reason=quarantine)
     return stored

@@ -50,6 +50,7 @@ class Progress:
     step: int = 0  # number of updates applied to the weights in memory
     version: int = 0  # the last published version, or the version that training started from
     batch_ids: list[int] = field(default_factory=list)  # trained on since that version; their rows are still leased
+    trained_on: set[int] = field(default_factory=set)  # ids of rows in updates since that version, also rehearsed ones
     held: dict[int, list[int]] = field(default_factory=dict)  # versions not in a saved state yet, with their batches
     stats: Stats = field(default_factory=dict)
 
@@ -155,6 +156,7 @@ class Trainer:
         progress = self._progress
         self._mark_updating(lease, True)
         progress.batch_ids.append(lease.batch_id)
+        progress.trained_on.update(row.id for row in lease.rows)
         ahead = len(progress.batch_ids) - 1
         progress.stats = self._learner.train(rows, step=progress.step, version=progress.version, ahead=ahead)
         self._mark_updating(lease, False)
@@ -264,6 +266,7 @@ class Trainer:
         progress, trainer = self._progress, self._config.trainer.name
         about: dict[str, Any] = {"version": version, "step": progress.step, "trainer": trainer, "stats": progress.stats}
         about |= {"parent": progress.version, "kind": self._config.model.kind, **written}
+        about |= {"trained_on": progress.trained_on}
         if state is None:
             self._write_leased(lambda connection: transitions.publish_ahead(connection, **about))
             held = {**progress.held, version: progress.batch_ids}

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from shared.errors import StartupError
 from shared.experience import Experience
+from shared.ledger import queries
 from shared.log import StageLogger
 from shared.stop_request import StopRequest
 from trainer_service.answers import answer_tokenizer
@@ -40,7 +41,10 @@ class OfflineTrainer(Trainer):
         try:
             with beats:  # others see that this trainer is alive
                 self._breaker.require_free()
-                self._update_all(self._require_known(rows), epochs, stop)
+                rows = self._require_known(rows)
+                self._update_all(rows, epochs, stop)
+                choices = {(row.msg_id, row.choice) for row in rows}
+                self._progress.trained_on = self._write(lambda connection: queries.ids_of(connection, choices))
                 self._publish()
                 if lasts:
                     self._save_unsaved_versions()

@@ -22,7 +22,7 @@ from shared.errors import StartupError
 from shared.experience import CorruptTokens, Sampling, Tokens, choice_name
 from shared.ledger.conditions import in_parts
 from shared.ledger.prefix import load_tokens
-from shared.ledger.tables import experiences, payloads, signals, versions
+from shared.ledger.tables import experiences, lineage, payloads, signals, versions
 from shared.process import is_gone, process_name
 from shared.versions import fsync
 
@@ -57,6 +57,7 @@ def conversations(
     for rows in result.partitions():
         loaded = load_tokens(connection, [row.id for row in rows]) if with_tokens else {}
         logs = _signals(connection, rows) if with_tokens else {}
+        trained = _lineage(connection, rows) if with_tokens else {}
         requests = _requests(connection, rows)
         for row in rows:
             conversation, tokens = _conversation(row, requests.get(row.msg_id)), loaded.get(row.id)
@@ -64,7 +65,7 @@ def conversations(
                 tokens = _NO_TOKENS
             if isinstance(tokens, Tokens):
                 about = {**_tokens(row, tokens), "signals": logs.get((row.msg_id, row.choice), [])}
-                about |= {"trained": _trained(row), "tokenizer": tokenizer}
+                about |= {"trained": _trained(row, trained.get(row.id, [])), "tokenizer": tokenizer}
                 yield {**(conversation or {"messages": None, "tools": None, **_row_fields(row)}), **about}
             else:
                 yield conversation
@@ -95,10 +96,23 @@ def _tokens(row: Any, tokens: Tokens) -> dict[str, Any]:
     return {**arrays, "sampling": {column.name: row._mapping[column] for column in _SAMPLING}}
 
 
-def _trained(row: Any) -> dict[str, Any] | None:
-    """Return the lessons that the row was trained on, and the first version that contains it."""
-    known = row.manifest_sha256 is not None
-    return {"lessons": row.taught, "manifest_sha256": row.manifest_sha256} if known else None
+def _lineage(connection: Connection, rows: Sequence[Any]) -> dict[int, list[dict[str, Any]]]:
+    """Return the versions that were trained on each row, as shared.ledger.given.TrainedVersion, by the row's id."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    query = select(lineage, versions.c.manifest_sha256).join(versions, versions.c.version == lineage.c.version)
+    query = query.where(versions.c.manifest_sha256.is_not(None)).order_by(lineage.c.version)
+    for part in in_parts(lineage.c.experience_id, [row.id for row in rows]):
+        for row in connection.execute(query.where(part)):
+            version = {"manifest_sha256": row.manifest_sha256, "consumed": row.consumed}
+            found.setdefault(row.experience_id, []).append(version)
+    return found
+
+
+def _trained(row: Any, trained_versions: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return what the row was trained on, as shared.ledger.given.Trained."""
+    if row.manifest_sha256 is None:
+        return None
+    return {"lessons": row.taught, "manifest_sha256": row.manifest_sha256, "versions": trained_versions}
 
 
 def _conversation(row: Any, of_message: bytes | None) -> dict[str, Any] | None:

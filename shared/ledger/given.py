@@ -220,11 +220,19 @@ def _rewards(row: dict[str, Any], reward: Any, rule: RewardConfig) -> list[Signa
     return said if own is None or own == reward else said[::-1]  # `reward` is the last one that was sent
 
 
+class TrainedVersion(msgspec.Struct):
+    """A version that was trained on a row."""
+
+    manifest_sha256: str
+    consumed: bool  # as in the table `lineage`
+
+
 class Trained(msgspec.Struct):
     """What a row was trained on, as `export --tokens` writes it."""
 
     lessons: Annotated[int, msgspec.Meta(ge=0, lt=2 * max(Lesson))]
     manifest_sha256: str  # of the first version that was trained on it
+    versions: list[TrainedVersion] = []  # all of them; an older Flywheel wrote only the first
 
 
 def trained_of(row: dict[str, Any]) -> Trained | None:

@@ -246,6 +246,31 @@ def test_a_rejected_version_is_named_although_its_rows_are_to_be_trained_on_agai
     assert erased_message(config, capsys, "m") == "1 rows erased; they went into versions 1"
 
 
+def test_a_version_published_ahead_of_a_state_and_withdrawn_is_named(config, ledger, capsys):
+    serve_base(ledger)
+    record(ledger, "m", "n")
+    say(ledger, "m", UP)
+    commit(ledger)
+    lease = claim(ledger)
+    with ledger.write() as connection:
+        about = {"parent": 0, "kind": "full", "step": 1, "trainer": "t"}
+        transitions.announce_trainer(connection, name="t", step=0, version=0, state_path=None, state_sha256=None)
+        assert transitions.reserve_version(connection, writer="t") == 1
+        transitions.publish_ahead(connection, version=1, trained_on=[row.id for row in lease.rows], **about)
+        transitions.give_back(connection, owner="t")
+        transitions.withdraw_versions(connection, writer="t", after=0)
+    assert erased_message(config, capsys, "m") == "1 rows erased; they went into versions 1"
+    assert erased_message(config, capsys, "n") == "1 rows erased; no version was trained on them"
+
+
+def test_the_version_of_a_trainer_that_an_older_flywheel_started_is_named(config, ledger, capsys):
+    record(ledger, "m")
+    learn(ledger, "m", UP, 1)
+    with ledger.write() as connection:
+        connection.execute(lineage.delete())
+    assert erased_message(config, capsys, "m") == "1 rows erased; they went into versions 1"
+
+
 def test_a_removed_row_leaves_no_lineage(ledger):
     record(ledger, "m", "n")
     for name, version in (("m", 1), ("n", 2)):

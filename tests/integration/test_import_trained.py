@@ -12,7 +12,7 @@ from shared.config import RewardConfig
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state
-from shared.ledger.tables import experiences, payloads, signals, versions
+from shared.ledger.tables import experiences, lineage, payloads, signals, versions
 from shared.reward import SCORES, Signal
 from tests.support.processes import run_here
 from tests.support.samples import sample
@@ -70,6 +70,37 @@ def test_a_new_lesson_about_an_imported_row_is_trained_on(ledger, config, archiv
     assert run_here(config, "import", str(archived[0])) == 0
     assert feedback(ledger, Signal("correction", text="better"), msg_ids=["m1"]) == "applied"
     assert committed(ledger) == 1
+
+
+def test_an_imported_archive_names_each_version_that_was_trained_on_a_row(ledger, config, tmp_path, capsys):
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        transitions.record(connection, [sample("m0", **RUN)])
+    for version, said in ((1, Signal("reward", 1.0)), (2, Signal("correction", text="better"))):
+        feedback(ledger, said, **RUN)
+        committed(ledger)
+        with ledger.write() as connection:
+            batch = transitions.claim(connection, owner="trainer", at_least=1, at_most=1, lease_s=60.0)
+            about = {"parent": version - 1, "kind": "full", "step": 1, "manifest_sha256": str(version) * 64}
+            trainer = {"trainer": "trainer", "batch_ids": [batch], "state_path": f"s{version}"}
+            transitions.publish(connection, version=version, **about, **trainer)
+    with ledger.write() as connection:
+        about |= {"manifest_sha256": "3" * 64, "trained_on": [1]}
+        transitions.publish(connection, version=3, trainer="other", **about)
+    assert whole_lineage(ledger) == [(1, True), (2, True), (3, False)]
+    run_here(config, "archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
+    (file,) = (tmp_path / "archive").iterdir()
+    assert run_here(config, "import", str(file)) == 0
+    assert whole_lineage(ledger) == [(1, True), (2, True), (3, False)]
+    assert run_here(config, "erase", "--message", "m0") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 rows erased; they went into versions 1-3"
+
+
+def whole_lineage(ledger: Ledger) -> list[tuple]:
+    with ledger.read() as connection:
+        return [
+            tuple(row) for row in connection.execute(select(lineage.c.version, lineage.c.consumed).order_by("version"))
+        ]
 
 
 WHY = "quarantined: each trainer died in an update with it alone"

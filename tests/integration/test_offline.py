@@ -63,9 +63,13 @@ def test_an_export_makes_the_next_version_of_a_root_which_its_trainer_goes_on_fr
     with begin(lives, tmp_path) as trainer:
         wait_for(lambda: (tmp_path / "versions/v000001").exists() or not trainer.alive, "a version", 240)
         assert trainer.stop() == 0
-    train(lives, tmp_path, "--from", str(trained / "rows.parquet"), "--epochs", "2")
     ledger = open_ledger(tmp_path)
-    with ledger.read() as connection:
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("chatcmpl-0-0"), sample("chatcmpl-9-0")])  # one of them is in the file
+    train(lives, tmp_path, "--from", str(trained / "rows.parquet"), "--epochs", "2")
+    with ledger.write() as connection:
+        assert transitions.erase(connection, msg_id="chatcmpl-0-0").versions == {2}
+        assert transitions.erase(connection, msg_id="chatcmpl-9-0").versions == set()
         versions = [(row.version, row.parent, row.step, row.state) for row in list_versions(connection)]
         trainer_row = find_trainer(connection, "trainer")
     ledger.close()

@@ -11,7 +11,7 @@ from shared.config import RewardConfig, TrainerConfig
 from shared.experience import Experience
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.tables import experiences
+from shared.ledger.tables import experiences, lineage
 from shared.reward import Kind, Signal, learned_kinds
 from shared.stop_request import StopRequest
 from tests.support.plans import plans_of
@@ -79,8 +79,11 @@ def test_the_same_batch_gets_the_same_ones_after_a_crash_and_another_seed_draws_
     assert any([row.msg_id for row in claimed_again(ledger, rehearse=0.75, seed=n)] != first for n in range(1, 4))
 
 
-def test_rows_that_a_rejected_version_learned_are_not_drawn(ledger):
+@pytest.mark.parametrize("is_stored", [True, False], ids=["", "by an older Flywheel"])
+def test_rows_that_a_rejected_version_learned_are_not_drawn(ledger, is_stored):
     with ledger.write() as connection:
+        if not is_stored:
+            connection.execute(lineage.delete())
         transitions.publish(connection, version=0, parent=None, kind="full", step=0)
         transitions.serve_version(connection, 0, by="an engine")
         transitions.roll_back(connection, 0, by="operator")
@@ -128,6 +131,22 @@ def learn_of_rated(ledger: Ledger, said: Signal, version: int, parent: int) -> N
         batch = transitions.claim(connection, owner="trainer", at_least=1, at_most=5, lease_s=60)
         about: dict[str, Any] = {"version": version, "parent": parent, "kind": "full", "step": version}
         transitions.publish(connection, **about, trainer="trainer", batch_ids=[batch])
+
+
+@pytest.mark.parametrize("is_stored", [True, False], ids=["", "by an older Flywheel"])
+def test_what_only_a_version_that_was_withdrawn_or_rehearsed_it_learned_is_drawn(ledger, is_stored):
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        about: dict[str, Any] = {"parent": 1, "kind": "full", "step": 2, "trainer": "trainer"}
+        transitions.publish(connection, version=2, trained_on=range(1, 14), **about)
+        for version in (0, 1, 2):
+            transitions.serve_version(connection, version, by="an engine")
+        assert transitions.roll_back(connection, 1, by="operator").rejected == [2]
+        if not is_stored:
+            connection.execute(lineage.delete())
+        assert "shown-0" in transitions.erase(connection, msg_id="shown-0").names
+    again = {row.msg_id for row in claimed(ledger, rehearse=4.0) if row.is_rehearsal}
+    assert "shown-1" in again and "shown-0" not in again
 
 
 def test_what_an_operator_had_trained_again_after_a_rollback_is_drawn(ledger):

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select
 
 from shared.ledger.queries import count_by_state, find_trainer, list_versions
-from shared.ledger.tables import batches, experiences
+from shared.ledger.tables import batches, experiences, lineage
 from shared.versions import verify_version
 from tests.support.experiences import make_experiences
 from tests.support.models import make_tiny_model
@@ -53,6 +53,7 @@ def test_ready_rows_become_versions_that_verify_and_the_rows_name_them(undisturb
     with ledger.read() as connection:
         versions = list_versions(connection)
         consumed = connection.execute(select(experiences.c.consumed_version).order_by(experiences.c.id)).scalars().all()
+        all_versions = connection.execute(select(lineage).order_by(lineage.c.experience_id)).all()
         trainer = find_trainer(connection, "trainer")
     ledger.close()
     assert [(v.version, v.parent, v.step) for v in versions] == [
@@ -60,6 +61,7 @@ def test_ready_rows_become_versions_that_verify_and_the_rows_name_them(undisturb
         *((n, n - 1, n) for n in range(1, LAST + 1)),
     ]
     assert consumed == [1 + index // BATCH for index in range(ROWS)]  # oldest first
+    assert [tuple(row) for row in all_versions] == [(index, v, True) for index, v in enumerate(consumed, start=1)]
     for version in versions:
         assert verify_version(undisturbed / version.path).version == version.version
     assert trainer is not None and not trainer.alive

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
-from sqlalchemy import Connection, not_, select, text
+from sqlalchemy import ColumnElement, Connection, not_, or_, select, text
 
 from shared.experience import Experience, State, VersionState
 from shared.ledger.conditions import in_parts
@@ -37,10 +37,7 @@ def draw_rehearsal(
     lessons = int(lessons_of(kinds))
     known_for = experiences.c.taught.bitwise_and(lessons) != 0
     is_erased = experiences.c.taught == int(EVERY_LESSON)
-    rejected = select(lineage.c.version).join(versions, versions.c.version == lineage.c.version)
-    rejected = rejected.where(lineage.c.experience_id == experiences.c.id, versions.c.state == VersionState.REJECTED)
-    is_good = ~rejected.where(lineage.c.version >= experiences.c.consumed_version).exists()
-    is_kept = (experiences.c.state != State.DISCARDED, not_(is_erased), is_good)
+    is_kept = (experiences.c.state != State.DISCARDED, not_(is_erased), *_are_good())
     pool = select(experiences.c.id).where(text(REHEARSABLE), known_for, *is_kept)
     fresh = {row.id for row in rows}
     newest = connection.execute(pool.order_by(experiences.c.id.desc()).limit(_NEWEST))
@@ -54,6 +51,15 @@ def draw_rehearsal(
     last_signal = {row.id: row.last_signal for row in stored}
     found, _ = load_rows(connection, stored, acts, vocabulary, kinds, max_tokens)
     return [kept for row in found if (kept := _as_rehearsal(row, last_signal[row.id])).signals]
+
+
+def _are_good() -> tuple[ColumnElement[bool], ...]:
+    """Rows that no rejected version consumed. A trainer of an older Flywheel stores only a row's first version."""
+    first = experiences.c.consumed_version
+    rejected = select(versions.c.version).where(versions.c.state == VersionState.REJECTED)
+    consumed = select(lineage.c.version).where(lineage.c.experience_id == experiences.c.id, lineage.c.consumed)
+    by_rejected = consumed.where(lineage.c.version >= first, lineage.c.version.in_(rejected)).exists()
+    return or_(first.is_(None), first.not_in(rejected)), ~by_rejected
 
 
 def _as_rehearsal(row: Experience, last_signal: int) -> Experience:

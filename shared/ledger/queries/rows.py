@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -65,6 +65,14 @@ def known_choices(connection: Connection, msg_ids: list[str]) -> set[tuple[str, 
     """Return the choices of these messages that are stored."""
     query = select(experiences.c.msg_id, experiences.c.choice).where(experiences.c.msg_id.in_(msg_ids))
     return {(row.msg_id, row.choice) for row in connection.execute(query)}
+
+
+def ids_of(connection: Connection, choices: Collection[tuple[str, int]]) -> set[int]:
+    """Return the ids of these choices, as far as they are stored."""
+    query = select(experiences.c.id, experiences.c.msg_id, experiences.c.choice)
+    parts = in_parts(experiences.c.msg_id, sorted({msg_id for msg_id, _ in choices}))
+    found = (row for part in parts for row in connection.execute(query.where(part)))
+    return {row.id for row in found if (row.msg_id, row.choice) in choices}
 
 
 @dataclass(slots=True)

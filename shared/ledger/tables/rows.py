@@ -58,9 +58,7 @@ experiences = Table(
     Column("taught", Integer, nullable=False, server_default=text("0")),
     Column("last_signal", BigInteger, nullable=False, server_default=text("0")),  # the last signal in the log by then
     Column("batch_id", Id),  # its current or last batch; no foreign key: see migrations, 0005
-    Column(
-        "consumed_version", Integer, info=_EXPORTED
-    ),  # the first version that was trained on it; all are in `lineage`
+    Column("consumed_version", Integer, info=_EXPORTED),  # the first version that was trained on it; see `lineage`
     Column("failures", Integer, nullable=False, server_default=text("0")),  # number of failed updates with it
     Column("deaths", Integer, nullable=False, server_default=text("0")),  # of trainers during an update with it
     Column("n_prompt", Integer, nullable=False),  # tokens
@@ -149,9 +147,11 @@ lineage = Table(  # the versions that were trained on a row
     "lineage",
     metadata,
     Column(
-        "experience_id", Id, ForeignKey("experiences.id", ondelete="CASCADE"), primary_key=True, autoincrement=False
-    ),
+        "experience_id", Id, primary_key=True, autoincrement=False
+    ),  # no foreign key, whose check would lock the row
     Column("version", Integer, primary_key=True, autoincrement=False),
+    # the row was in its batches, and a saved state contains it; else published ahead of one, rehearsed, or from a file
+    Column("consumed", Boolean, nullable=False),
 )
 Index("ix_lineage_version", lineage.c.version)
 

@@ -38,7 +38,7 @@ def erase(
         one_choice = and_(experiences.c.msg_id == message, experiences.c.choice == choice)
         named.append(or_(experiences.c.msg_id == msg_id, one_choice))
     assert named, "an erasure names whose rows"
-    columns = (experiences.c[name] for name in ("id", "msg_id", "choice", "state"))
+    columns = (experiences.c[name] for name in ("id", "msg_id", "choice", "state", "consumed_version"))
     query = select(*columns).where(experiences.c.id > after_id, *named).order_by(experiences.c.id)
     rows = list(connection.execute(query.limit(MAX_PARAMETERS).with_for_update()))  # nothing more is said of them
     ids, names = [row.id for row in rows], sorted({row.msg_id for row in rows})
@@ -61,7 +61,11 @@ def erase(
 
 
 def _versions_trained_on(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[int]:
-    """Yield the versions that were trained on these rows, also those that a rollback rejected."""
+    """Yield the versions that were trained on these rows, also those that a rollback rejected.
+
+    A trainer that an older Flywheel started stores only the first one, with the row.
+    """
+    yield from (row.consumed_version for row in rows if row.consumed_version is not None)
     for part in in_parts(lineage.c.experience_id, sorted(row.id for row in rows)):
         yield from connection.execute(select(lineage.c.version).distinct().where(part)).scalars()
 
@@ -72,7 +76,7 @@ def _preferring(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[AnyR
     about = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     is_leased = and_(experiences.c.state == State.LEASED, experiences.c.acts.bitwise_and(int(Lesson.PREFERENCE)) != 0)
     known = or_(experiences.c.taught.bitwise_and(int(Lesson.PREFERENCE)) != 0, is_leased)
-    columns = (experiences.c[name] for name in ("id", "taught"))
+    columns = (experiences.c[name] for name in ("id", "taught", "consumed_version"))
     query = (
         select(*columns, is_leased.label("is_leased"))
         .distinct()

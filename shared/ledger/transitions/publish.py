@@ -8,14 +8,15 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, select, update
 
 from shared.errors import LeaseLost
 from shared.experience import BatchState, Purpose, State, VersionState
 from shared.ledger.conditions import in_parts, is_in
 from shared.ledger.connect import database_time, insert_into, lock_rows
 from shared.ledger.queries.signals import load_signals
-from shared.ledger.tables import batches, experiences, lineage, signals, trainer_states, trainers, versions
+from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
+from shared.ledger.transitions.lineage import add_consumed, add_trained
 from shared.ledger.transitions.retain import keep_base, lease_version, release_version
 from shared.ledger.transitions.versions import publish_version
 from shared.reward import EVERY_LESSON, WORDS, NewWords, lessons_of
@@ -33,6 +34,7 @@ def publish(
     delta_of: int | None = None,
     trainer: str | None = None,
     batch_ids: Collection[int] = (),
+    trained_on: Collection[int] = (),
     earlier: Mapping[int, Collection[int]] = MappingProxyType({}),
     state_path: str | None = None,
     state_sha256: str | None = None,
@@ -41,7 +43,8 @@ def publish(
     """Commit a version: its row, CONSUMED for its batches, and the trainer's state that contains them.
 
     size: of the version's files in bytes. delta_of: the version whose files it needs, which are kept as long as its
-    own. earlier: see `record_state`.
+    own. trained_on: ids of rows in its updates, also of those that are in none of its batches. earlier: see
+    `record_state`.
 
     After a crash, either all of it is stored or nothing. A repeat changes nothing, for a trainer that lost the answer
     to the first attempt. Raises LeaseLost if this trainer no longer has the lease of a batch.
@@ -56,6 +59,7 @@ def publish(
         state = {"state_path": state_path, "state_sha256": state_sha256}
         contained = {**earlier, version: batch_ids}
         record_state(connection, trainer=trainer, version=version, step=step, contained=contained, stats=stats, **state)
+        add_trained(connection, version, trained_on)
 
 
 def publish_ahead(
@@ -65,13 +69,14 @@ def publish_ahead(
     trainer: str,
     size: int | None = None,
     delta_of: int | None = None,
+    trained_on: Collection[int] = (),
     stats: dict[str, float] | None = None,
     **about: Any,
 ) -> None:
     """Commit a version that no saved state contains yet: its rows stay LEASED until `record_state` names it.
 
-    Its files are kept for the trainer until then, because its next version descends from them. size, delta_of: see
-    `publish`. about: see `publish_version`. A repeat changes nothing.
+    Its files are kept for the trainer until then, because its next version descends from them. size, delta_of,
+    trained_on: see `publish`. about: see `publish_version`. A repeat changes nothing.
     """
     state = connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar()
     if state == VersionState.RESERVED:
@@ -83,6 +88,7 @@ def publish_ahead(
         release_version(connection, **lease, but=version)
         encoded = msgspec.json.encode(stats or {})
         connection.execute(update(trainers).where(trainers.c.name == trainer).values(stats=encoded))
+        add_trained(connection, version, trained_on)
 
 
 def record_state(
@@ -128,8 +134,7 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
     first = func.coalesce(experiences.c.consumed_version, version)
     blameless = {"failures": 0, "deaths": 0}  # the state contains an update with them
     values = {"state": State.CONSUMED, "consumed_version": first, "last_signal": last_signal, **acted, **blameless}
-    trained = select(experiences.c.id, literal(version)).where(*rows)
-    connection.execute(insert(lineage).from_select(["experience_id", "version"], trained))
+    add_consumed(connection, version, rows)
     connection.execute(update(experiences).where(*rows).values(values))
     for lessons, ids in later.items():
         for part in in_parts(experiences.c.id, ids):

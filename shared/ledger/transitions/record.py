@@ -7,14 +7,15 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, and_, func, insert, or_, select, update
+from sqlalchemy import Connection, and_, func, or_, select, update
 
 from shared.experience import Sample, Sampling, State, choice_name
 from shared.ledger.conditions import AnyRow, is_in
 from shared.ledger.connect import copy_rows, placeholder
 from shared.ledger.prefix import share_prefix
 from shared.ledger.queries.rows import Alike, find_alike
-from shared.ledger.tables import experiences, lineage, payloads, signals, versions
+from shared.ledger.tables import experiences, payloads, signals, versions
+from shared.ledger.transitions.lineage import restore_lineage
 
 _COPY_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
 Extends = tuple[bytes, ...]  # digests of exchanges that a chat may continue
@@ -73,10 +74,19 @@ def _record(connection: Connection, samples: Sequence[Sample], waits: bool) -> N
         connection.exec_driver_sql(insert_payload, texts[0] if one else texts)
 
 
-def restore_trained(connection: Connection, msg_id: str, choice: int, *, lessons: int, manifest_sha256: str) -> None:
+def restore_trained(
+    connection: Connection,
+    msg_id: str,
+    choice: int,
+    *,
+    lessons: int,
+    manifest_sha256: str,
+    trained_by: Mapping[str, bool],
+) -> None:
     """RECORDED → CONSUMED for an imported row, with its signals, that a version of this ledger was trained on.
 
-    lessons: those that it was trained on. manifest_sha256: of the first version that contains it.
+    lessons: those that it was trained on. manifest_sha256: of the first version that contains it. trained_by: all
+    versions that were trained on it, by the SHA-256 of their manifests, each with the value of `lineage.consumed`.
     """
     version = select(versions.c.version).where(versions.c.manifest_sha256 == manifest_sha256).scalar_subquery()
     of_row = (signals.c.msg_id == msg_id, signals.c.choice == choice)
@@ -86,9 +96,8 @@ def restore_trained(connection: Connection, msg_id: str, choice: int, *, lessons
     mine = (experiences.c.msg_id == msg_id, experiences.c.choice == choice, version.is_not(None))
     recorded = is_in(experiences.c.state, State.RECORDED)
     changed = update(experiences).where(*mine, recorded).values(**trained, teaches=teaches)
-    if connection.execute(changed).rowcount:
-        known = select(experiences.c.id, experiences.c.consumed_version).where(*mine)
-        connection.execute(insert(lineage).from_select(["experience_id", "version"], known))
+    for row_id in connection.execute(changed.returning(experiences.c.id)).scalars().all():
+        restore_lineage(connection, row_id, {**trained_by, manifest_sha256: True})
 
 
 def restore_quarantine(connection: Connection, msg_id: str, choice: int, *, reason: str) -> None:

@@ -12,11 +12,13 @@ revision = "0023"
 down_revision = "0022"
 
 KNOWN = """
-INSERT INTO lineage (experience_id, version)
-SELECT id, consumed_version FROM experiences WHERE consumed_version IS NOT NULL
+INSERT INTO lineage (experience_id, version, consumed)
+SELECT id, consumed_version, true FROM experiences WHERE consumed_version IS NOT NULL
 UNION
-SELECT experiences.id, batches.consumed_version FROM experiences JOIN batches ON batches.id = experiences.batch_id
+SELECT experiences.id, batches.consumed_version, true
+FROM experiences JOIN batches ON batches.id = experiences.batch_id
 WHERE batches.state = 'CONSUMED' AND batches.consumed_version IS NOT NULL AND experiences.consumed_version IS NOT NULL
+AND substr(coalesce(experiences.reason, ''), 1, 12) <> 'quarantined:'
 """
 
 
@@ -24,8 +26,9 @@ def upgrade() -> None:
     row_id = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
     op.create_table(
         "lineage",
-        sa.Column("experience_id", row_id, sa.ForeignKey("experiences.id", ondelete="CASCADE"), nullable=False),
+        sa.Column("experience_id", row_id, nullable=False),
         sa.Column("version", sa.Integer(), nullable=False),
+        sa.Column("consumed", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("experience_id", "version"),
     )
     op.execute(KNOWN)
