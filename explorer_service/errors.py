@@ -15,6 +15,7 @@ FlywheelError                     shared/errors.py
 │   ├── OtherWeights              it holds another version than it serves
 │   ├── TurnLost                  another engine takes up a version now
 │   ├── StageFailed               its machine cannot store a version, or does not see it
+│   │   └── NoRoom                it has no room for a version while it has requests of others
 │   ├── ProbeMismatch             it computes other logprobs than the trainer
 │   ├── AdapterForgotten          it restarted, and lacks an adapter that it had loaded
 │   └── WeightsUnproven           it sampled a reply with weights that failed their proof
@@ -98,6 +99,10 @@ class TurnLost(EngineError):
 
 class StageFailed(EngineError):
     """The engine's machine cannot store a version, or does not see it; the engine continues to serve."""
+
+
+class NoRoom(StageFailed):
+    """The engine is well, and has no room for a version while it has requests of others."""
 
 
 class ProbeMismatch(EngineError):

@@ -1,7 +1,7 @@
 """Periodic jobs: commit rows with signals, expire rows without, delete old idempotency keys, merge counts.
 
 All jobs use conditional statements, so any number of explorers may run them on one ledger. Ages are measured by the
-database's clock.
+database's clock, by which rows and keys are stored with their times.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Membership: explorers on one ledger behave as one, so each has to know which others are alive.
 
-Owns this explorer's heartbeat, which costs one small write every two seconds.
+Owns this explorer's heartbeat, which costs one small write every two seconds, and reads the database's clock with it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from shared import clock
 from shared.clock import until_next_tick
 from shared.errors import LedgerError
 from shared.ledger import queries, transitions
+from shared.ledger.connect import database_clock
 from shared.ledger.queries import Followed
 from shared.log import StageLogger
 from shared.process import process_name
@@ -37,12 +38,19 @@ class Membership:
         self.is_alone = True  # as of the last heartbeat
         self.heartbeat_at = 0.0  # clock.since_boot_s(): when the last stored heartbeat was sent
         self.noticed_at = 0.0  # time.monotonic(): from then on the others know this explorer
+        self._clock_s = (
+            time.time() - clock.since_boot_s()
+        )  # database_clock() as of the last heartbeat; at first the host's
         self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
         self.on_first_other: Callable[[], Awaitable[None]] | None = None  # called when it is no longer alone
         self.on_heartbeat: Callable[[], Awaitable[None]] | None = None  # called after each heartbeat of `run`
         self._writer = writer
         self._settings = settings
+
+    def now(self) -> float:
+        """Return Unix seconds by the database's clock, without asking it: chats are stored with this time."""
+        return self._clock_s + clock.since_boot_s()
 
     async def run(self) -> None:
         """Send heartbeats."""
@@ -60,11 +68,11 @@ class Membership:
         sent_at = clock.since_boot_s()
         acknowledged = dict(self.acknowledged)
 
-        def beat(connection: Connection) -> tuple[dict[str, dict[str, Any]], frozenset[str]]:
+        def beat(connection: Connection) -> tuple[dict[str, dict[str, Any]], frozenset[str], float]:
             others = transitions.heartbeat(connection, self.id, acknowledged, self._settings)
-            return others, queries.owned_engines(connection, self.id)
+            return others, queries.owned_engines(connection, self.id), database_clock(connection)
 
-        others, self.owned = await self._writer.write(beat)
+        others, self.owned, self._clock_s = await self._writer.write(beat)
         was_alone, self.is_alone = self.is_alone, not others
         if not self.heartbeat_at and others:
             self.noticed_at = time.monotonic() + NOTICED_S

@@ -59,8 +59,8 @@ async def answer_promote(request: Request, deps: Deps) -> Response:
 
 
 async def _share(weights: Mapping[int, float], caller: Caller, deps: Deps) -> dict[str, Any]:
-    at_most = deps.config.versions_served
-    change = partial(transitions.share_traffic, weights=weights, at_most=at_most, by=_operator(caller))
+    at_most, needed = deps.config.versions_served, deps.config.needed_to_serve_more
+    change = partial(transitions.share_traffic, weights=weights, at_most=at_most, by=_operator(caller), needed=needed)
     shares = await deps.feedback_writer.write(change)
     return {"traffic": {str(version): share for version, share in shares.items()}}
 

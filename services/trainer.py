@@ -16,7 +16,7 @@ from shared.errors import ConfigError, RolledBack, StartupError, VersionError
 from shared.experience import Experience, Purpose
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import kept_versions, live_trainers
+from shared.ledger.queries import TrainerRow, VersionRow, find_versions, kept_versions, live_trainers
 from shared.log import StageLogger, configure_logging
 from shared.process import process_name, visible_devices
 from shared.stop_request import StopRequest
@@ -90,28 +90,24 @@ def resumed(
     """Yield a trainer with its ledger, folder and models, resumed from its state. rows: those of a file to train on."""
     from trainer_service.base_version import ensure_base_version
     from trainer_service.choice import chosen, chosen_for
+    from trainer_service.heartbeat import shown_while_it_starts
     from trainer_service.learner import Learner
     from trainer_service.leftovers import remove_leftovers
     from trainer_service.resume import StateStore
-    from trainer_service.state_files import require_same_critic
     from trainer_service.watch.writer import Watch
 
     model = config.model
     if model.kind == "lora" and model.lora.rank != model.lora.engine_rank:
         log.info("engines reserve the next higher rank", rank=model.lora.rank, reserved=model.lora.engine_rank)
-    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger, contextlib.ExitStack() as starting:
         ensure_base_version(config, ledger)
         with contextlib.closing(StateStore(config.root, config.trainer.name)) as states:
             row = remove_leftovers(config.root, ledger, config.trainer.name)
             warn_of_others(ledger, config.trainer.name)
+            starting.enter_context(shown_while_it_starts(ledger, config.trainer, stop))
             config = chosen(config, ledger, row, stop) if rows is None else chosen_for(config, rows, row)
-            saved = None if row is None else row.state_path
-            if saved is not None:
-                require_same_critic(config.root / saved, config.trainer)
-            start = 0 if saved is not None else begin_with(ledger, config.trainer.name)
-            for version in sorted({0, start}):
-                _require_whole(config, version)
-            folder = _whole_folder(config, start, states.folder)
+            start = 0 if row is not None and row.state_path is not None else begin_with(ledger, config.trainer.name)
+            folder = _folder_to_start_from(config, ledger, row, start, states.folder)
             prepare = preparations(config, stop)
             ranks.order("begin", str(folder.relative_to(config.root)), config.trainer.parts)
             build, again = (
@@ -122,11 +118,27 @@ def resumed(
                 with contextlib.closing(Watch(config.trainer, states.folder)) as watch:
                     trainer = kind(config, ledger, learner, states, stop, watch)
                     trainer.resume(row, start)
+                    starting.close()
                     yield trainer
             except RolledBack:  # the models are loaded again in this process
                 learner.close()
                 raise
             learner.close()
+
+
+def _folder_to_start_from(config: Config, ledger: Ledger, row: TrainerRow | None, start: int, private: Path) -> Path:
+    """Return the folder with the weights that a trainer starts from. private: the trainer's folder.
+
+    row: the trainer's, with its saved state. start: see `begin_with`. Raises StartupError.
+    """
+    from trainer_service.state_files import require_same_critic
+
+    if row is not None and row.state_path is not None:
+        require_same_critic(config.root / row.state_path, config.trainer)
+    rows_of = ledger.fetch(partial(find_versions, numbers={0, start}))
+    for version in sorted(rows_of):
+        _require_whole(config, rows_of[version])
+    return _whole_folder(config, rows_of[start], private)
 
 
 def warn_of_others(ledger: Ledger, trainer: str) -> None:
@@ -185,25 +197,25 @@ def only_the_last_core() -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _require_whole(config: Config, version: int) -> None:
-    """Raise StartupError if a version that training starts from is damaged."""
+def _require_whole(config: Config, row: VersionRow) -> None:
+    """Raise StartupError if a version that training starts from is damaged, or is not the one in the ledger."""
     try:
-        verify_version(config.root / version_path(version))
+        verify_version(config.root / row.path, row.manifest_sha256)
     except VersionError as exc:
-        raise StartupError(f"version {version} cannot be trained from: {exc}; restore its folder") from exc
+        raise StartupError(f"version {row.version} cannot be trained from: {exc}; restore its folder") from exc
 
 
-def _whole_folder(config: Config, version: int, private: Path) -> Path:
+def _whole_folder(config: Config, row: VersionRow, private: Path) -> Path:
     """Return a version's folder with all its weights: for a delta, a copy in the trainer's private folder."""
-    folder, copy = config.root / version_path(version), private / "start"
+    folder, copy = config.root / row.path, private / "start"
     shutil.rmtree(copy, ignore_errors=True)
     if read_manifest(folder).form == "whole":
         return folder
     try:
         copy.mkdir()
-        copy_version(read_chain(config.root, version), copy)
+        copy_version(read_chain(config.root, row.version, row.manifest_sha256), copy)
     except (VersionError, OSError) as exc:
-        raise StartupError(f"version {version} cannot be trained from: {exc}; restore it, or free space") from exc
+        raise StartupError(f"version {row.version} cannot be trained from: {exc}; restore it, or free space") from exc
     return copy
 
 

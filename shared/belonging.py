@@ -9,13 +9,15 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from shared.adapters import read_adapter_config
+from shared.adapters import AdapterConfig, read_adapter_config
 from shared.config import Config
 from shared.errors import ConfigError, StartupError, VersionError
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, kept_versions, list_versions
+from shared.log import StageLogger
 from shared.versions import manifest_sha256, version_name
 
+log = StageLogger("publish")
 REMEDY = (
     "nothing was deleted; set database_url (FLYWHEEL_DATABASE_URL) to the ledger that they belong to, "
     "restore that ledger, or move them out of root_dir"
@@ -82,22 +84,33 @@ def require_kind(kind: str, ledger: Ledger) -> None:
 
 
 def require_same_shape(config: Config, ledger: Ledger) -> None:
-    """Raise ConfigError if the newest adapter's rank or alpha is not the configured one."""
+    """Raise ConfigError if the newest adapter's rank or alpha is not the configured one.
+
+    Adapters whose configuration cannot be read are skipped: engines start on version 0, and the explorer serves without
+    them. A trainer checks the version that it starts from.
+    """
     model = config.model
     rows = [row for row in ledger.fetch(kept_versions) if row.may_serve and row.version > 0 and row.has_files]
-    if model.kind == "full" or not rows:
+    newest = None if model.kind == "full" else _newest_adapter(config.root, rows)
+    if newest is None:
         return
-    newest = rows[-1]
-    try:
-        adapter = read_adapter_config(config.root / newest.path)
-    except VersionError as exc:
-        raise StartupError(f"version {newest.version} cannot be continued: {exc}; restore its folder") from exc
+    version, adapter = newest
     for key, wanted, found in (("rank", model.lora.rank, adapter.r), ("alpha", model.lora.alpha, adapter.lora_alpha)):
         if wanted != found:
             raise ConfigError(
-                f"model.lora.{key}={wanted:g}, and version {newest.version} in {config.root} was trained with "
+                f"model.lora.{key}={wanted:g}, and version {version} in {config.root} was trained with "
                 f"{found:g}; set model.lora.{key}: {found:g}, or give the new ones a root_dir of their own"
             )
+
+
+def _newest_adapter(root: Path, rows: list[VersionRow]) -> tuple[int, AdapterConfig] | None:
+    """Return the newest version whose configuration can be read."""
+    for row in reversed(rows):
+        try:
+            return row.version, read_adapter_config(root / row.path)
+        except VersionError as error:
+            log.warning("version skipped", version=row.version, reason=str(error))
+    return None
 
 
 def version_folders(root: Path) -> list[Path]:

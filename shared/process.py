@@ -23,7 +23,7 @@ def process_name() -> str:
 def is_gone(name: str) -> bool:
     """Whether the process of that name ran on this machine and has ended; False if unknown."""
     began = _start_times(name)
-    return began is not None and began[1] not in (began[0], None)
+    return began is not None and began[0] != 0 and began[1] not in (began[0], None)
 
 
 def is_running(name: str) -> bool:

@@ -8,13 +8,15 @@ expired; nothing is deleted until they have renewed them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 from shared.belonging import version_folders, version_number
 from shared.config import Config
-from shared.errors import LedgerError
+from shared.errors import LedgerError, StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger, database_time
 from shared.ledger.queries import find_versions, kept_versions
@@ -72,6 +74,7 @@ class Janitor:
     ) -> None:
         self._settings = config.versions
         self._name = config.trainer.name
+        self._root = config.root
         self._folder = config.root / "versions"
         self._ledger = ledger
         self._states = states
@@ -91,6 +94,7 @@ class Janitor:
             self._give_up_versions()
             self._delete_versions()
             self._delete_states(current)
+            self._delete_states_of_others()
         except LedgerError as error:
             log.debug("nothing is deleted: the ledger is unavailable", reason=str(error))
         except OSError as error:
@@ -99,7 +103,7 @@ class Janitor:
     def _give_up_versions(self) -> None:
         settings = self._settings
         unknown = [row for row in self._ledger.fetch(kept_versions) if row.has_files and row.bytes is None]
-        sizes = {row.version: size_of(self._folder.parent / row.path) for row in unknown}
+        sizes = {row.version: size_of(self._root / row.path) for row in unknown}
         with self._ledger.write() as connection:
             given_up = transitions.give_up_files(
                 connection,
@@ -114,7 +118,7 @@ class Janitor:
 
     def _delete_versions(self) -> None:
         """Delete the folders of all versions whose files the ledger has given up."""
-        folders = version_folders(self._folder.parent)
+        folders = version_folders(self._root)
         numbers = [number for number in map(version_number, folders) if number <= LARGEST_VERSION]
         rows = self._ledger.fetch(lambda connection: find_versions(connection, numbers)).values()
         given_up = {version_name(row.version) for row in rows if row.deleted_at is not None}
@@ -130,3 +134,20 @@ class Janitor:
         with self._ledger.write() as connection:  # first, so that no rollback names a state that is being deleted
             kept = transitions.forget_old_states(connection, trainer=self._name, current=path, keep=keep)
         self._states.clean(kept)
+
+    def _delete_states_of_others(self) -> None:
+        """Delete states from which no trainer can start, of trainers of other names that have ended."""
+        unusable = partial(transitions.unusable_states, but=self._name)
+        for name in sorted({state.trainer for state in self._ledger.fetch(unusable)}):
+            try:
+                store = StateStore(self._root, name)
+            except StartupError as error:  # a trainer of this name begins, or this one may not write there
+                log.debug("states of another trainer are not deleted", trainer=name, reason=str(error))
+                continue
+            with contextlib.closing(store):  # only while they are renamed: a trainer of this name may want to begin
+                states = [state for state in self._ledger.fetch(unusable) if state.trainer == name]
+                set_aside([self._root / state.path for state in states])
+            sweep(store.folder)
+            with self._ledger.write() as connection:  # last, so that the next run completes what a crash interrupts
+                transitions.forget_states(connection, name, [state.version for state in states])
+            log.info("states of another trainer deleted", trainer=name, versions=[state.version for state in states])

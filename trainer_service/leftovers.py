@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from shared.belonging import REMEDY, in_short, require_known_versions, version_folders, version_number
+from shared.belonging import REMEDY, in_short, require_belonging, version_folders, version_number
 from shared.errors import StartupError
 from shared.experience import VersionState
 from shared.ledger import transitions
@@ -25,9 +25,10 @@ def remove_leftovers(root: Path, ledger: Ledger, trainer: str) -> TrainerRow | N
 
     Returns this trainer's row.
 
-    Raises StartupError, and deletes nothing, if more is unknown than one crash leaves, or the saved state is missing.
+    Raises StartupError, and deletes nothing, if more is unknown than one crash leaves, the folder is another ledger's,
+    or the saved state is missing.
     """
-    require_known_versions(root, ledger)
+    require_belonging(root, ledger)
     # listed before the ledger is read: a trainer reserves a number before it writes that folder
     folders, temporary = version_folders(root), temporary_versions(root)
     with ledger.read() as connection:

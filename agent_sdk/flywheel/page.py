@@ -28,7 +28,7 @@ def page(report: Report, rewards: list[float]) -> str:
     evaluations = [_cells(one) for one in report.evaluations]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(report.name)}</title>'
-        f"<style>{_STYLE}</style><h1>{html.escape(report.name)}</h1>{picture(rewards, report.evaluations)}"
+        f"<style>{_STYLE}</style><h1>{html.escape(report.name)}</h1>{picture(rewards, report)}"
         f"<table>{_rows(figures)}</table>"
         f"<h2>Evaluations</h2><table>{_row(columns, 'th')}{_rows(evaluations)}</table></html>\n"
     )
@@ -40,15 +40,19 @@ def _cells(one: Evaluation) -> list[Any]:
     return [one.version, one.after_runs, reward, f"{one.solved:.3f}", one.n, failed]
 
 
-def picture(rewards: list[float], evaluations: Iterable[Evaluation]) -> str:
-    """Plot the mean reward over the runs, in a hundred steps, and the evaluations with their standard errors."""
+def picture(rewards: list[float], report: Report) -> str:
+    """Plot the mean reward over the runs, in a hundred steps, and the evaluations with their standard errors.
+
+    The place of an evaluation is the share of all runs that ended before it: some of them may have no reward.
+    """
     if len(rewards) < 2:
         return ""
     steps = min(100, len(rewards))
     cuts = [number * len(rewards) // steps for number in range(steps + 1)]
     means = [sum(rewards[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    found = [(one.after_runs, one.mean, one.standard_error) for one in evaluations if one.n]
-    points = [(min(1.0, runs / len(rewards)) * WIDTH, mean, error) for runs, mean, error in found if runs is not None]
+    found = [(one.after_runs, one.mean, one.standard_error) for one in report.evaluations if one.n]
+    most = max(report.runs, len(rewards))
+    points = [(min(1.0, runs / most) * WIDTH, mean, error) for runs, mean, error in found if runs is not None]
     ends = [mean + sign * error for _, mean, error in points for sign in (-1, 1)]
     low, high = min(0.0, *means, *ends), max(1.0, *means, *ends)
 

@@ -102,7 +102,8 @@ class ExplorerProtocol(HttpToolsProtocol):
         """The whole answer was passed to the transport."""
         super().on_response_complete()
         self._connections.end_answer(self.transport)
-        self._parse(self._requests.end_answer())
+        if not self.transport.is_closing():  # after an answer that ends the connection, no request begins
+            self._parse(self._requests.end_answer())
         if self._requests.overrun:
             self.transport.close()
 

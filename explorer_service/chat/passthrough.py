@@ -1,7 +1,8 @@
 """Routes that are served but not recorded: the engine returns no token ids for them, or samples nothing.
 
 POST /v1/responses, /v1/messages (Anthropic's), /tokenize and /detokenize: replies have `X-Flywheel-Recorded: false`.
-Bodies and streams are forwarded unchanged in both directions, except the model's name.
+Bodies and streams are forwarded unchanged in both directions, except the model's name. While several versions have
+shares of the chats, each request that samples gets one of them by its own id, whatever run or conversation it is of.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from explorer_service.chat.stream import RECORDED_HEADER, VERSION_HEADER, EventS
 from explorer_service.deps import Deps
 from explorer_service.engines.dispatch import EngineRequest, Exchange
 
+_SAMPLE = ("/v1/responses", "/v1/messages")
+
 
 async def answer_unrecorded(request: Request, deps: Deps) -> Response:
     """POST to one of the routes above."""
@@ -28,12 +31,14 @@ async def answer_unrecorded(request: Request, deps: Deps) -> Response:
     async with AsyncExitStack() as resources:
         resources.enter_context(caller.limit.taken())  # before the body is read or decoded
         body = decode_body(await deps.bodies.read(request))
-        route = deps.router.choose(body.get("model"))
+        path, route, request_id = request.scope["path"], deps.router.choose(body.get("model")), uuid.uuid4().hex
+        is_divided = deps.shares.divided and route.names_none and path in _SAMPLE
         forwarded = EngineRequest(
-            path=request.scope["path"],
+            path=path,
             body=body,
-            request_id=uuid.uuid4().hex,
+            request_id=request_id,
             version=route.version,
+            preferred=await deps.shares.choose(request_id, None, None, ()) if is_divided else None,
             seeded=body.get("seed") is not None,
             unknown_model=route.unknown_model,
         )

@@ -38,7 +38,8 @@ async def _answer(surface: Surface, request: Request, deps: Deps) -> Response:
     async with AsyncExitStack() as resources:
         resources.enter_context(caller.limit.taken())  # before the body is read or decoded
         raw = await deps.bodies.read(request)
-        chat = parse_chat(surface, raw, request.headers, caller, deps.router, deps.config, request.path_params)
+        names, now = request.path_params, deps.membership.now()
+        chat = parse_chat(surface, raw, request.headers, caller, deps.router, deps.config, names, now)
         if deps.shares.divided and chat.route.names_none:
             chat = await _choose_version(chat, deps)
         async with while_caller_waits(request.receive):

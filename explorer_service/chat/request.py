@@ -81,7 +81,7 @@ class ChatRequest:
     sampling: dict[str, Any]  # the fields of Sampling that the caller set
     attribution: Attribution
     received_at: float  # time.perf_counter()
-    created_at: float  # Unix seconds
+    created_at: float  # Unix seconds, by the database's clock
     preferred: int | None = None  # the version that should answer if the caller names none; None: the leading one
 
     def engine_request(self) -> EngineRequest:
@@ -102,6 +102,7 @@ class ChatRequest:
             seeded=body.get("seed") is not None,
             affinity=self.route.affinity,
             unknown_model=self.route.unknown_model,
+            is_chat=True,
         )
 
     def _requests_other_logprobs(self) -> bool:
@@ -118,10 +119,11 @@ def parse_chat(
     router: Router,
     config: Config,
     names: Mapping[str, str],
+    created_at: float,
 ) -> ChatRequest:
     """Parse the fields that the explorer needs; the engine validates the rest. Raises ApiError.
 
-    names: `task` and `run` from the path, percent-encoded.
+    names: `task` and `run` from the path, percent-encoded. created_at: the request's time, by the database's clock.
     """
     received_at, settings = time.perf_counter(), config.explorer
     body = decode_body(raw)
@@ -144,7 +146,7 @@ def parse_chat(
         sampling=_read_sampling(body, config.engine.tool_parser),
         attribution=_attribute(body, messages, headers, names, caller),
         received_at=received_at,
-        created_at=time.time(),
+        created_at=created_at,
     )
 
 

@@ -50,6 +50,7 @@ class EngineRequest:
     seeded: bool = False
     affinity: int = 0  # requests with the same number prefer the same engine
     unknown_model: object = None  # sent instead of the version's name; the engine refuses it
+    is_chat: bool = False  # counted in the metrics of chats
 
     def encode(self, model: str) -> bytes:
         sent = model if self.unknown_model is None else self.unknown_model
@@ -202,19 +203,19 @@ class Dispatcher:
         pin = nullcontext() if self._pin is None or request.version is None else self._pin(request.version)
         async with pin:
             slot = await self._acquire(request, avoid)
-        started = time.perf_counter()
-        self._metrics.chat_in_flight.inc()
+        started, slot.is_chat = time.perf_counter(), request.is_chat
+        if slot.is_chat:
+            self._metrics.chat_in_flight.inc()
         headers = {"X-Request-Id": request.request_id, "Content-Type": "application/json"}
         try:
             data = request.encode(slot.model)
             response = await self.http.post(slot.engine.url, request.path, data, headers)
             if response.status >= 400:
                 await self._check_error(slot, request, response)
-        except (EngineUnavailable, TimeoutError) as exc:
+        except BaseException as exc:
             self.end(slot, started)
-            raise self.lost(slot, exc) from exc
-        except BaseException:
-            self.end(slot, started)
+            if isinstance(exc, EngineUnavailable | TimeoutError):
+                raise self.lost(slot, exc) from exc
             raise
         if request.unknown_model is not None and response.status == 200:  # the engine's own name for an adapter
             response.close(reusable=False)
@@ -261,8 +262,9 @@ class Dispatcher:
     def end(self, slot: EngineSlot, started: float) -> None:
         """Free the slot of a request that the engine has finished. started: time.perf_counter()."""
         self.pool.release(slot)
-        self._metrics.chat_in_flight.dec()
-        self._metrics.chat_engine.observe(time.perf_counter() - started)
+        if slot.is_chat:
+            self._metrics.chat_in_flight.dec()
+            self._metrics.chat_engine.observe(time.perf_counter() - started)
 
     def lost(self, slot: EngineSlot, error: Exception) -> EngineLost:
         """Return the error to raise. Withdraws the engine unless it was only slow, or this machine had a shortage."""

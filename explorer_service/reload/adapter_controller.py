@@ -7,18 +7,20 @@ may be deleted.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection
 
-from explorer_service.engines.engine import Engine
+from explorer_service.engines.engine import Engine, EngineState
 from explorer_service.engines.pool import EnginePool
-from explorer_service.errors import EngineDied, EngineUnavailable, LoadUndone, NotOwner, ProbeMismatch
+from explorer_service.errors import EngineDied, EngineUnavailable, LoadUndone, NoRoom, NotOwner, ProbeMismatch
 from explorer_service.reload.adapter_take_up import AdapterTakeUp
 from explorer_service.reload.blame import Backoff, Blame
 from explorer_service.reload.health import while_open
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
-from shared.errors import EngineError, VersionError
+from shared.clock import until_next_tick
+from shared.errors import EngineError, LedgerError, VersionError
 from shared.ledger import queries, transitions
 from shared.ledger.queries import VersionRow
 from shared.log import StageLogger
@@ -32,8 +34,15 @@ class AdapterController:
     """The adapters of one engine that this explorer owns."""
 
     def __init__(
-        self, engine: Engine, take_up: AdapterTakeUp, judge: VersionJudge, blame: Blame, reloading: Reloading
+        self,
+        engine: Engine,
+        take_up: AdapterTakeUp,
+        judge: VersionJudge,
+        blame: Blame,
+        leading: Backoff,
+        reloading: Reloading,
     ) -> None:
+        """leading: when the version that should lead may be tried again."""
         self._engine = engine
         self._take_up = take_up
         self._judge = judge
@@ -42,6 +51,7 @@ class AdapterController:
         self._pool: EnginePool = reloading.pool
         self._most_pins = reloading.config.engine.versions_held - 2  # without the leading version, and one take-up
         self._retry_s = reloading.config.explorer.reload.retry_s
+        self._leading = leading
         self._backoff = Backoff(self._retry_s)
         self._deadly = Backoff(_DEADLY * self._retry_s)
         self._left_at: dict[int, int] = {}  # by leaving version: the generation that announced it
@@ -63,14 +73,14 @@ class AdapterController:
         if lost := [name for name in before.values() if name not in self._take_up.present]:
             self._pool.check(self._engine, f"it lost {', '.join(lost)} in a restart")
             return
-        if reason := await self._adopt():
-            self._pool.check(self._engine, f"its version is not proven by this explorer: {reason}")
+        if not await self._adopt():
             return
         await self._forget_given_up()
         pins = await self._read_pins(self._engine.version)
         self._forget_ended(pins)
         await self.bring_in_pins(pins)
-        must_announce = await self._retire_all_but({self._engine.version, *pins})
+        stays = {self._engine.version, *pins, *self._leading.waiting_for_room()}  # one may be loaded, but not proven
+        must_announce = await self._retire_all_but(stays)
         if must_announce or self._engine.versions != self._take_up.names(0):  # lost adapters were loaded again
             await self._announce()
         await self._unload()
@@ -78,15 +88,40 @@ class AdapterController:
             await self._reloading.writer.write(self._take_up.note)
             self._held_at = time.monotonic()
 
-    async def _adopt(self) -> str | None:
-        """Prove the version that the previous owner served, so that it is not unloaded.
+    async def renew_leases(self) -> None:
+        """Renew the leases on what the engine has, without end: `tend` may wait long for a load."""
+        engine, reloading = self._engine, self._reloading
+        while True:
+            await asyncio.sleep(until_next_tick(_RENEW_S))
+            if engine.state is EngineState.UNAVAILABLE or not reloading.leases.holds(engine.url):
+                continue
+            try:
+                await reloading.writer.write(self._take_up.renew)
+            except LedgerError as error:
+                log.debug("leases not renewed: the ledger is unavailable", engine=engine.name, reason=str(error))
 
-        Returns None if the engine has proven it, else why not.
+    async def _adopt(self) -> bool:
+        """Prove the version that the previous owner served, so that it is not unloaded. Returns whether it is proven.
+
+        If it is not, the engine is closed, unless it only had no room: it serves on what the previous owner has proven.
         """
         version = self._engine.version
         if not version or version in self._take_up.served:
-            return None
-        return await self._bring_in(version)
+            return True
+        if self._backoff.wait_s(version):
+            return False
+        try:
+            reason = await self._bring_in(version)
+        except NoRoom as error:
+            self._wait_for_room(version, error)
+            return False
+        if reason is not None:
+            self._pool.check(self._engine, f"its version is not proven by this explorer: {reason}")
+        return reason is None
+
+    def _wait_for_room(self, version: int, error: NoRoom) -> None:
+        log.warning("version waits for room", version=version, engine=self._engine.name, reason=str(error))
+        self._backoff.note(version, error)
 
     async def bring_in_pins(self, pins: Collection[int] | None = None) -> None:
         """Load the pinned versions one by one. If the engine is not open yet, its opening announces them."""
@@ -95,7 +130,12 @@ class AdapterController:
                 continue
             if self._take_up.room < 2 and not self._take_up.inherited(version):
                 continue  # one place is for the leading version; the request waits until another version has left
-            if reason := await self._bring_in(version):
+            try:
+                reason = await self._bring_in(version)
+            except NoRoom as error:
+                self._wait_for_room(version, error)
+                return  # nor is there room for the others
+            if reason is not None:
                 log.warning("pinned version not loaded", version=version, engine=self._engine.name, reason=reason)
                 self._refuse(version, reason)
             else:
@@ -166,7 +206,7 @@ class AdapterController:
             return str(error)
 
     async def _load(self, target: TargetVersion) -> str | None:
-        """Like `_bring_in`. Raises EngineUnavailable, NotOwner."""
+        """Like `_bring_in`. Raises EngineUnavailable, NotOwner, NoRoom."""
         try:
             async with while_open(self._engine):
                 target = await self._take_up.stage(target)
@@ -182,7 +222,7 @@ class AdapterController:
             self._refuse(target.version, str(error), died=True)
             await self._blame.count(target, str(error))
             raise
-        except (EngineUnavailable, NotOwner):
+        except (EngineUnavailable, NotOwner, NoRoom):
             raise
         except EngineError as error:
             return str(error)
@@ -232,7 +272,9 @@ class AdapterController:
                 await self._reloading.leases.require(self._engine.url)
                 await self._take_up.unload(version)
                 del self._left_at[version]
-                self._reloading.poller.wake()  # pins may be waiting for its place
+                for backoff in (self._leading, self._backoff):
+                    backoff.end_waits_for_room()
+                self._reloading.poller.wake()
 
     async def _read_pins(self, current: int | None) -> list[int]:
         """Return the versions with shares and the last used pinned ones, as many as the engine has room for.

@@ -21,6 +21,7 @@ from explorer_service.errors import (
     EngineTimeout,
     EngineUnavailable,
     LoadUndone,
+    NoRoom,
     ProbeMismatch,
     StageFailed,
 )
@@ -49,6 +50,7 @@ class AdapterTakeUp:
         self.present: dict[str, str] = {}  # the engine's models when it was last asked: name → folder
         self.served: dict[int, str] = {}  # adapters that this explorer has proven there: version → name
         self.leaving: dict[int, str] = {}  # adapters that get no more requests and will be unloaded
+        self._loading: int | None = None
 
     def alone(self) -> AbstractAsyncContextManager[None]:
         """No exclusion: engines continue to serve while they load."""
@@ -61,6 +63,11 @@ class AdapterTakeUp:
     def note(self, connection: Connection) -> None:
         """Store the served and leaving adapters, in the transaction that announces them."""
         transitions.hold_adapters(connection, self._key, serves=self.served, leaving=self.leaving)
+
+    def renew(self, connection: Connection) -> None:
+        """Renew the leases on what the engine has. Nothing new is stored."""
+        has = self._versions_present() | (set() if self._loading is None else {self._loading})
+        transitions.renew_adapters(connection, self._key, has=has)
 
     async def stage(self, target: TargetVersion) -> TargetVersion:
         """Implements the protocol. The base, and adapters that the engine serves already, are not staged again."""
@@ -88,18 +95,21 @@ class AdapterTakeUp:
         """Load and prove the target, besides what the engine serves.
 
         good: what it serves if this fails; it needs no action. Raises StageFailed if no engine with these settings
-        could load the adapter; LoadUndone, ProbeMismatch, EngineDied, LedgerError.
+        could load the adapter; NoRoom, LoadUndone, ProbeMismatch, EngineDied, LedgerError.
         """
         try:
             await self._load(target)
-            with self._reloading.metrics.reload_proof.time():
-                await self._prove(target)
         except EngineTimeout as error:
             raise LoadUndone(str(error), is_technical=True) from error
         except EngineUnavailable as error:
             raise EngineDied(str(error)) from error
         except EngineRefused as error:
             raise await self._explain(error) from error
+        try:
+            with self._reloading.metrics.reload_proof.time():
+                await self._prove(target)
+        except EngineUnavailable as error:
+            raise EngineDied(str(error)) from error
         except ProbeMismatch:
             if target.version != 0:  # it has answered no request, unless it was proven before
                 self.leave(target.version, self._reloading.adapter_name(target.version, target.sha256))
@@ -152,9 +162,12 @@ class AdapterTakeUp:
     async def _read_in_use(self) -> set[int]:
         """Return the versions that the engine may read, also those that a previous owner loaded."""
         await self.read_present()
-        found = (self._reloading.version_named(name) for name in self.present)
         leased = await self._reloading.fetch(lambda connection: queries.leased_versions(connection, self._key))
-        return {*leased, *(version for version in found if version is not None)}
+        return {*leased, *self._versions_present()}
+
+    def _versions_present(self) -> set[int]:
+        found = (self._reloading.version_named(name) for name in self.present)
+        return {version for version in found if version is not None}
 
     def leave(self, version: int, name: str) -> None:
         """Send the version no new requests."""
@@ -174,7 +187,7 @@ class AdapterTakeUp:
         name = self._reloading.adapter_name(target.version, target.sha256)
         if name not in self.present:
             if self.room < 1:
-                raise StageFailed(
+                raise NoRoom(
                     f"engine {self._admin.url} holds {self._reloading.config.engine.versions_held} versions, all of "
                     "which have requests; it is tried again, or raise engine.max_cpu_loras"
                 )
@@ -183,7 +196,11 @@ class AdapterTakeUp:
             ):
                 raise StageFailed(f"version {target.version} is not on disk any more")
             await self._reloading.leases.require_held(self._engine.url)
-            await self._admin.load_adapter(name, target.folder)
+            self._loading = target.version
+            try:
+                await self._admin.load_adapter(name, target.folder)
+            finally:
+                self._loading = None
             self.present[name] = str(target.folder)
         elif not self.is_own(target.version, name):
             raise StageFailed(
@@ -192,6 +209,23 @@ class AdapterTakeUp:
             )
 
     async def _prove(self, target: TargetVersion) -> None:
+        """Raises ProbeMismatch, also for a probe that an engine refuses which is well; NoRoom if such an engine has not
+        answered: vLLM keeps a request waiting while requests of `max_loras` other adapters run, however long."""
+        try:
+            await self._score(target)
+        except EngineTimeout as error:
+            await self._admin.check_health()
+            raise NoRoom(
+                f"version {target.version} is not proven yet: {error}; requests of other versions may have all of its "
+                "engine.max_loras slots; it is tried again, or raise engine.max_loras"
+            ) from error
+        except EngineRefused as error:
+            await self._admin.check_health()  # the process that answers may outlive the one that computes
+            if error.status == 404:
+                raise StageFailed(f"{error}; the engine may have restarted") from error
+            raise ProbeMismatch(f"the probe of version {target.version} is refused: {error}") from error
+
+    async def _score(self, target: TargetVersion) -> None:
         if target.version == 0:
             await self._tolerance.prove_started(self._admin, target)
             return

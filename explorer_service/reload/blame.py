@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sqlalchemy import Connection
 
 from explorer_service.engines.engine import Engine
-from explorer_service.errors import EngineDied, LoadsRefused, LoadUndone, ProbeMismatch, StageFailed
+from explorer_service.errors import EngineDied, LoadsRefused, LoadUndone, NoRoom, ProbeMismatch, StageFailed
 from explorer_service.reload.judge import TargetVersion, VersionJudge
 from explorer_service.reload.reloading import Reloading
 from shared.errors import EngineError, VersionError, VersionMissing
@@ -26,28 +26,42 @@ from shared.log import StageLogger
 log = StageLogger("reload")
 
 _GIVEN_UP_AFTER = 2  # deaths and timeouts
-_LONGEST_WAIT = 100  # multiple of the first wait
+_LONGEST_WAIT, _LONGEST_FOR_ROOM = 100, 8  # multiples of the first wait
 
 
 class _Failed(NamedTuple):
     times: int
     due_at: float
     reason: str
+    for_room: bool
 
 
 class Backoff:
-    """When an engine may retry a version whose take-up failed: after a time that doubles."""
+    """When an engine may retry a version whose take-up failed: after a time that doubles.
+
+    If it only had no room, the time stays short, and ends when another version is unloaded.
+    """
 
     def __init__(self, first_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._first_s = first_s
         self._clock = clock
         self._failed: dict[int, _Failed] = {}  # by version
 
-    def note(self, version: int, reason: str) -> None:
-        """Note that the take-up failed."""
+    def note(self, version: int, failure: EngineError | VersionError | str) -> None:
+        """Note why the take-up failed."""
+        for_room = isinstance(failure, NoRoom)
         times = self._failed[version].times + 1 if version in self._failed else 1
-        due_at = self._clock() + self._first_s * min(2 ** min(times - 1, 30), _LONGEST_WAIT)
-        self._failed[version] = _Failed(times, due_at, reason)
+        longest = _LONGEST_FOR_ROOM if for_room else _LONGEST_WAIT
+        due_at = self._clock() + self._first_s * min(2 ** min(times - 1, 30), longest)
+        self._failed[version] = _Failed(times, due_at, str(failure), for_room)
+
+    def waiting_for_room(self) -> set[int]:
+        """Return the versions that may not be tried yet, because there was no room."""
+        return {version for version, failed in self._failed.items() if failed.for_room and self.wait_s(version)}
+
+    def end_waits_for_room(self) -> None:
+        """Allow at once the versions for which there was no room."""
+        self._failed = {version: failed for version, failed in self._failed.items() if not failed.for_room}
 
     def retry(self, version: int) -> None:
         """Allow the version at once, as if it were new."""
@@ -75,9 +89,16 @@ class Blame:
 
     def __init__(self, engine: Engine, judge: VersionJudge, reloading: Reloading) -> None:
         self._key = reloading.leases.key(engine.url)
+        self._engine = engine
         self._by = f"engine {engine.name}"
         self._judge = judge
         self._reloading = reloading
+
+    def note(self, version: int, error: EngineError | VersionError, backoff: Backoff) -> None:
+        """Report a failed take-up, and note it."""
+        log.error("version not taken up", version=version, engine=self._engine.name, reason=str(error))
+        self._reloading.metrics.reload_failures.labels(failure_name(error)).inc()
+        backoff.note(version, error)
 
     async def condemn(self, target: TargetVersion, reason: str) -> None:
         """Reject a version that a healthy engine cannot serve, unless another engine has proven it."""
@@ -126,6 +147,8 @@ class Blame:
 def failure_name(error: EngineError | VersionError) -> str:
     """Return the name of a take-up's failure in the metrics."""
     match error:
+        case NoRoom():
+            return "room"
         case LoadUndone():
             return "timeout" if error.is_technical else "load"
         case LoadsRefused():

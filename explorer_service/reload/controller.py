@@ -18,7 +18,7 @@ from explorer_service.engines.engine import Engine, EngineState
 from explorer_service.errors import EngineTimeout, EngineUnavailable, NotOwner, OtherWeights, StageFailed, TurnLost
 from explorer_service.reload.adapter_controller import AdapterController
 from explorer_service.reload.adapter_take_up import AdapterTakeUp
-from explorer_service.reload.blame import Backoff, Blame, failure_name
+from explorer_service.reload.blame import Backoff, Blame
 from explorer_service.reload.choice import VersionChoice
 from explorer_service.reload.follow import EngineFollower
 from explorer_service.reload.health import HEALTH_INTERVAL_S, EngineHealth, while_open
@@ -53,12 +53,12 @@ class EngineController:
         tolerance = EngineTolerance(engine, reloading)
         self._follower = EngineFollower(engine, admin, reloading)
         self._blame = Blame(engine, judge, reloading)
+        self._backoff = Backoff(self._settings.retry_s)
         self._take_up: TakeUp = FullTakeUp(engine, admin, tolerance, reloading)
         self._adapters: AdapterController | None = None
         if reloading.loads_adapters:
             self._take_up = adapters = AdapterTakeUp(engine, admin, tolerance, reloading)
-            self._adapters = AdapterController(engine, adapters, judge, self._blame, reloading)
-        self._backoff = Backoff(self._settings.retry_s)
+            self._adapters = AdapterController(engine, adapters, judge, self._blame, self._backoff, reloading)
         self._choice = VersionChoice(judge, self._blame, self._take_up, self._backoff, reloading)
         self._recovery = Recovery(admin, self._take_up, self._blame, reloading)
         self._health = EngineHealth(engine, admin, reloading)
@@ -70,6 +70,10 @@ class EngineController:
 
     async def run(self) -> None:
         """Control the engine without end."""
+        renewals = [] if self._adapters is None else [self._adapters.renew_leases()]
+        await asyncio.gather(self._control(), *renewals)
+
+    async def _control(self) -> None:
         while True:
             revision = self._reloading.poller.revision
             try:
@@ -250,7 +254,7 @@ class EngineController:
             raise
         except EngineError as error:
             self._paused_at = time.monotonic()
-            self._note_failure(version, error)
+            self._blame.note(version, error, self._backoff)
             await self._serve(await self._recovery.go_back(target, good, error), again=True)
         else:
             self._paused_at = time.monotonic()
@@ -259,14 +263,9 @@ class EngineController:
 
     async def _stay(self, version: int, error: EngineError | VersionError) -> None:
         """Handle a failure before the engine was changed: it continues to serve, if it is open."""
-        self._note_failure(version, error)
+        self._blame.note(version, error, self._backoff)
         if self._engine.is_open and self._served is not None:
             await self._serve(self._served, again=True)
-
-    def _note_failure(self, version: int, error: EngineError | VersionError) -> None:
-        log.error("version not taken up", version=version, engine=self._engine.name, reason=str(error))
-        self._reloading.metrics.reload_failures.labels(failure_name(error)).inc()
-        self._backoff.note(version, str(error))
 
     async def _serve(self, target: TargetVersion, *, again: bool = False, **fields: float) -> None:
         """Open the engine, which has proven the target, unless that was rejected meanwhile. again: no new take-up."""

@@ -10,7 +10,7 @@ import time
 from typing import NoReturn
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.errors import EngineDied, LoadsRefused, LoadUndone, ProbeMismatch
+from explorer_service.errors import EngineDied, LoadsRefused, LoadUndone, NoRoom, ProbeMismatch
 from explorer_service.reload.blame import Blame
 from explorer_service.reload.judge import TargetVersion
 from explorer_service.reload.reloading import Reloading
@@ -64,7 +64,12 @@ class Recovery:
         if isinstance(error, LoadsRefused):
             await self._restart(f"it loads no version: {error}")
         if isinstance(error, ProbeMismatch):
-            await self._load_again(target, good, error)
+            try:
+                await self._load_again(target, good, error)
+            except NoRoom:
+                if good is None:
+                    raise
+                return good  # it serves on; whether the version or the engine is wrong shows at the next attempt
         if good is None or not isinstance(error, LoadUndone | ProbeMismatch):
             raise error
         is_technical = isinstance(error, LoadUndone) and error.is_technical

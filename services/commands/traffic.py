@@ -59,8 +59,9 @@ def share(config: Config, weights: Mapping[int, float]) -> None:
     from shared.ledger import transitions
     from shared.ledger.connect import Ledger
 
+    at_most, needed = config.versions_served, config.needed_to_serve_more
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.write() as connection:
-        shares = transitions.share_traffic(connection, weights, at_most=config.versions_served, by="operator")
+        shares = transitions.share_traffic(connection, weights, at_most=at_most, by="operator", needed=needed)
     open_console(markup=False).print(f"{in_words(shares)}; engines load what they lack within seconds")
 
 

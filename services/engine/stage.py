@@ -25,7 +25,7 @@ import msgspec
 
 from shared.chain import Link, copy_version, read_chain
 from shared.config import Config
-from shared.errors import StartupError, VersionError, VersionExchanged, VersionMissing
+from shared.errors import StartupError, VersionError, VersionExchanged, VersionMissing, is_full
 from shared.ledger.queries import VersionRow
 from shared.log import StageLogger
 from shared.versions import WEIGHTS_SUFFIX, Manifest
@@ -75,8 +75,8 @@ class Stage:
         manifest_sha256: from the ledger; None: it has none. in_use: versions whose folders are kept besides the last
         requested ones: an engine reads an adapter again if it was evicted from memory and a request needs it.
 
-        Raises VersionError if the version is unsound, VersionMissing if it or its base is not there, and OSError if the
-        disk cannot be written; no partial files remain.
+        Raises VersionError if the version is unsound, VersionMissing if it or its base is not there, and OSError if a
+        disk cannot be read or written; no partial files remain.
         """
         with self._lock:
             chain = read_chain(self._root, version, manifest_sha256)
@@ -179,7 +179,7 @@ def rebuilt(row: VersionRow, stage: Stage | None) -> Path:
         return stage.stage(row.version, row.manifest_sha256)
     except OSError as exc:
         raise StartupError(
-            f"version {row.version} cannot be rebuilt in engine.staging_dir ({exc.strerror}); free space there"
+            f"version {row.version} cannot be rebuilt in engine.staging_dir ({exc.strerror}); {_remedy(exc)}"
         ) from exc
 
 
@@ -250,8 +250,13 @@ def answer(stage: Stage, line: bytes) -> tuple[int, object]:
         return 400, _error("invalid_request_error", f'{error}; send {{"version": NUMBER}}')
     except OSError as error:
         return NO_DISK, _error(
-            "disk_error", f"it cannot be staged in engine.staging_dir ({error.strerror}); free space there"
+            "disk_error", f"it cannot be staged in engine.staging_dir ({error.strerror}); {_remedy(error)}"
         )
+
+
+def _remedy(error: OSError) -> str:
+    """Return what to do about an error of reading root_dir or writing engine.staging_dir."""
+    return "free space there" if is_full(error) else "check the disks of root_dir and engine.staging_dir"
 
 
 def _error(kind: str, message: str) -> dict[str, object]:

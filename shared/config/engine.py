@@ -55,11 +55,12 @@ class EngineConfig(Section):
     keep_staged: Annotated[int, Field(ge=2, strict=True)] = 2
     """Number of versions to keep in staging_dir: the last requested ones. The next delta applies to one of them."""
     max_loras: Annotated[int, Field(ge=2, strict=True)] = 4
-    """With model.kind: lora, number of versions that an engine computes at once; requests for others wait. Each uses
-    memory: the newest, older ones until their last requests end, and pins."""
+    """With model.kind: lora, number of versions that an engine computes at once; requests for others wait, and so does
+    the proof of a new one. Each uses memory: the newest, older ones until their last requests end, and pins. So many
+    versions can share the chats."""
     max_cpu_loras: Count | None = None
-    """With model.kind: lora, number of versions that an engine serves: the newest, the one that it is loading, and the
-    most recently used pins; null: twice max_loras."""
+    """With model.kind: lora, number of versions that an engine serves: the newest, the one that it is loading, those
+    with shares of the chats, and the most recently used pins; null: twice max_loras."""
     extra_args: tuple[str, ...] = ()
     """Further arguments for vLLM's server, as on its command line; those that training depends on are rejected."""
 

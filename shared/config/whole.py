@@ -41,8 +41,23 @@ class Config(Section):
 
     @property
     def versions_served(self) -> int:
-        """Number of versions among which an engine can divide its chats: besides, it holds one that it loads."""
-        return self.engine.versions_held - 1 if self.model.kind == "lora" else 1
+        """Number of versions among which an engine can divide its chats.
+
+        It has to compute all of them at once: requests of others would wait as long as those of these go on. Besides,
+        it holds one that it loads.
+        """
+        if self.model.kind != "lora":
+            return 1
+        return min(self.engine.versions_held - 1, self.engine.max_loras)
+
+    @property
+    def needed_to_serve_more(self) -> str:
+        """The settings that limit `versions_served`, as a refusal names them."""
+        if self.model.kind != "lora":
+            return "model.kind: lora"
+        limits = {"max_loras": self.engine.max_loras, "max_cpu_loras": self.engine.versions_held - 1}
+        names = (f"engine.{name}" for name, limit in limits.items() if limit == self.versions_served)
+        return f"a higher {' and '.join(names)}"
 
     @property
     def ledger_url(self) -> str:

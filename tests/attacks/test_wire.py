@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from typing import Any
 
 import pytest
+from starlette.requests import Request
 
+from explorer_service.app import Endpoint
+from explorer_service.deps import Deps
 from tests.support.postgres import sqlite_alone
 from tests.support.script import Hold
 from tests.support.servers import wait_until
@@ -238,6 +242,21 @@ def test_a_request_names_one_host(explorer):
         with connect(explorer, head) as opened:
             assert read_answer(opened).status == 400
             assert read_to_end(opened) == b""
+
+
+@pytest.mark.parametrize("first", [b"GET /health HTTP/1.1\r\n\r\n", get("/ready", "Connection: close")])
+def test_a_request_behind_one_whose_answer_ends_the_connection_is_not_begun(explorer, first, monkeypatch):
+    begun, answer = [], Endpoint._answer
+
+    def noted(self: Endpoint, request: Request, deps: Deps) -> Any:
+        begun.append(request.scope["path"])
+        return answer(self, request, deps)
+
+    monkeypatch.setattr(Endpoint, "_answer", noted)
+    with connect(explorer, first + post("/feedback", b'{"msg_ids": ["chatcmpl-1"], "reward": 1}')) as opened:
+        assert read_to_end(opened).count(b"HTTP/1.1 ") == 1
+    assert explorer.chat().status_code == 200
+    assert [path for path in begun if path != "/ready"] == ["/v1/chat/completions"]
 
 
 @pytest.mark.parametrize("version", [b"0.9", b"2.0"])

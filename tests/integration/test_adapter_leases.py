@@ -68,6 +68,19 @@ def test_what_an_engine_gave_up_keeps_its_files_until_nobody_who_was_away_could_
     assert give_up(ledger) >= {1, 2}
 
 
+def test_what_an_engine_has_is_kept_while_its_owner_renews_it_and_what_it_unloaded_is_not(ledger):
+    hold(ledger, [1, 2, 3, 4])
+    hold(ledger, [4], leaving=(2, 3))
+    with ledger.write() as connection:
+        connection.execute(update(version_leases).values(until=time.time() + 1))
+        transitions.renew_adapters(connection, ENGINE, has=[2, 4, 5])
+        transitions.renew_adapters(connection, "another", has=[1])
+    with ledger.read() as connection:
+        rows = connection.execute(select(version_leases.c.version, version_leases.c.until)).all()
+    assert {row.version for row in rows if row.until > time.time() + 50} == {2, 4}
+    assert {row.version for row in rows} == {1, 2, 3, 4}
+
+
 def test_what_an_engine_has_outlives_its_owner(ledger):
     hold(ledger, [1], leaving=(2,))
     assert pin(ledger, 3)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from shared.config import RewardConfig, TrainerConfig
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import ledger_status
+from shared.ledger.queries import TrainerRow, find_trainer, ledger_status
 from shared.reward import Lesson, Signal, learned_kinds
 from tests.integration.test_lessons import stands
 from tests.support.experiences import make_experiences, samples_of
@@ -51,6 +52,7 @@ def run_two_kinds(root: Path, model: Path, lives: Lives, fault: str | None = Non
     ledger, rows = open_ledger(root), make_experiences(model, BATCH)
     with begin(lives, root, **({"FAULT": fault} if fault else {})) as trainer:
         wait_for(lambda: lines(root, "waiting for feedback"), "a trainer that waits", 240)
+        assert status(root)["alive"], "or `learn` would not start a run, and send no feedback"
         with ledger.write() as connection:
             transitions.record(connection, samples_of(rows))
         for row in rows:
@@ -82,6 +84,28 @@ def test_a_trainer_chooses_by_what_is_said_and_begins_anew_for_a_new_kind_with_n
     assert "kto: 1, hint: 0.5" in added and f"comment: {BATCH}" in added
     assert status(calm)["chosen"] == status(killed)["chosen"] == {"algorithms": {"kto": 1.0, "hint": 0.5}}
     assert weights(calm, 1) != weights(calm, 2) == weights(killed, 2)
+
+
+def test_a_trainer_that_waits_for_feedback_beats_and_says_that_it_ended(tmp_path, model, lives):
+    prepare(tmp_path, model, algorithm="auto", lease_s=1.0)
+
+    def heartbeat() -> float:
+        return find_trainer_row(tmp_path).heartbeat_at
+
+    with begin(lives, tmp_path) as trainer:
+        wait_for(lambda: lines(tmp_path, "waiting for feedback"), "a trainer that waits", 240)
+        before = heartbeat()
+        wait_for(lambda: heartbeat() > before, "a heartbeat", 60)
+        assert trainer.stop() == 0
+    row = find_trainer_row(tmp_path)
+    assert (row.alive, row.version, row.step, row.state_path) == (False, 0, 0, None)
+
+
+def find_trainer_row(root: Path) -> TrainerRow:
+    with contextlib.closing(open_ledger(root)) as ledger:
+        row = ledger.fetch(lambda connection: find_trainer(connection, "trainer"))
+    assert row is not None
+    return row
 
 
 def test_a_missing_package_of_a_tracker_ends_the_trainer_before_it_waits_for_a_signal(tmp_path, model, lives):

@@ -6,8 +6,8 @@ On both databases.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from shared.errors import LedgerError
 from shared.experience import Purpose, State
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger, database_time
-from shared.ledger.tables import batches, engines, explorers, leases, open_streams, version_leases
+from shared.ledger.tables import batches, engines, experiences, explorers, leases, open_streams, version_leases
 from shared.process import process_name
 from shared.reward import Signal
 from shared.stop_request import StopRequest
@@ -44,6 +44,17 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+class AtOnce:
+    """A writer of the ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    async def write(self, work: Callable[[Connection], Any]) -> Any:
+        with self._ledger.write() as connection:
+            return work(connection)
 
 
 def jump(connection: Connection) -> None:
@@ -169,21 +180,21 @@ def test_after_an_outage_the_janitor_deletes_nothing_until_those_who_live_have_r
 
 
 def test_a_heartbeat_that_reaches_the_ledger_is_noted_and_no_other(config, ledger, monkeypatch):
-    noted: list[bool] = []
-    reaches = threading.Event()
+    events: list[str] = []
     extend = transitions.extend_lease
 
     def extend_lease(connection: Connection, **about: Any) -> None:
-        if not reaches.is_set():
-            reaches.set()
+        if not events:
+            events.append("refused")
             raise LedgerError("on purpose")
         extend(connection, **about)
+        events.append("extended")
 
     monkeypatch.setattr(transitions, "extend_lease", extend_lease)
     settings = config.trainer.model_copy(update={"lease_s": 0.1})
-    with Heartbeat(ledger, settings, StopRequest(), lambda: noted.append(reaches.is_set())):
-        wait_until(lambda: len(noted) > 1)
-    assert all(noted)
+    with Heartbeat(ledger, settings, StopRequest(), lambda: events.append("noted")):
+        wait_until(lambda: len(events) > 2)
+    assert events[:3] == ["refused", "extended", "noted"]
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
@@ -192,17 +203,30 @@ def test_an_explorer_whose_host_is_an_hour_ahead_discards_no_row_of_another(ledg
         transitions.record(connection, [sample("chatcmpl-1")])
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + HOUR_S)
-
-    class Writer:
-        async def write(self, work):
-            with ledger.write() as connection:
-                return work(connection)
-
-    config = ExplorerConfig()
-    housekeeper = Housekeeper(config, None, Writer(), ExplorerMetrics(), merges_counts=False)
+    housekeeper = Housekeeper(ExplorerConfig(), None, AtOnce(ledger), ExplorerMetrics(), merges_counts=False)
     asyncio.run(housekeeper._expire(HOUR_S / 2))
     with ledger.read() as connection:
         assert queries.count_by_state(connection)[State.RECORDED] == 1
+
+
+@pytest.mark.parametrize("off_s", [-HOUR_S, HOUR_S])
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_row_has_the_age_that_the_database_s_clock_gives_it_whatever_its_explorer_s_host_shows(
+    off_s, ledger, scripted_engine, start_explorer, monkeypatch
+):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + off_s)
+    explorer = start_explorer([scripted_engine.url]).wait_ready()
+    reply = explorer.chat()
+    assert reply.status_code == 200
+    with ledger.read() as connection:
+        stored_at = connection.execute(select(experiences.c.created_at)).scalar_one()
+        age_s = database_time(connection) - stored_at
+    assert 0 <= age_s < HOUR_S / 2
+    housekeeper = Housekeeper(ExplorerConfig(), None, AtOnce(ledger), ExplorerMetrics(), merges_counts=False)
+    asyncio.run(housekeeper._expire(HOUR_S / 2))
+    receipts = explorer.http.post("/feedback", json={"msg_ids": [reply.json()["id"]], "reward": 1}).json()["receipts"]
+    assert [receipt["state"] for receipt in receipts] == ["applied"]
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)

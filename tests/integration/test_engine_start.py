@@ -17,18 +17,21 @@ from services.engine.lease import StartLease
 from services.engine.output import EngineOutput
 from services.engine.stage import Stage
 from services.engine.warmup import WarmingEngine
+from services.trainer import resumed
 from shared.config import Config
-from shared.errors import StartupError
+from shared.errors import ConfigError, StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import version_leases, versions
 from shared.soundness import require_sound
 from shared.stop_request import StopRequest
-from shared.versions import Manifest
+from shared.versions import Manifest, version_path
+from tests.support.batches import ALONE
 from tests.support.deltas import FILES, Weights
 from tests.support.processes import write_config
 from tests.support.scripted_adapters import BASE, write_adapter
 from tests.support.servers import free_port, make_config, safetensors, wait_until, write_scripted_version
+from trainer_service.loop import Trainer
 
 
 def start(
@@ -78,6 +81,32 @@ def test_an_engine_starts_on_a_base_that_the_ledger_holds_for_overtaken_or_faile
         connection.execute(update(versions).where(versions.c.version == 0).values(state=state))
     folder = prepare_model(config, StopRequest(), StartLease(config))
     assert folder is not None and folder.name == "v000000"
+
+
+@pytest.mark.parametrize("damaged", [[2], [1, 2]])
+def test_an_engine_for_adapters_starts_though_the_configuration_of_the_newest_ones_is_gone(damaged, tmp_path):
+    config = adapters_that_served_before_the_base(tmp_path)
+    write_adapter(tmp_path, 2)
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger, ledger.write() as connection:
+        transitions.publish(connection, version=2, parent=1, kind="lora", step=2)
+        assert transitions.serve_version(connection, 2, by="engine e0")
+    for version in damaged:
+        (tmp_path / version_path(version) / "adapter_config.json").unlink()
+    folder = prepare_model(config, StopRequest(), StartLease(config))
+    assert folder is not None and folder.name == "v000000"
+    refusal = "version 2 cannot be trained from"  # with which a trainer would begin
+    with pytest.raises(StartupError, match=refusal), resumed(config, ALONE, StopRequest(), Trainer):
+        pass
+
+
+def test_an_engine_is_not_started_for_another_rank_than_that_of_the_newest_adapter_that_can_be_read(tmp_path):
+    config = adapters_that_served_before_the_base(tmp_path)
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger, ledger.write() as connection:
+        transitions.publish(connection, version=2, parent=1, kind="lora", step=2)
+    other = make_config(tmp_path, ["http://127.0.0.1:1"], model={"kind": "lora", "lora": {"rank": 4, "alpha": 4.0}})
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank=4, and version 1 in"):
+        prepare_model(other, StopRequest(), StartLease(other))
+    assert prepare_model(config, StopRequest(), StartLease(config)) is not None
 
 
 def adapters_that_served_before_the_base(root: Path) -> Config:

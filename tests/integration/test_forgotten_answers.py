@@ -37,6 +37,19 @@ def kept(ledger: Ledger) -> list[str]:
         return list(connection.execute(select(idempotency.c.key).order_by(idempotency.c.key)).scalars())
 
 
+def forget(ledger: Ledger) -> None:
+    """What an explorer does every ten minutes."""
+
+    async def run() -> None:
+        metrics = ExplorerMetrics()
+        reader, writer = LedgerReader(ledger, 60.0), LedgerWriter(ledger, metrics, Background())
+        await housekeeping.Housekeeper(ExplorerConfig(), reader, writer, metrics, merges_counts=False)._forget()
+        await writer.stop()
+        await reader.stop()
+
+    asyncio.run(run())
+
+
 def beside_a_writer(query: Callable[..., Any], config: Config) -> Callable[..., Any]:
     """The query, during which another process writes."""
 
@@ -53,16 +66,19 @@ def test_answers_are_forgotten_after_a_day(ledger, config, monkeypatch):
     monkeypatch.setattr(queries, "answers_before", beside_a_writer(queries.answers_before, config))
     remember(ledger, [f"old{number}" for number in range(10)], at=time.time() - housekeeping.KEEP_ANSWERS_S - 60)
     remember(ledger, ["new"], at=time.time())
-
-    async def forget() -> None:
-        metrics = ExplorerMetrics()
-        reader, writer = LedgerReader(ledger, 60.0), LedgerWriter(ledger, metrics, Background())
-        await housekeeping.Housekeeper(ExplorerConfig(), reader, writer, metrics, merges_counts=False)._forget()
-        await writer.stop()
-        await reader.stop()
-
-    asyncio.run(forget())
+    forget(ledger)
     assert kept(ledger) == ["new"]
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_an_explorer_whose_host_is_two_days_behind_forgets_no_answer_of_today(ledger, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 2 * housekeeping.KEEP_ANSWERS_S)
+    with ledger.write() as connection:
+        transitions.remember_answer(connection, "answered", b"", b"{}")
+        transitions.take_key(connection, "taken", b"")
+    forget(ledger)
+    assert kept(ledger) == ["answered", "taken"]
 
 
 def test_a_key_that_is_used_again_is_kept(ledger):

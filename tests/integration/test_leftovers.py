@@ -55,7 +55,7 @@ def test_what_another_trainer_is_writing_stays(tmp_path, ledger):
     assert left(tmp_path) == [".tmp-v000002-1", "v000000", "v000001", "v000002"]
 
 
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("nth", [1, 2, 3])
 def test_what_another_trainer_begins_to_write_while_the_ledger_is_read_stays(nth, tmp_path, ledger, monkeypatch):
     reads, read = [0], ledger.read
 

@@ -282,5 +282,3 @@ def test_another_kind_rank_or_alpha_than_before_is_refused_before_anything_is_lo
     assert "set model.kind: lora, or begin with a new root_dir and database" in line
     assert "model.lora.rank=16, and" in refused_start(tmp_path, model, {"alpha": 16})
     assert "trained with 16; set model.lora.alpha: 16" in refused_start(tmp_path, model, {"rank": 8})
-    (tmp_path / version_path(1) / "adapter_config.json").unlink()
-    assert "version 1 cannot be continued" in refused_start(tmp_path, model, LORA)

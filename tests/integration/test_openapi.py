@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from explorer_service.app import ROUTES
 from tests.support.forms import FULL
@@ -87,6 +88,36 @@ def test_the_document_allows_what_the_explorer_serves(explorer):
     operations = [operation for methods in document["paths"].values() for operation in methods.values()]
     schemas = [one["schema"] for operation in operations for one in operation.get("parameters", [])]
     assert schemas and all(schema.keys().isdisjoint({"enum", "pattern"}) for schema in schemas)
+
+
+HI = [{"role": "user", "content": "hi"}]
+UNSET = dict.fromkeys(("model", "store", "stream", "n", "temperature", "metadata"))
+
+
+@pytest.mark.parametrize(
+    ("path", "schema", "body"),
+    [
+        ("/chat", "Chat", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}),
+        ("/chat", "Chat", {"messages": [{"role": "developer", "content": "be brief"}, *HI]}),
+        ("/chat", "Chat", {"messages": HI, "logprobs": None, **UNSET}),
+        ("/v1/completions", "Completion", {"prompt": "once", **UNSET}),
+    ],
+)
+def test_the_document_allows_each_form_of_a_chat_that_is_recorded(explorer, path, schema, body):
+    reply = explorer.http.post(path, json=body)
+    assert reply.status_code == 200 and "X-Flywheel-Recorded" not in reply.headers
+    assert refusals(schema, body) == []
+
+
+@pytest.mark.parametrize("prompt", [["once", "twice"], [1, 2, 3], [[1, 2], [3]]])
+def test_the_document_allows_each_form_of_a_prompt_that_an_engine_takes(prompt):
+    assert refusals("Completion", {"prompt": prompt}) == []
+
+
+def refusals(schema: str, body: dict[str, Any]) -> list[str]:
+    """What a tool that validates requests by the document says against this one."""
+    described = {"$ref": f"#/components/schemas/{schema}", "components": read_document()["components"]}
+    return [error.message for error in Draft202012Validator(described).iter_errors(body)]
 
 
 def test_a_name_longer_than_the_document_allows_is_refused(explorer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from explorer_service.engines.admin import EngineAdmin, open_client
 from explorer_service.errors import EngineRefused
 from services.engine import stage as staging
 from services.engine.gate import ADMIN_HEADER, ADMIN_VARIABLE, STAGE_VARIABLE, EngineGate
-from services.engine.stage import Stage, serve_stage
+from services.engine.stage import NO_DISK, Stage, answer, serve_stage
 from shared.config import Config
 from shared.errors import StartupError, VersionError, VersionMissing
 from tests.support.deltas import FILES, Weights, contents
@@ -247,6 +249,18 @@ async def test_a_disk_that_is_full_is_the_engines_trouble_and_leaves_nothing(eng
                 await admin(client, engine.url).stage(1, None)
     assert not list((tmp_path / "own disk" / "e0").iterdir())
     assert engine.ask({"version": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_an_error_in_reading_root_dir_is_not_called_a_lack_of_space(number, weights, tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    stage = Stage(weights.root, tmp_path / "staged", keep=2)
+    monkeypatch.setattr(staging, "copy_version", fail)
+    status, body = answer(stage, b'{"version": 1}')
+    assert status == NO_DISK and os.strerror(number) in str(body)
+    assert "root_dir" in str(body) and "free space" not in str(body)
 
 
 async def test_an_engine_without_a_folder_for_it_stages_nothing(monkeypatch, weights):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,79 @@ def test_a_rollback_that_meets_the_janitor_names_no_state_that_is_deleted(at, tm
     row = remove_leftovers(tmp_path, ledger, "trainer")
     assert row is not None and (row.version, row.state_path) == (2, None), "it starts from the weights"
     store.close()
+
+
+def replaced(ledger: Ledger, root: Path, by: str) -> StateStore:
+    """Versions 1 to 4 of a trainer, and 5 to 8 of another one, which has taken its place. Returns its store."""
+    make_line(ledger, root, served=0, newest=0)
+    store = StateStore(root, "trainer")
+    make_states(ledger, root, store, 4)
+    for version in range(5, 9):
+        write_scripted_version(root, version, -1.0)
+        with ledger.write() as connection:
+            about = {"kind": "full", "step": version, "trainer": by, "state_path": f"trainer/{by}/state-{version:06d}"}
+            transitions.publish(connection, version=version, parent=version - 1, **about)
+            transitions.serve_version(connection, version, by="engine e0")
+    return store
+
+
+def clean_as(name: str, ledger: Ledger, root: Path, **versions: object) -> list[int]:
+    """Let the janitor of a trainer run. Returns the versions of the states of "trainer" that are left."""
+    config = config_of(root, **versions)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"name": name})})
+    with contextlib.closing(StateStore(root, name)) as store:
+        Janitor(config, ledger, store).run(None)
+    with ledger.read() as connection:
+        rows = [row.version for row in list_states(connection, "trainer")]
+    assert sorted(state.name for state in (root / "trainer/trainer").glob("*s*")) == [f"state-{n:06d}" for n in rows]
+    return rows
+
+
+def test_states_of_a_trainer_that_was_replaced_go_with_their_versions_but_not_the_one_that_its_row_names(
+    tmp_path, ledger
+):
+    replaced(ledger, tmp_path, by="other").close()
+    write(ledger, lambda c: transitions.dismiss_trainer(c, name="trainer"))
+    write(ledger, lambda c: transitions.tag_version(c, 2, "best"))
+    assert clean_as("other", ledger, tmp_path) == [2, 4]
+    assert left(tmp_path) == [0, 2, 4, 7, 8], "a tag keeps one, and the row of its trainer the other"
+    write(ledger, lambda c: transitions.untag_version(c, 2))
+    assert clean_as("other", ledger, tmp_path) == [4]
+    row = remove_leftovers(tmp_path, ledger, "trainer")
+    assert row is not None and row.state_path == "trainer/trainer/state-000004", "it may come back"
+
+
+@pytest.mark.parametrize("sign", ["its lock is held", "the ledger does not say that it has ended"])
+def test_states_of_a_trainer_that_may_be_at_work_are_its_own_to_delete(sign, tmp_path, ledger):
+    """One on another machine may hold a lock that is not seen here; one that was killed looks the same."""
+    store = replaced(ledger, tmp_path, by="other")
+    if sign == "its lock is held":
+        write(ledger, lambda c: transitions.dismiss_trainer(c, name="trainer"))
+    else:
+        store.close()
+    assert clean_as("other", ledger, tmp_path) == [1, 2, 3, 4]
+    assert left(tmp_path) == [0, 4, 7, 8]
+    store.close()
+    write(ledger, lambda c: transitions.dismiss_trainer(c, name="trainer"))
+    assert clean_as("other", ledger, tmp_path) == [4]
+
+
+def test_a_deletion_of_another_trainer_s_states_that_was_cut_short_is_finished_by_the_next_run(
+    tmp_path, ledger, monkeypatch
+):
+    replaced(ledger, tmp_path, by="other").close()
+    write(ledger, lambda c: transitions.dismiss_trainer(c, name="trainer"))
+
+    def die(home: Path) -> None:
+        if home == tmp_path / "trainer/trainer":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("trainer_service.janitor.sweep", die)
+        clean_as("other", ledger, tmp_path)
+    assert len(list((tmp_path / "trainer/trainer").glob(".gone-*"))) == 3
+    assert clean_as("other", ledger, tmp_path) == [4]
+    assert not list((tmp_path / "trainer/trainer").glob(".gone-*"))
 
 
 def test_a_deletion_of_states_that_was_cut_short_is_finished_by_the_next_run(tmp_path, ledger):

@@ -134,7 +134,7 @@ def test_the_share_of_a_leading_version_that_was_rejected_goes_to_the_one_in_its
         ({2: float("inf")}, 3, "a weight is a number from 0 to 1e.09"),
         ({2: 0.0}, 3, "one of the weights has to be above 0"),
         ({2: 1, 3: 1}, 1, "2 versions at once: an engine serves one version; this needs model.kind: lora"),
-        ({1: 1, 2: 1, 3: 1}, 2, "3 versions at once: an engine serves 2 versions; this needs a higher engine.max_cpu"),
+        ({1: 1, 2: 1, 3: 1}, 2, "3 versions at once: an engine serves 2 versions; this needs model.kind"),
         ({2: 1, 4: 1}, 3, "version 4 is REJECTED and does not serve .it is bad."),
     ],
 )

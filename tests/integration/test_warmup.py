@@ -136,23 +136,36 @@ def test_the_holder_of_the_token_commands_the_engine(warm_engine):
             assert httpx.post(url, headers={ADMIN_HEADER: "obey"}, timeout=SLOW_S, **sent).status_code == status
 
 
+SAMPLES_OR_READS = {
+    ("GET", "/health"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/v1/models"), ("POST", "/tokenize"),
+    ("POST", "/detokenize"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/messages"),
+    ("POST", "/v1/responses"),
+}  # fmt: skip
+
+
 def test_everyone_samples_but_a_web_page(warm_engine):
-    for method, path in OPEN_ROUTES:
+    assert OPEN_ROUTES == SAMPLES_OR_READS
+    for method, path in SAMPLES_OR_READS:
         page, url = {"Origin": "https://evil.example"}, warm_engine.url + path
         assert httpx.request(method, url, timeout=SLOW_S).status_code == 200
         assert httpx.request(method, url, headers=page, timeout=SLOW_S).status_code == 403
         assert httpx.options(url, headers=page, timeout=SLOW_S).status_code == 403
 
 
-def test_every_route_of_the_installed_vllm_that_is_open_only_samples_or_reads():
-    """A release with other routes is looked through again."""
+def test_every_route_of_the_installed_vllm_but_those_that_sample_or_read_refuses_a_stranger(warm_engine):
     found = {
         path
         for file in Path(find_spec("vllm").submodule_search_locations[0], "entrypoints").rglob("*.py")
         for path in re.findall(r'router\.\w+\(\s*"(/[^"]*)"', file.read_text())
     }
-    assert {path for _, path in OPEN_ROUTES} - found <= {"/metrics"}  # mounted, not declared
-    assert {"/pause", "/collective_rpc", "/sleep", "/update_weights"} <= found
+    names = {path for _, path in SAMPLES_OR_READS}
+    assert names - found <= {"/metrics"}  # mounted, not declared
+    assert {"/pause", "/collective_rpc", "/sleep", "/update_weights", "/server_info"} <= found
+    with httpx.Client(base_url=warm_engine.url, timeout=SLOW_S) as client:
+        for path in sorted(found - names):
+            for method in ("POST", "GET"):
+                assert client.request(method, re.sub(r"{\w+}", "x", path)).status_code == 403, (method, path)
+    assert not warm_engine.paths
 
 
 def test_an_engine_that_loads_adapters_is_warmed_up_with_them_and_keeps_zeros_in_the_last_place(engine, tmp_path):

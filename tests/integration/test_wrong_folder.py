@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from services.engine.stage import MISSING, Stage, answer
+from services.trainer import resumed
 from shared.belonging import require_belonging
 from shared.errors import StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
+from shared.stop_request import StopRequest
 from shared.versions import manifest_sha256
+from tests.support.batches import ALONE
 from tests.support.postgres import sqlite_alone
 from tests.support.processes import run_flywheel, write_config
 from tests.support.reloads import SETTINGS, reject, shown, states
@@ -26,6 +29,7 @@ from tests.support.servers import (
     wait_until,
     write_scripted_version,
 )
+from trainer_service.loop import Trainer
 
 database_url = sqlite_alone  # nothing here depends on the database
 
@@ -105,6 +109,31 @@ def test_a_damaged_version_among_others_that_have_served_refuses_no_start(tmp_pa
         exchange(tmp_path, 2)
         with pytest.raises(StartupError, match="v000001"):
             require_belonging(tmp_path, ledger)
+
+
+def test_a_trainer_without_a_state_does_not_begin_with_another_ledger_s_version(tmp_path, monkeypatch):
+    config = make_config(tmp_path, ["http://e0"])
+    monkeypatch.setattr("services.trainer.build_update", None)  # nothing is built
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
+        publish_and_serve(ledger, tmp_path, 0, 1, 2)
+    exchange(tmp_path, 2)
+    refusal = "version 2 cannot be trained from: .* is not the one that was published .*restore its folder"
+    with pytest.raises(StartupError, match=refusal), resumed(config, ALONE, StopRequest(), Trainer):
+        pass
+
+
+def test_a_trainer_on_a_folder_that_went_on_with_another_ledger_deletes_nothing_there(tmp_path, monkeypatch):
+    config = make_config(tmp_path, ["http://e0"])
+    monkeypatch.setattr("services.trainer.build_update", None)
+    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
+        publish_and_serve(ledger, tmp_path, 0, 1)
+        with ledger.write() as connection:
+            assert transitions.reserve_version(connection, writer=config.trainer.name) == 2
+    exchange(tmp_path, 1)
+    folder = write_scripted_version(tmp_path, 2, -3.0)
+    with pytest.raises(StartupError, match="v000001 holds another"), resumed(config, ALONE, StopRequest(), Trainer):
+        pass
+    assert folder.is_dir()
 
 
 def begin(explorer: RunningExplorer, *versions: int) -> None:

@@ -14,6 +14,7 @@ import flywheel
 import httpx
 import openai
 import pytest
+from flywheel.page import page
 from flywheel.transport import Chats, Pin, current_pin
 
 from tests.sdk.conftest import TASKS, count, learn, publishing, rows, say, serve
@@ -153,6 +154,12 @@ def test_failures_in_an_evaluation_are_reported_with_their_cause(explorer, tmp_p
     page = (tmp_path / "runs/report.html").read_text()
     assert "ValueError: no action in &#x27;hello&#x27; &lt;b&gt;: 1" in page and "half ? of" in page
     assert page.count("<circle ") == 1, "the evaluation stands in the picture"
+
+
+def test_the_picture_shows_an_evaluation_after_half_of_the_runs_in_its_middle_though_half_of_them_have_no_reward():
+    halfway = flywheel.Evaluation(1, 2, mean=0.5, standard_error=0.1, solved=0.5, metrics={}, after_runs=50)
+    report = flywheel.Report(name="x", runs=100, rewarded=50, evaluations=[halfway])
+    assert 'cx="400.0"' in page(report, [0.5] * 50)
 
 
 def test_a_sync_function_that_hangs_does_not_hold_up_an_evaluation():

@@ -62,6 +62,23 @@ def test_vllm_is_told_which_layers_adapters_change(tmp_path):
         adapter_arguments(config_of(tmp_path, targets=["no_proj"]), tmp_path, on_cpu=True)
 
 
+@pytest.mark.parametrize(
+    ("engine", "number", "more"),
+    [
+        ({}, 4, "a higher engine.max_loras"),
+        ({"max_loras": 2}, 2, "a higher engine.max_loras"),
+        ({"max_loras": 3, "max_cpu_loras": 5}, 3, "a higher engine.max_loras"),
+        ({"max_loras": 3, "max_cpu_loras": 4}, 3, "a higher engine.max_loras and engine.max_cpu_loras"),
+        ({"max_loras": 3, "max_cpu_loras": 3}, 2, "a higher engine.max_cpu_loras"),
+    ],
+)
+def test_chats_are_divided_among_as_many_versions_as_an_engine_computes_at_once(tmp_path, engine, number, more):
+    config = config_of(tmp_path, engine)
+    assert (config.versions_served, config.needed_to_serve_more) == (number, more)
+    whole = make_config(tmp_path, ["http://e0"])
+    assert (whole.versions_served, whole.needed_to_serve_more) == (1, "model.kind: lora")
+
+
 @pytest.mark.parametrize("engine", [{"max_loras": 4, "max_cpu_loras": 3}, {"max_loras": 2, "max_cpu_loras": 2}])
 def test_too_few_adapter_places_are_refused_with_the_setting_to_change(tmp_path, engine):
     with pytest.raises(ValueError, match=f"set at least {max(3, engine['max_loras'])}"):

@@ -24,7 +24,7 @@ CONFIG = Config(model=ModelConfig(path="m"))
 
 
 def joined(*events: bytes) -> list[Sample]:
-    chat = parse_chat(CHAT, b"{}", {}, Caller(), Router("agent", engines=1), CONFIG, {})
+    chat = parse_chat(CHAT, b"{}", {}, Caller(), Router("agent", engines=1), CONFIG, {}, 0.0)
     return capture_events(list(events), replace(chat, msg_id="m"), SLOT)
 
 
@@ -116,7 +116,7 @@ def test_what_is_no_completion_is_the_engines_fault(text):
     ids=["chat", "plain"],
 )
 def test_a_whole_reply_whose_text_is_no_utf8_is_the_engines_fault(surface: Surface, says: bytes):
-    chat = replace(parse_chat(surface, b"{}", {}, Caller(), Router("agent", engines=1), CONFIG, {}), msg_id="m")
+    chat = replace(parse_chat(surface, b"{}", {}, Caller(), Router("agent", engines=1), CONFIG, {}, 0.0), msg_id="m")
     content = b'{"id":"m","choices":[{"index":0,"token_ids":[1],%b}],"prompt_token_ids":[1]}' % says
     with pytest.raises(InvalidReply, match="engine e gave a reply that is no chat completion"):
         capture_reply(chat, EngineReply(SLOT, 200, "application/json", content, 0.0))

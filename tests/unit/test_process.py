@@ -32,6 +32,13 @@ def test_a_name_tells_whether_a_local_process_runs_and_is_unknown_for_a_remote_o
         assert (is_running(elsewhere), is_gone(elsewhere)) == (False, False)
 
 
+def test_of_a_process_that_runs_and_whose_name_does_not_say_when_it_began_nothing_is_known():
+    """It could not read that, for example because it had no free file descriptors."""
+    machine, pid, _, digits = process_name().split("-")
+    name = f"{machine}-{pid}-0-{digits}"
+    assert (is_running(name), is_gone(name)) == (False, False)
+
+
 def test_of_a_process_that_proc_hides_nothing_is_known(monkeypatch):
     """As those of other users are where /proc is mounted with hidepid: a service manager may do that."""
     name = process_name()

@@ -10,7 +10,7 @@ import pytest
 from explorer_service.engines.dispatch import Dispatcher, EngineRequest, Exchange
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.pool import EnginePool
-from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven
+from explorer_service.errors import NoEngine, NoRoom, VersionNotServed, WeightsUnproven
 from explorer_service.membership import Membership
 from explorer_service.reload.blame import Backoff
 from explorer_service.reload.ownership import EngineLeases, engine_key
@@ -145,6 +145,18 @@ def test_a_version_is_tried_again_after_a_time_that_doubles_and_another_one_at_o
     assert backoff.wait_s(1) == 5
     backoff.retry(1)
     assert backoff.wait_s(1) == 0.0 and backoff.reason(1) == ""
+
+
+def test_a_version_for_which_there_was_no_room_waits_less_long_and_until_another_one_is_unloaded():
+    backoff = Backoff(5.0, lambda: 100.0)
+    waits = []
+    for _ in range(5):
+        backoff.note(1, NoRoom("no place is free"))
+        waits.append(backoff.wait_s(1))
+    assert waits == [5, 10, 20, 40, 40]
+    backoff.note(2, "it hangs")
+    backoff.end_waits_for_room()
+    assert (backoff.wait_s(1), backoff.wait_s(2)) == (0.0, 5.0)
 
 
 def test_a_loopback_url_of_another_machine_is_another_engine(monkeypatch):

@@ -28,7 +28,7 @@ def draw_rehearsal(
 ) -> list[Experience]:
     """Return rows that were trained on for signals of these kinds, at most `share` times as many as `rows`, rounded up.
 
-    Quarantined and erased rows, and those in `rows`, are excluded, and those that a rejected version was trained on:
+    Quarantined and erased rows, and those in `rows`, are excluded, and those of the batches of a rejected version:
     after a rollback, what may have made it worse is not learned again by itself. `flywheel rollback --again` asks for
     it, so versions before a row's present first one do not count. The draw depends on the seed and on `rows`, so that
     it is the same for the same batch after a crash. Unusable rows are left out of the result: those with a correction

@@ -13,7 +13,7 @@ Each function runs inside the caller's write transaction. Its statements require
 loser of a race changes nothing. Callers write `transitions.claim(...)`.
 """
 
-from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version, renew_pin
+from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version, renew_adapters, renew_pin
 from shared.ledger.transitions.answers import NO_ANSWER, forget_answers, remember_answer, take_key
 from shared.ledger.transitions.claim import Whole, claim, close_empty_batch, discard_stale, extend_lease, give_back
 from shared.ledger.transitions.commit import commit, commit_part, expire
@@ -41,6 +41,7 @@ from shared.ledger.transitions.membership import heartbeat, sign_off
 from shared.ledger.transitions.open_streams import RunName, close_stream, open_stream
 from shared.ledger.transitions.publish import (
     announce_trainer,
+    begin_trainer,
     choose_algorithms,
     dismiss_trainer,
     publish,
@@ -54,11 +55,13 @@ from shared.ledger.transitions.record import record, restore_quarantine, restore
 from shared.ledger.transitions.retain import (
     VERSION_LEASE_S,
     forget_old_states,
+    forget_states,
     give_up_files,
     lease_version,
     release_version,
     tag_version,
     untag_version,
+    unusable_states,
 )
 from shared.ledger.transitions.rollback import Rollback, require_not_rolled_back, roll_back
 from shared.ledger.transitions.traffic import share_traffic
@@ -76,14 +79,14 @@ from shared.ledger.transitions.versions import (
 __all__ = [
     "ENGINE_LEASE_S", "LEASE_S", "NO_ANSWER", "VERSION_LEASE_S", "Erased", "GivenFeedback", "Receipt", "ReceiptState",
     "Rollback", "RunName", "Whole", "acquire_engine", "acquire_lease", "announce_trainer", "apply_feedback", "apply_to",
-    "calibrate_engine", "choose_algorithms", "claim", "close_empty_batch", "close_stream", "commit", "commit_part",
-    "confirm_engine", "count_load_failure", "discard_stale", "dismiss_trainer", "erase", "expect_adapter", "expire",
-    "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_old_states", "give_back", "give_up_files",
-    "heartbeat", "hold_adapters", "lease_version", "mark_updating", "merge_counts", "open_stream", "pin_version",
-    "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record", "record_state",
-    "reject_version", "release_engine", "release_lease", "release_version", "remember_answer", "remove", "renew_lease",
-    "renew_pin", "report_trouble", "require_not_rolled_back", "reserve_version", "reset_breaker", "restore_quarantine",
-    "restore_trained",
+    "begin_trainer", "calibrate_engine", "choose_algorithms", "claim", "close_empty_batch", "close_stream", "commit",
+    "commit_part", "confirm_engine", "count_load_failure", "discard_stale", "dismiss_trainer", "erase",
+    "expect_adapter", "expire", "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_old_states",
+    "forget_states", "give_back", "give_up_files", "heartbeat", "hold_adapters", "lease_version", "mark_updating",
+    "merge_counts", "open_stream", "pin_version", "prove_version", "publish", "publish_ahead", "quarantine",
+    "recompute_rewards", "record", "record_state", "reject_version", "release_engine", "release_lease",
+    "release_version", "remember_answer", "remove", "renew_adapters", "renew_lease", "renew_pin", "report_trouble",
+    "require_not_rolled_back", "reserve_version", "reset_breaker", "restore_quarantine", "restore_trained",
     "retry_version", "roll_back", "serve_version", "set_engine_state", "share_traffic", "sign_off", "skip_version",
-    "tag_version", "take_key", "trip_breaker", "untag_version", "withdraw_versions",
+    "tag_version", "take_key", "trip_breaker", "untag_version", "unusable_states", "withdraw_versions",
 ]  # fmt: skip

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import Connection, delete, update
+from sqlalchemy import Connection, and_, delete, or_, update
 
 from shared.experience import Purpose
 from shared.ledger.connect import database_time
 from shared.ledger.tables import version_leases
-from shared.ledger.transitions.retain import lease_version
+from shared.ledger.transitions.retain import VERSION_LEASE_S, lease_version
 
 
 def hold_adapters(connection: Connection, engine: str, *, serves: Collection[int], leaving: Collection[int]) -> None:
@@ -32,6 +32,18 @@ def hold_adapters(connection: Connection, engine: str, *, serves: Collection[int
             lease_version(connection, version, reader=engine, purpose=purpose, owner=engine)
     loaded = (its_own, version_leases.c.purpose == Purpose.LOADING)
     connection.execute(delete(version_leases).where(*loaded))
+
+
+def renew_adapters(connection: Connection, engine: str, *, has: Collection[int]) -> None:
+    """Renew the leases on what an engine serves, and on versions that it has and is unloading or about to serve.
+
+    Others expire. For the time of a load, which may be longer than a lease.
+    """
+    unloading = and_(version_leases.c.purpose == Purpose.UNLOADING, version_leases.c.version.in_(sorted(has)))
+    until = database_time(connection) + VERSION_LEASE_S
+    held = or_(version_leases.c.purpose == Purpose.SERVING, unloading)
+    its_own = (version_leases.c.reader == engine, version_leases.c.until < until)
+    connection.execute(update(version_leases).where(*its_own, held).values(until=until))
 
 
 def expect_adapter(connection: Connection, engine: str, version: int) -> bool:

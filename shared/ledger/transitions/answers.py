@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from sqlalchemy import Connection, delete, insert, true, update
 
 from shared.ledger.conditions import in_parts
-from shared.ledger.connect import insert_into
+from shared.ledger.connect import database_time, insert_into
 from shared.ledger.tables import idempotency
 
 NO_ANSWER = b"{}"  # while a request is applied in parts
@@ -16,7 +15,7 @@ NO_ANSWER = b"{}"  # while a request is applied in parts
 
 def take_key(connection: Connection, key: str, body: bytes) -> None:
     """Store an idempotency key before its request is applied in parts, unless it is stored already."""
-    values = {"key": key, "body": body, "response": NO_ANSWER, "created_at": time.time()}
+    values = {"key": key, "body": body, "response": NO_ANSWER, "created_at": database_time(connection)}
     connection.execute(insert_into(connection, idempotency).values(values).on_conflict_do_nothing())
 
 
@@ -27,7 +26,8 @@ def remember_answer(connection: Connection, key: str, body: bytes, response: byt
     """
     taken = (idempotency.c.key == key, idempotency.c.body == body, idempotency.c.response == NO_ANSWER)
     if not connection.execute(update(idempotency).where(*taken).values(response=response)).rowcount:
-        connection.execute(insert(idempotency).values(key=key, body=body, response=response, created_at=time.time()))
+        row = {"key": key, "body": body, "response": response, "created_at": database_time(connection)}
+        connection.execute(insert(idempotency).values(row))
 
 
 def forget_answers(connection: Connection, keys: Sequence[str], before: float | None = None) -> None:

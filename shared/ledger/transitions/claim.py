@@ -240,13 +240,14 @@ def close_empty_batch(connection: Connection, batch_id: int) -> None:
     connection.execute(update(batches).where(*held).values(state=BatchState.RETURNED))
 
 
-def extend_lease(connection: Connection, *, owner: str, lease_s: float) -> None:
-    """Record a trainer's heartbeat, and extend its leases to `lease_s` from now."""
+def extend_lease(connection: Connection, *, owner: str, lease_s: float | None) -> None:
+    """Record a trainer's heartbeat, and extend its leases to `lease_s` from now; None: they stay as they are."""
     now = database_time(connection)
     # in the order in which a trainer that publishes locks them
     connection.execute(update(trainers).where(trainers.c.name == owner).values(heartbeat_at=now))
-    held = (batches.c.owner == owner, batches.c.state == BatchState.LEASED)
-    connection.execute(update(batches).where(*held).values(lease_until=now + lease_s))
+    if lease_s is not None:
+        held = (batches.c.owner == owner, batches.c.state == BatchState.LEASED)
+        connection.execute(update(batches).where(*held).values(lease_until=now + lease_s))
 
 
 def give_back(connection: Connection, *, owner: str | None = None) -> int:

@@ -169,6 +169,13 @@ def _is_official(connection: Connection, trainer: str, version: int, state_path:
     return row is not None and state_path is not None and tuple(row) == (version, state_path)
 
 
+def begin_trainer(connection: Connection, *, name: str) -> None:
+    """Store that a trainer starts. A new one stands at version 0, without a state, until `announce_trainer`."""
+    lives = {"alive": True, "heartbeat_at": database_time(connection)}
+    begun = insert_into(connection, trainers).values(name=name, step=0, version=0, **lives)
+    connection.execute(begun.on_conflict_do_update(index_elements=[trainers.c.name], set_=lives))
+
+
 def announce_trainer(
     connection: Connection,
     *,

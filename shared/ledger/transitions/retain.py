@@ -7,14 +7,14 @@ deletes given-up files afterwards (trainer_service/janitor.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from sqlalchemy import Connection, Float, String, and_, delete, literal, or_, select, update
 
 from shared.experience import Purpose, VersionState
 from shared.ledger.conditions import in_parts
 from shared.ledger.connect import database_time, insert_into
-from shared.ledger.queries.trainers import list_states
+from shared.ledger.queries.trainers import StateRow, list_states
 from shared.ledger.queries.versions import VersionRow, kept_versions
 from shared.ledger.tables import trainer_states, trainers, version_leases, versions
 from shared.ledger.transitions.leases import acquire_lease, release_lease
@@ -180,7 +180,25 @@ def forget_old_states(connection: Connection, *, trainer: str, current: str | No
     states, rows = list_states(connection, trainer), kept_versions(connection)
     there = {one.version for one in rows if one.has_files and one.state != VersionState.REJECTED}
     paths |= {state.path for state in [one for one in states if one.version in there][-keep:]}
-    forgotten = [state.version for state in states if state.path not in paths]
-    for part in in_parts(trainer_states.c.version, forgotten):
-        connection.execute(delete(trainer_states).where(part, trainer_states.c.trainer == trainer))
+    forget_states(connection, trainer, [state.version for state in states if state.path not in paths])
     return paths
+
+
+def unusable_states(connection: Connection, *, but: str) -> list[StateRow]:
+    """Return the saved states of other trainers than `but` from which none can ever start.
+
+    No rollback can name them, because the files of their versions are given up, and their trainers' rows do not. Only
+    trainers that have ended regularly count: another one may hold a state that its row does not name since a rollback.
+    """
+    of_ended = and_(trainers.c.name == trainer_states.c.trainer, trainers.c.alive.is_(False), trainers.c.name != but)
+    given_up = and_(versions.c.version == trainer_states.c.version, versions.c.deleted_at.is_not(None))
+    unusable = select(trainer_states).join(trainers, of_ended).join(versions, given_up)
+    unusable = unusable.where(trainers.c.state_path.is_distinct_from(trainer_states.c.path))
+    rows = connection.execute(unusable.order_by(trainer_states.c.trainer, trainer_states.c.version))
+    return [StateRow(**row._mapping) for row in rows]
+
+
+def forget_states(connection: Connection, trainer: str, numbers: Sequence[int]) -> None:
+    """Forget a trainer's saved states of these versions."""
+    for part in in_parts(trainer_states.c.version, numbers):
+        connection.execute(delete(trainer_states).where(part, trainer_states.c.trainer == trainer))

@@ -20,15 +20,17 @@ from shared.versions import LARGEST_VERSION
 _LARGEST_WEIGHT = 1e9
 
 
-def share_traffic(connection: Connection, weights: Mapping[int, float], *, at_most: int, by: str) -> dict[int, float]:
+def share_traffic(
+    connection: Connection, weights: Mapping[int, float], *, at_most: int, by: str, needed: str = "model.kind: lora"
+) -> dict[int, float]:
     """Give versions their shares of the chats that name no version. Returns the shares; their sum is 1.
 
     weights: from 0 to a billion, in any unit; empty: the newest version that may serve gets all chats.
-    at_most: number of versions that an engine can serve at once.
+    at_most: number of versions that an engine can serve at once. needed: what would allow more, in words.
 
     Raises CannotServe if there are more of them, or one cannot serve.
     """
-    shares = _shares(weights, at_most)
+    shares = _shares(weights, at_most, needed)
     lock_shares(connection)
     before = shares_of_traffic(connection)
     lock_rows(connection, versions.c.version, versions.c.version.in_({*before, *shares}))
@@ -49,7 +51,7 @@ def lock_shares(connection: Connection) -> None:
     connection.execute(select(versions.c.version).where(versions.c.version == 0).with_for_update())
 
 
-def _shares(weights: Mapping[int, float], at_most: int) -> dict[int, float]:
+def _shares(weights: Mapping[int, float], at_most: int, needed: str) -> dict[int, float]:
     """Return the shares by version, without those of 0. Raises CannotServe."""
     if any(not 0 <= weight <= _LARGEST_WEIGHT for weight in weights.values()):
         raise CannotServe(f"a weight is a number from 0 to {_LARGEST_WEIGHT:g}")
@@ -63,8 +65,7 @@ def _shares(weights: Mapping[int, float], at_most: int) -> dict[int, float]:
     shares = {version: share for version, share in shares.items() if share}
     if len(shares) > at_most:
         what = "one version" if at_most == 1 else f"{at_most} versions"
-        how = "model.kind: lora" if at_most == 1 else "a higher engine.max_cpu_loras"
-        raise CannotServe(f"{len(shares)} versions at once: an engine serves {what}; this needs {how}")
+        raise CannotServe(f"{len(shares)} versions at once: an engine serves {what}; this needs {needed}")
     return shares
 
 

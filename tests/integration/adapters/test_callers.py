@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from aiohttp import web
 
 from tests.support.adapters import engine, publish_and_wait
 from tests.support.scripted_adapters import name_of
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.servers import RunningExplorer, wait_until
 
 UNRECORDED = ["/v1/responses", "/v1/messages", "/tokenize", "/detokenize"]
 
@@ -57,6 +60,32 @@ def test_an_unrecorded_route_is_answered_by_the_version_that_the_caller_names_or
         reply = explorer.http.post(path, json={"model": model, "input": "hi", **seed})
         name = name_of(explorer, version) if version else "agent"
         assert (reply.headers["X-Flywheel-Version"], reply.json()["asked"]) == (str(version), name), model
+
+
+def test_unrecorded_requests_that_sample_are_divided_among_the_versions_with_shares_and_others_are_not(explorer):
+    publish_and_wait(explorer, 1, 2)
+    assert explorer.http.put("/traffic", json={"weights": {"1": 0.5, "2": 0.5}}).status_code == 200
+    wait_until(lambda: explorer.deps.shares.divided and {1, 2} <= set(engine(explorer).versions))
+    answered = {path: {version_of(explorer, path, "agent") for _ in range(60)} for path in UNRECORDED}
+    assert [len(answered[path]) for path in UNRECORDED] == [2, 2, 1, 1]
+    assert answered["/v1/responses"] == answered["/v1/messages"] == {"1", "2"}
+    assert {version_of(explorer, "/v1/responses", "agent@1") for _ in range(20)} == {"1"}
+
+
+def version_of(explorer: RunningExplorer, path: str, model: str) -> str:
+    """The version that answers a request to an unrecorded route."""
+    return explorer.http.post(path, json={"model": model, "input": "hi"}).headers["X-Flywheel-Version"]
+
+
+def test_unrecorded_requests_are_no_chats_in_the_metrics(explorer, scripted_engine):
+    metric = re.compile(r"^flywheel_chat_(engine_seconds_count|in_flight_requests) (\S+)$", re.MULTILINE)
+    metrics, in_flight = explorer.deps.metrics, []
+    scripted_engine.note = lambda: in_flight.append(dict(metric.findall(metrics.render().decode())))
+    assert explorer.chat().status_code == 200
+    for path in UNRECORDED:
+        assert explorer.http.post(path, json={"model": "agent", "input": "hi"}).status_code == 200
+    assert in_flight == 4 * [{"engine_seconds_count": "1.0", "in_flight_requests": "0.0"}]
+    assert dict(metric.findall(metrics.render().decode())) == in_flight[0]
 
 
 def test_an_unrecorded_request_with_a_seed_counts_as_one_while_it_is_in_flight(explorer, scripted_engine):

@@ -109,11 +109,12 @@ def test_a_candidate_is_promoted_and_the_newest_serves_again_when_an_operator_wa
     wait_until(lambda: answering(divided, 5) == {"4": 5})
 
 
-def test_more_versions_than_an_engine_serves_are_refused(divided, start):
+@pytest.mark.parametrize("room, more", [(6, "a higher engine.max_loras"), (1, "engine.max_loras and engine.max_cpu_")])
+def test_more_versions_than_an_engine_computes_at_once_are_refused(divided, start, room, more):
     divided.stop()
-    small = start(room=1)
+    small = start(room)
     answer = small.http.put("/traffic", json={"weights": {1: 1, 2: 1, 3: 1}})
-    assert answer.status_code == 409 and "engine.max_cpu_loras" in answer.text
+    assert answer.status_code == 409 and more in answer.text
     divide(small, {1: 1, 2: 1})
 
 

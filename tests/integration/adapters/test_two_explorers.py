@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-from sqlalchemy import select
+from sqlalchemy import select, update
 
+from explorer_service.reload import adapter_controller
 from shared.experience import Purpose
+from shared.ledger import queries, transitions
+from shared.ledger.connect import database_time
 from shared.ledger.tables import version_leases
 from tests.support.adapters import engine, publish_and_wait, said
 from tests.support.scripted_adapters import name_of, publish_adapter
@@ -66,6 +71,34 @@ def test_who_inherits_a_full_engine_serves_on_what_it_serves_and_makes_room(star
     wait_until(all_serve_the_newest)
     assert answers <= {"v000003", "v000004", "v000005"}
     assert [said(explorer.chat(model="agent@2")) for explorer in others] == ["v000002"] * 2
+
+
+def test_what_an_engine_serves_keeps_its_lease_while_it_hangs_in_a_load(start, scripted_engine, monkeypatch):
+    monkeypatch.setattr(adapter_controller, "_RENEW_S", 0.5)
+    both, script = [start(), start()], scripted_engine.script
+    owner, follower = sorted(both, key=lambda one: not one.deps.leases.holds(scripted_engine.url))
+    publish_and_wait(owner, 1, 2)
+    owner.http.post("/versions/0/promote").raise_for_status()
+    wait_until(lambda: served(follower) == "0")
+    assert said(follower.chat(model="agent@1")) == "v000001"
+    key, loading = owner.deps.leases.key(scripted_engine.url), threading.Event()
+    script.on_call["/v1/load_lora_adapter"] = loading.set
+    script.hung.add("/v1/load_lora_adapter")
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(owner.chat, model="agent@2")
+        assert loading.wait(60)
+        with owner.ledger.write() as connection:
+            serving = (version_leases.c.reader == key, version_leases.c.purpose == Purpose.SERVING)
+            soon = database_time(connection) + 3
+            connection.execute(update(version_leases).where(*serving).values(until=soon))
+        time.sleep(4)
+        with owner.ledger.write() as connection:
+            about = {"owner": "janitor", "max_versions": 0, "max_bytes": 0.0, "sizes": {}, "by": "trainer"}
+            assert 1 not in transitions.give_up_files(connection, **about)
+            assert 1 in queries.served_adapters(connection, key)
+        assert said(follower.chat(model="agent@1")) == "v000001"
+        script.hung.clear()
+        assert said(reply.result()) == "v000002"
 
 
 def leased(explorer: RunningExplorer, version: int) -> bool:
