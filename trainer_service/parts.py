@@ -5,15 +5,14 @@ A part is one algorithm with the weight of its loss. Its figures are means over 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.seam import Algorithm, Constants, Figures, Now, Unit
+from trainer_service.algorithms.seam import Algorithm, Batch, Constants, Figures, Ints, Now, Unit
 from trainer_service.logprobs import Scores
 from trainer_service.packing import MicroBatch
 from trainer_service.ranks import Ranks
@@ -31,7 +30,7 @@ class Work:
     """One part's work on one batch."""
 
     def __init__(self, part: Part, units: list[Unit], constants: Constants, figures: Figures) -> None:
-        """constants: one array for each member of the units, in their order."""
+        """constants: see `seam.Constants`."""
         self._part, self._units, self._constants, self._figures = part, units, constants, figures
         self._firsts = np.cumsum([0, *(len(unit.members) for unit in units)]).tolist()
         self._beginning: dict[int, list[int]] = {}  # trained units by their first member
@@ -45,6 +44,17 @@ class Work:
     def groups(self) -> list[tuple[int, ...]]:
         """The members of each trained unit."""
         return [unit.members for unit in self._units if unit.trained]
+
+    def rows(self, batch: Batch) -> set[int]:
+        """Return the ids of the rows that the trained units learn from: of a unit with words, those of their turns."""
+        found: set[int] = set()
+        for unit in (unit for unit in self._units if unit.trained):
+            for number, place in enumerate(unit.members):
+                sequence = batch.sequences[place]
+                about = unit.words[number].actions if unit.words else sequence.ends
+                turns = np.unique(np.searchsorted(sequence.ends, about))
+                found.update(sequence.row_ids[turn] for turn in turns)
+        return found
 
     def size_of(self, places: Iterable[int]) -> float:
         """Return the divisor of this part's loss in a minibatch of these sequences, and add it to the batch's size."""
@@ -61,7 +71,9 @@ class Work:
         now = self._view_of(units, micro, scores)
         device = now.logprobs_K.device
         constants = {
-            name: torch.from_numpy(np.concatenate(arrays)).to(device) for name, arrays in self._slice(units).items()
+            name: torch.from_numpy(np.concatenate(arrays)).to(device)
+            for name, arrays in self._slice(units).items()
+            if name != "others"  # `now` has the scores of these tokens
         }
         loss, sums = self._part.algorithm.loss(now, constants)
         for name, value in sums.items():
@@ -74,13 +86,19 @@ class Work:
         self._sums = {name: sum(sums.get(name, 0.0) for sums in of_ranks) for sums in of_ranks for name in sums}
         return self._figures | {name: value / self._sizes for name, value in self._sums.items()}
 
-    def others(self, place: int) -> npt.NDArray[np.int64] | None:
-        """Return further tokens that the loss scores in a sequence, [A, N], or None. Tokens of several units are added:
-        each unit names tokens at its own actions, and 0 at the others."""
-        if "others" not in self._constants:
+    def others(self, place: int, length: int) -> Ints | None:
+        """Return further tokens that the loss scores in a sequence of this many actions, [A, N], or None.
+
+        Each unit names tokens at the actions that its words are about, which no other unit's are; elsewhere they are 0.
+        """
+        units = self._beginning.get(place, [])
+        if "others" not in self._constants or not units:
             return None
-        arrays = self._slice(self._beginning.get(place, []))["others"]
-        return np.sum(arrays, axis=0, dtype=np.int64) if arrays else None
+        asked = self._slice(units)["others"]
+        found = np.zeros((length, asked[0].shape[1]), np.int64)
+        for unit, tokens in zip(units, asked, strict=True):
+            found[_actions(self._units[unit], {place: length})[0]] = tokens
+        return found
 
     def _units_in(self, places: Iterable[int]) -> list[int]:
         return [unit for place in places for unit in self._beginning.get(place, ())]
@@ -94,25 +112,44 @@ class Work:
         """Return the micro-batch as these units see it: one unit after another, whatever else is packed with them."""
         begins = dict(zip(micro.members, np.cumsum([0, *micro.lengths]), strict=False))
         lengths = dict(zip(micro.members, micro.lengths, strict=True))
-        members = [place for unit in units for place in self._units[unit].members]
         owners = [order for order, unit in enumerate(units) for _ in self._units[unit].members]
-        index = np.concatenate([np.arange(begins[place], begins[place] + lengths[place]) for place in members])
+        places = [
+            begins[place] + actions
+            for unit in (self._units[number] for number in units)
+            for place, actions in zip(unit.members, _actions(unit, lengths), strict=True)
+        ]
+        sequences = np.repeat(np.arange(len(places)), [len(of_member) for of_member in places])
         device = scores["logprobs"].device
-        index_K = torch.from_numpy(index).to(device)
+        index_K = torch.from_numpy(np.concatenate(places)).to(device)
         values_K = scores.get("values")
         return Now(
             logprobs_K=scores["logprobs"][index_K],
             entropy_K=scores["entropy"][index_K],
             values_K=None if values_K is None else values_K[index_K],
             others_KN=scores["others"][index_K] if "others" in self._constants else None,
-            sequence_K=torch.from_numpy(np.repeat(np.arange(len(members)), [lengths[p] for p in members])).to(device),
+            sequence_K=torch.from_numpy(sequences).to(device),
             unit_S=torch.tensor(owners, device=device),
         )
 
 
+def _actions(unit: Unit, lengths: Mapping[int, int]) -> list[Ints]:
+    """Return the actions of each member that the unit's loss is about: those with words, or else all.
+
+    lengths: number of actions of each sequence, by place.
+    """
+    if unit.words:
+        return [words.actions for words in unit.words]
+    return [np.arange(lengths[place]) for place in unit.members]
+
+
 def others_of(micro: MicroBatch, works: Sequence[Work]) -> Tensor | None:
     """Return the further tokens that any part scores, [K, N]; None: no part scores further tokens."""
-    found = {place: asked for work in works for place in micro.members if (asked := work.others(place)) is not None}
+    found = {
+        place: asked
+        for work in works
+        for place, length in zip(micro.members, micro.lengths, strict=True)
+        if (asked := work.others(place, length)) is not None
+    }
     if not found:
         return None
     count = max(asked.shape[1] for asked in found.values())

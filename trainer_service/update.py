@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -103,7 +103,7 @@ class Updater:
             )
         if self.past is not None:
             self.past.updated()
-        used = {place for work in works.values() for group in work.groups for place in group}
+        used = {row_id for work in works.values() for row_id in work.rows(batch)}
         stats = _stats(batch, precomputed["processed"], used, version, ahead)
         for name, shown in figures.items():
             prefix = f"{name}/" if len(self._parts) > 1 else ""
@@ -187,20 +187,19 @@ def _merged(batch: Batch) -> Stats:
     return {"turns_merged": float(turns - sequences), **{f"turns_{why}": float(n) for why, n in reasons.items()}}
 
 
-def _stats(batch: Batch, processed: list[Floats], used: set[int], version: int, ahead: int) -> Stats:
+def _stats(batch: Batch, processed: list[Floats], used: Collection[int], version: int, ahead: int) -> Stats:
     """Return the figures of a batch that all algorithms share; means are over tokens unless named otherwise.
 
-    used: places of the sequences that some part trained on.
+    used: ids of the rows that some part learned from, or from an answer to them.
     """
     sampled = [place for places in batch.members for place in places]
     sequences = [batch.sequences[place] for place in sampled]
     versions = np.concatenate([sequence.versions for sequence in sequences])
     behind = np.maximum(version - versions, 0)  # a newer version was withdrawn after a crash
     rows = [row_id for sequence in sequences for row_id in sequence.row_ids]
-    used_rows = {row_id for place in used for row_id in batch.sequences[place].row_ids}  # also by answers to them
     stats = {
         "rows": float(len(rows)),
-        "rows_unused": float(sum(row_id not in used_rows for row_id in rows)),
+        "rows_unused": float(sum(row_id not in used for row_id in rows)),
         "tokens": float(len(versions)),
         **({"reward_mean": float(np.mean(batch.rewards))} if batch.rewards else {}),
         "staleness_versions": float(behind.mean()),

@@ -57,7 +57,8 @@ class TrainerConfig(Section):
     and a key that always gives the same reward has no effect. For algorithms with advantages."""
     max_trajectory_rows: Count = 1000
     """Rows of one run or conversation that are claimed together, even if the batch exceeds its size. A longer one is
-    claimed in parts, oldest first, and each part is trained on separately."""
+    claimed in parts, oldest first, and each part is trained on separately. Of a task whose runs are compared, the
+    oldest whole runs that fit are claimed together."""
     max_staleness_versions: Count | None = None
     """Discard rows that were sampled by a version further behind the newest one; null: none."""
     publish_every: Count = 1

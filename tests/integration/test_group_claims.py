@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from sqlalchemy import update
+
 from shared.config import RewardConfig, TrainerConfig
 from shared.ledger import queries, transitions
+from shared.ledger.connect import Ledger
+from shared.ledger.tables import experiences
 from shared.reward import SCORES, Signal
 from tests.integration.test_credit import commit, lease, say, stored
 from tests.support.samples import sample
@@ -48,6 +54,54 @@ def test_a_run_of_which_no_reward_was_said_waits_for_no_others_of_its_task_and_i
     assert claimed(3) == ["a-corrected-0", "a-corrected-1", "b-corrected-0"]
     assert claimed(2) == ["b-rewarded-0", "b-compared-0"]
     assert claimed(1) == ["a-rewarded-0", "a-rewarded-1"]
+
+
+def record_runs(ledger: Ledger, turns: Iterable[tuple[str, int]]) -> None:
+    """Turns of runs of one task, in this order; the message with each turn 1 gets a reward of its own."""
+    with ledger.write() as connection:
+        transitions.record(connection, [sample(f"{run}{turn}", task_id="t", run_id=run) for run, turn in turns])
+        given = {"rule": RewardConfig(), "task_id": None, "run_id": None}
+        said = {"msg_ids": [f"{run}1" for run, turn in turns if turn == 1], "signals": [Signal("reward", value=1.0)]}
+        transitions.apply_feedback(connection, **said, **given)
+        transitions.commit(connection)
+
+
+def claimed_by(ledger: Ledger, **about: int) -> list[str]:
+    asked = {"owner": "t", "at_least": 1, "at_most": 64, "lease_s": 60, "whole": "task", **about}
+    with ledger.write() as connection:
+        batch = transitions.claim(connection, **asked)
+        return [] if batch is None else [row.msg_id for row in queries.load_lease(connection, batch).rows]
+
+
+def test_a_task_of_more_rows_than_are_claimed_together_is_claimed_in_whole_runs(explorer):
+    """Its runs go on at once: a cut through all of them would leave the first turns without the rewards they led to."""
+    record_runs(explorer.ledger, [(run, turn) for turn in range(2) for run in "abc"])
+    assert [claimed_by(explorer.ledger, group_rows=4) for _ in range(3)] == [["a0", "b0", "a1", "b1"], ["c0", "c1"], []]
+
+
+def test_a_run_of_a_task_that_is_longer_than_what_is_claimed_together_is_claimed_in_parts(explorer):
+    record_runs(explorer.ledger, [("a", 0), ("a", 1), *(("b", turn) for turn in range(5)), ("c", 0), ("c", 1)])
+    parts = [claimed_by(explorer.ledger, group_rows=3) for _ in range(4)]
+    assert parts == [["a0", "a1"], ["b0", "b1", "b2"], ["b3", "b4"], ["c0", "c1"]]
+
+
+def test_rows_of_a_task_before_the_place_of_the_search_are_its_first_run(explorer):
+    record_runs(explorer.ledger, [(run, turn) for run in "ab" for turn in range(2)])
+    assert claimed_by(explorer.ledger, group_rows=2, after_id=2) == ["a0", "a1"]
+
+
+def test_conversations_of_a_task_without_runs_are_its_runs(explorer):
+    ledger = explorer.ledger
+    turns = [(conversation, turn) for turn in range(2) for conversation in "ab"]
+    with ledger.write() as connection:
+        transitions.record(connection, [sample(f"{name}{turn}", task_id="t") for name, turn in turns])
+        for name in "ab":
+            mine = experiences.c.msg_id.in_([f"{name}0", f"{name}1"])
+            connection.execute(update(experiences).where(mine).values(conversation_id=name))
+        given = {"rule": RewardConfig(), "task_id": None, "run_id": None, "signals": [Signal("reward", value=1.0)]}
+        transitions.apply_feedback(connection, msg_ids=["a1", "b1"], **given)
+        transitions.commit(connection)
+    assert [claimed_by(ledger, group_rows=3) for _ in range(2)] == [["a0", "a1"], ["b0", "b1"]]
 
 
 def test_choices_of_a_message_without_a_task_are_claimed_together_where_rewards_are_compared(explorer):

@@ -78,6 +78,19 @@ def test_an_export_makes_the_next_version_of_a_root_which_its_trainer_goes_on_fr
     assert weights(tmp_path, 2) != weights(tmp_path, 1)
 
 
+def test_rewards_that_fell_in_the_ledger_do_not_keep_an_export_from_being_trained_on(trained, tmp_path, model, lives):
+    """They fell before this training, which may be to repair it."""
+    fell = [
+        replace(row, reward=reward)
+        for version, reward in enumerate((1.0, 1.0, 0.0, 0.0), start=1)
+        for row in rows(4, version=version, name=f"m{version}-")
+    ]
+    bounds = {"change_of_update": None, "reward_versions": 2, "reward_rows": 1}
+    prepare(tmp_path, model, fell, breaker=bounds)
+    train(lives, tmp_path, "--from", str(trained / "rows.parquet"))
+    assert weights(tmp_path, 1) != weights(tmp_path, 0)
+
+
 def test_training_that_is_stopped_says_so_fails_and_leaves_nothing(trained, tmp_path, model, lives):
     prepare(tmp_path, model)
     log = tmp_path / "offline.log"

@@ -13,7 +13,8 @@ import torch
 from shared.config import HintConfig
 from tests.support.batches import array, batch_of, loss_of, precomputed, sequence
 from trainer_service.algorithms.hint import WINDOW, Hint
-from trainer_service.algorithms.seam import Batch, Memory, Needs, Words
+from trainer_service.algorithms.seam import Batch, Memory, Needs, Words, one_each
+from trainer_service.algorithms.surrogates import policy_constants
 from trainer_service.trajectories import Trajectory
 
 BLOCK = np.array([7, 8, 9])
@@ -55,18 +56,29 @@ def test_each_turn_with_words_is_its_own_unit_and_others_are_none():
     ]
 
 
-def test_an_advantage_is_the_bounded_effect_of_the_words_and_zero_elsewhere():
+def test_an_advantage_is_the_bounded_effect_of_the_words_on_the_actions_that_they_are_about():
     batch = said_of(batch_of(sequence([0, 0, 0, 0])), 0, 1, 2, 3)
     constants, figures = constants_of(batch, array(-0.5, -3.5, -0.9), advantage_bound=1.5)
-    assert constants["advantages"][0].tolist() == pytest.approx([0, 0.5, -1.5, 0.1])
-    assert constants["counts"][0].tolist() == [0, 1, 1, 1]
+    assert constants["advantages"][0].tolist() == pytest.approx([0.5, -1.5, 0.1])
+    assert constants["counts"][0].tolist() == [1, 1, 1]
     assert figures["hint_effect"] == pytest.approx((0.5 + 1.5 + 0.1) / 3)
 
 
 def test_the_kl_penalty_is_taken_off_the_tokens_that_the_words_are_about():
     batch = said_of(batch_of(sequence([0, 0])), 0, 1)
     constants, _ = constants_of(batch, array(-0.5), reference=[array(-3, -1.4)], kl_coef=0.5)
-    assert constants["advantages"][0].tolist() == pytest.approx([0, 0.5 - 0.5 * 0.4])
+    assert constants["advantages"][0].tolist() == pytest.approx([0.5 - 0.5 * 0.4])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"importance": "sequence", "importance_cap": 9.0}, {"geometric_mask": (0.5, 1.5)}]
+)
+def test_weights_are_those_of_the_whole_sequence_however_few_of_its_actions_have_words(settings):
+    behaviour = [-1.5, -0.5, -2.5]
+    batch = said_of(said_of(batch_of(sequence([0, 0, 0], behaviour)), 0, 0), 0, 2)
+    constants, _ = constants_of(batch, array(-0.5), array(-0.5), **settings)
+    whole, _ = policy_constants(batch, one_each([0]), precomputed(batch), HintConfig(**settings))
+    assert [one.tolist() for one in constants["weights"]] == [[whole["weights"][0][place]] for place in (0, 2)]
 
 
 @pytest.mark.parametrize(

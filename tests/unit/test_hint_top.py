@@ -111,3 +111,30 @@ def test_the_loss_is_the_mean_divergence_at_the_actions_that_words_are_about(sam
     expected = [coarse(flat[n], policy[row].exp(), likeliest[n]) for n, row in enumerate(at)]
     assert float(loss) == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
     assert work.figures(ALONE)["kl_to_teacher"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_what_a_run_of_many_turns_with_words_keeps_grows_with_its_tokens_and_not_with_their_square():
+    """Each turn has words, as after a comment on the whole run: an action belongs to one of them."""
+    turns, size = 64, 2
+    batch, policy = batch_of(sequence([0] * turns * size)), torch.randn(turns * size, VOCABULARY).log_softmax(-1)
+    batch.words[0] = [Words(np.array([7]), np.arange(size * turn, size * (turn + 1))) for turn in range(turns)]
+    top = [torch.randn(size, VOCABULARY).log_softmax(-1).topk(TOP) for _ in range(turns)]
+    algorithm = Hint(HintConfig(top_k=TOP, least_effect=0.0))
+    seen = precomputed(
+        batch,
+        teacher=[np.full(size, -0.5, np.float32)] * turns,
+        top=[one.indices.numpy() for one in top],
+        top_logprobs=[one.values.numpy() for one in top],
+    )
+    units = algorithm.units(batch)
+    constants, figures = algorithm.constants(batch, units, seen, {})
+    for name, arrays in constants.items():
+        assert sum(map(len, arrays)) == turns * size, name
+    work = Work(Part(algorithm), units, constants, figures)
+    (micro,) = pack(batch.sequences, [0], 1000)
+    asked = others_of(micro, [work])
+    torch.testing.assert_close(asked, torch.cat([one.indices for one in top]))
+    scores = {"logprobs": torch.full((len(policy),), -1.0), "entropy": torch.zeros(len(policy))}
+    loss = work.loss(micro, {**scores, "others": policy.gather(-1, asked)}, work.size_of([0]))
+    flat = torch.cat([one.values for one in top])
+    assert float(loss) == pytest.approx(float(divergence_with_tail(flat, policy.gather(-1, asked)).mean()), rel=1e-5)

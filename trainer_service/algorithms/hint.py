@@ -29,8 +29,6 @@ E is the mean over the tokens of the minibatch whose words are used.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 
@@ -59,26 +57,28 @@ class Hint(Partial[HintConfig]):
     def constants(
         self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
     ) -> tuple[Constants, Figures]:
-        constants, figures = policy_constants(batch, units, precomputed, self.config)
+        sequences = [Unit(members) for members in sorted({unit.members for unit in units})]  # each of them once
+        whole, figures = policy_constants(batch, sequences, precomputed, self.config)
+        whole["penalties"] = kl_penalties(sequences, precomputed, self.config)
+        constants = _at_words(units, sequences, whole)
         figures |= {"hints": float(len(units)), "hints_contradicting": 0.0, "hints_without_effect": 0.0}
         for name in ("advantages", "counts", "effects"):
             constants[name] = [np.zeros_like(proximal) for proximal in constants["proximal"]]
         neutral, kind = self._neutral(batch, units, memory), "effects" if self.top else "advantages"
         for number, (words, teacher) in enumerate(zip((u.words[0] for u in units), precomputed.teacher, strict=True)):
             bound = self.config.advantage_bound
-            effect = (teacher - constants["proximal"][number][words.actions]).clip(-bound, bound)
+            effect = (teacher - constants["proximal"][number]).clip(-bound, bound)
             reason = self._exclusion_reason(effect, words.reward, neutral)
             if reason is None:
-                constants[kind][number][words.actions], constants["counts"][number][words.actions] = effect, 1
+                constants[kind][number][:], constants["counts"][number][:] = effect, 1
             else:
                 figures[reason] += 1
         if self.top:
             constants["divergence_weights"] = [(weights > 0).astype(np.float32) for weights in constants["weights"]]
-            constants["others"] = _spread(units, precomputed.top, constants["proximal"])
-            constants["top_logprobs"] = _spread(units, precomputed.top_logprobs, constants["proximal"])
+            constants |= {"others": precomputed.top, "top_logprobs": precomputed.top_logprobs}
         changes, counted = (np.concatenate(constants[name], dtype=np.float64) for name in (kind, "counts"))
         figures["hint_effect"] = float(np.abs(changes).sum() / max(1.0, counted.sum()))
-        for number, penalty in enumerate(kl_penalties(units, precomputed, self.config)):
+        for number, penalty in enumerate(constants.pop("penalties", [])):
             constants["advantages"][number] -= constants["counts"][number] * penalty
         return constants, figures
 
@@ -112,9 +112,8 @@ class Hint(Partial[HintConfig]):
         return None if is_good is None or float(effect.mean()) * (1 if is_good else -1) >= 0 else "hints_contradicting"
 
 
-def _spread(units: list[Unit], found: list[Any], proximal: list[Floats]) -> list[Any]:
-    """Expand arrays [B, N] at the actions that words are about to [A, N], with 0 elsewhere."""
-    whole = [np.zeros((len(own), one.shape[1]), one.dtype) for own, one in zip(proximal, found, strict=True)]
-    for unit, one, into in zip(units, found, whole, strict=True):
-        into[unit.words[0].actions] = one
-    return whole
+def _at_words(units: list[Unit], sequences: list[Unit], whole: Constants) -> Constants:
+    """Return arrays of whole sequences, [A], at the actions that each unit's words are about: [B]; no empty lists."""
+    numbers = {sequence.members: number for number, sequence in enumerate(sequences)}
+    places = [(numbers[unit.members], unit.words[0].actions) for unit in units]
+    return {name: [arrays[number][own] for number, own in places] for name, arrays in whole.items() if arrays}

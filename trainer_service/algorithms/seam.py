@@ -30,10 +30,12 @@ Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 Figures = dict[str, float]  # for logs and plots
 Memory = dict[str, Any]  # JSON: trackers, running means; saved with the trainer's state, equal on every rank
-Constants = dict[str, list[Floats]]
+Constants = dict[str, list[npt.NDArray[Any]]]
 """By name: one array for each member of the units, in their order; [A], or [1] for a value of a whole sequence.
 
-`others` is [A, N], of int64: further tokens at each action that the loss scores under the policy.
+For a member with words, A stands for the B actions that they are about: its loss is of these alone, so that a sequence
+whose turns all have words is not repeated for each. `others` is [A, N], of int64: further tokens at each action that
+the loss scores under the policy. All other arrays are of float32.
 """
 
 
@@ -66,7 +68,7 @@ class Words:
     """Words about one turn of a sequence, as a block of tokens; a model that reads it becomes a teacher."""
 
     token_ids: Ints  # placed before the sequence's own tokens
-    actions: Ints  # [B] the turn's actions, as indices into the sequence's
+    actions: Ints  # [B] the turn's actions, as indices into the sequence's; no two words of a sequence share one
     reward: float | None = None  # of the turn, or else of the whole
     key: str | None = None  # key that wrote the last of them
 
@@ -151,7 +153,10 @@ class Precomputed:
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """The units of a micro-batch under the trained weights: one after another, with their members in order."""
+    """The units of a micro-batch under the trained weights: one after another, with their members in order.
+
+    Of a member with words, these are the actions that they are about.
+    """
 
     logprobs_K: Tensor  # at the sampling temperature
     entropy_K: Tensor  # nats
@@ -204,7 +209,8 @@ class Algorithm(Protocol):
     def loss(self, now: Now, constants: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a sum over the micro-batch, to be minimized, and sums to plot, which are divided by the size, too.
 
-        constants: of the micro-batch's units, by name: [K], or [S] for values of whole sequences.
+        constants: of the micro-batch's units, by name: [K], or [S] for values of whole sequences; without `others`,
+        whose scores are in `now`.
         """
 
 

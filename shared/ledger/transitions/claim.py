@@ -58,7 +58,8 @@ def claim(
     """READY → LEASED for the oldest rows, as one batch of `owner`. A trajectory's READY rows are claimed together.
 
     at_most: rows; a batch exceeds it if its last trajectory would be split otherwise.
-    group_rows: largest number of rows that are claimed together; a longer trajectory is claimed in parts.
+    group_rows: largest number of rows that are claimed together; a longer trajectory is claimed in parts, and of a task
+    with more rows the runs that fit.
     whole: unit of the claim: trajectories, or all runs of a task, and all choices of a message without a task.
     runs_of_task: leave a run with a reward while its task has fewer READY ones, until their last signal is older than
     `wait_s`; None: without limit. A row that failed twice does not wait.
@@ -135,9 +136,10 @@ def _oldest(eligible: list[ColumnElement[bool]], at_most: int, after_id: int) ->
 
 
 def _mates(oldest: Select[Any], eligible: list[ColumnElement[bool]], group_rows: int, whole: Whole) -> CTE:
-    """Select the rows of the oldest rows' trajectories, with the first row of each; of a long one, the oldest rows.
+    """Select the rows of the oldest rows' trajectories, with the first row of each.
 
-    A row without a run and a conversation is alone, or with the other choices of its message.
+    Of a long trajectory, these are the oldest rows; of a task, the oldest runs that fit. A row without a run and a
+    conversation is alone, or with the other choices of its message.
     """
     rows = oldest.cte("oldest")
     in_task = rows.c.task_id.is_not(None) if whole == "task" else names_a_run(rows)
@@ -149,7 +151,8 @@ def _mates(oldest: Select[Any], eligible: list[ColumnElement[bool]], group_rows:
     turns = _turns(rows, "conversations", in_conversation, ("conversation_id",), others)
     is_alone = not_(in_task) & rows.c.conversation_id.is_(None)
     choices = _turns(rows, "choices", is_alone, ("msg_id",), [*others, experiences.c.conversation_id.is_(None)])
-    ranked = union_all(runs, turns, *([choices] if whole == "task" else [])).subquery("turns")
+    of_wholes = [_by_runs(runs), turns, choices] if whole == "task" else [runs, turns]
+    ranked = union_all(*of_wholes).subquery("turns")
     together = select(ranked.c.id, ranked.c.first_id).where(ranked.c.rank <= group_rows)
     if whole == "task":
         return together.cte("mates")
@@ -166,6 +169,22 @@ def _turns(
     together = and_(same_group, *(experiences.c[column] == firsts.c[column] for column in key))
     rank = func.row_number().over(partition_by=firsts.c.first_id, order_by=experiences.c.id).label("rank")
     return select(experiences.c.id, firsts.c.first_id, rank).join_from(firsts, experiences, together).where(*eligible)
+
+
+def _by_runs(turns: Select[Any]) -> Select[Any]:
+    """Select the rows of tasks with the rank of their run's last row, oldest run first: no limit of ranks cuts a run.
+
+    Rows of a task's first run have their own ranks: a run that exceeds the limit alone is claimed in parts.
+    """
+    run = func.coalesce(*(experiences.c[name] for name in ("run_id", "conversation_id", "msg_id")))
+    partition = [turns.selected_columns.first_id, run]
+    first, length = (function.over(partition_by=partition) for function in (func.min(experiences.c.id), func.count()))
+    place = func.row_number().over(partition_by=partition, order_by=experiences.c.id)
+    of_runs = turns.add_columns(first.label("first_of_run"), length.label("length"), place.label("place"))
+    found = of_runs.subquery("of_runs")
+    so_far = func.count().over(partition_by=found.c.first_id, order_by=found.c.first_of_run)  # including its own run
+    rank = case((so_far == found.c.length, found.c.place), else_=so_far).label("rank")
+    return select(found.c.id, found.c.first_id, rank)
 
 
 def _whole_trajectories(mates: CTE, at_most: int, *where: ColumnElement[bool]) -> Select[Any]:
