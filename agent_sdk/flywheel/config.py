@@ -106,7 +106,8 @@ class LearnConfig:
             if not isinstance(value, Integral) or value < least:
                 raise ConfigError(f"{name}={value!r}: give a whole number of {least} or more")
         for name in ("max_ready_rows", "patience_s", "timeout_s", "on_timeout", "seconds"):
-            if not isinstance(value := getattr(self, name), (Real, type(None))):
+            is_needed = name in ("patience_s", "timeout_s")
+            if not isinstance(value := getattr(self, name), Real if is_needed else (Real, type(None))):
                 raise ConfigError(f"{name}={value!r}: give a number")
         share: Any = self.max_failed_share
         if not isinstance(share, Real) or not 0 <= float(share) <= 1:

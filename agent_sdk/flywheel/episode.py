@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,43 +73,60 @@ class Attempts:
     how: LearnConfig
     counted: int = 0  # runs that ended since this start
 
-    async def run(self, task: NamedTask, task_id: str, number: int) -> int:
+    async def run(self, task: NamedTask, task_id: str, number: int, until_served: Callable[[], Awaitable[bool]]) -> int:
         """Try until an attempt gives a result; after the last failure, drop the run. Each attempt is a new run.
 
-        Returns the number of its chats; 0 if it was dropped.
+        until_served: waits for an engine after an attempt that none answered, which is no failure for timeout_s. If it
+        returns False, learn is stopping, and nothing is journaled, so that a later start makes the run.
+        Returns the number of its chats; 0 if it was dropped, or not made.
         """
         place = f"{task_id}#{number}"
-        for attempt in range(self.how.retries + 1):
+        failed, excused_until = 0, math.inf
+        for attempt in itertools.count():
             run = AsyncRun(self.client.explorer, task_id, self._run_id(number, attempt), self.how.credit)
             began = time.monotonic()
+            failure: Exception | None
             try:
                 reward = await self._try(task, run)
             except (ConfigError, asyncio.CancelledError):
                 raise
             except TimedOut as exc:
-                self._failed(exc)
-                reward = None if self.how.on_timeout is None else Reward(self.how.on_timeout)
-                if await self._end(place, run, reward, "timeout", began) is None:
+                if await self._end_late(place, run, exc, began):
                     return run.chats
-                run.forget()
                 break  # nothing was sent: it has no chats, or its credit function failed
             except JudgeFailed as exc:
                 self._failed(exc)  # the run is valid: another attempt would not help the judge
                 await self._end(place, run, None, "unjudged", began)
                 return 0
             except Exception as exc:  # noqa: BLE001 — a user's agent may raise anything; its run is never rewarded
-                self._failed(exc)
-                run.forget()
-                continue
-            failure = await self._end(place, run, reward, "rewarded" if reward else "unrewarded", began)
+                failure = exc
+            else:
+                failure = await self._end(place, run, reward, "rewarded" if reward else "unrewarded", began)
             if failure is None:
                 self.failures.succeeded()
                 return run.chats
-            self._failed(failure)
             run.forget()
+            if run.is_unanswered:
+                excused_until = min(excused_until, time.monotonic() + self.how.timeout_s)
+            if not run.is_unanswered or time.monotonic() >= excused_until:
+                self._failed(failure)
+                failed += 1
+            if failed > self.how.retries:
+                break
+            if run.is_unanswered and not await until_served():
+                return 0
         await self.journal.write(self._line(place, None, None, "dropped", 0.0))
         self.counted += 1
         return 0
+
+    async def _end_late(self, place: str, run: AsyncRun, error: TimedOut, began: float) -> bool:
+        """End a run that took too long. Returns False if nothing was sent."""
+        self._failed(error)
+        reward = None if self.how.on_timeout is None else Reward(self.how.on_timeout)
+        if await self._end(place, run, reward, "timeout", began) is None:
+            return True
+        run.forget()
+        return False
 
     def _failed(self, error: Exception) -> None:
         """Count a failed attempt, in the journal for the report, which is over all starts."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flywheel.addresses import origin_of
 from flywheel.async_client import AsyncClient
 from flywheel.errors import ConfigError, NothingCompared, describe
 from flywheel.model import Model
@@ -17,7 +18,7 @@ from flywheel.report import Evaluation
 from flywheel.run import AsyncRun
 from flywheel.tasks import NamedTask, Task, load_tasks, new_task_id
 from flywheel.threads import DaemonThreads
-from flywheel.transport import Pin, current_pin, current_run, origin_of
+from flywheel.transport import Pin, current_pin, current_run
 from flywheel.workflow import Caller, Function, score, within
 
 _MOST_OF_CAUSE = 200  # maximum characters of a cause

@@ -19,6 +19,8 @@ from typing import Any
 from flywheel.errors import ConfigError, JudgeFailed
 from flywheel.model import Model, outside_runs
 from flywheel.reward import Reward
+from flywheel.threads import DaemonThreads
+from flywheel.workflow import Caller
 
 Values = Mapping[str, Any]  # item and sample
 _SAMPLING = {"max_completions_tokens": "max_completion_tokens"}  # names of graders, and of chats
@@ -197,13 +199,14 @@ class Grader:
 
     async def _score(self, values: Values) -> float:
         if self._kind == "python":
-            return float(self._grade(values["sample"], values["item"]))
+            return await _in_thread(lambda values: float(self._grade(values["sample"], values["item"])), values)
         if self._kind == "score_model":
             return await self._ask(values)
         said, wanted = (_render(self._grader[name], values) for name in ("input", "reference"))
         if self._kind == "string_check":
             return float(_CHECKS[self._grader["operation"]](said, wanted))
-        return _similarity(self._grader["evaluation_metric"], said, wanted)
+        metric = self._grader["evaluation_metric"]
+        return await _in_thread(lambda texts: _similarity(metric, *texts), (said, wanted))
 
     async def _ask(self, values: Values) -> float:
         """Return a model's score within `range`, by default from 0 to 1. Raises JudgeFailed."""
@@ -226,6 +229,12 @@ class Grader:
         if not low <= score <= high:
             raise JudgeFailed(f"the grader's model {model.name} gave no score from {low:g} to {high:g}")
         return score
+
+
+async def _in_thread(function: Callable[[Any], float], values: Any) -> float:
+    """Return a function's result. It may take long, which must delay neither other runs nor the end of its time."""
+    with DaemonThreads(1, "flywheel-grader") as threads:
+        return float(await Caller(function, ("values",), threads)(values))
 
 
 def _text_of(content: Any) -> str:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from flywheel import frameworks
+from flywheel.addresses import origin_of, run_path
 from flywheel.connections import AsyncHttpClient, Connections, HttpClient, proxy_for, tls_context
 from flywheel.errors import ConfigError
-from flywheel.transport import AsyncRunTransport, Chats, RunTransport, current_pin, current_run, origin_of, run_path
+from flywheel.transport import AsyncRunTransport, Chats, RunTransport, current_pin, current_run
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI

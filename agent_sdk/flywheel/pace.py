@@ -52,6 +52,7 @@ class Pacer:
         self._poll_s = poll_s
         self._patience_s = patience_s
         self._engine_patience_s = engine_patience_s
+        self._asking = asyncio.Lock()
         self._asked_at = float("-inf")
         self._missing_since: float | None = None  # time.monotonic() of the first poll without a training trainer
         self.status: Status | None = None
@@ -97,17 +98,22 @@ class Pacer:
 
     async def look(self, max_age_s: float = math.inf) -> Status:
         """Return the status, polled again if it is older than poll_s. Raises NotTraining, Away and Unreachable."""
-        if self.status is None or time.monotonic() - self._asked_at >= min(max_age_s, self._poll_s):
-            began = time.monotonic()
-            self.status = await self._client.status()
-            self._held_poll_s = min(max((time.monotonic() - began) / _POLL_SHARE, _HELD_POLL_S[0]), _HELD_POLL_S[1])
-            self._asked_at, self._ready = time.monotonic(), self.status.ready
-            self._warn(self.status.batch_size)
-            if self.status.is_training and self.status.held is None:
-                self._missing_since = None
-            else:
-                self._require_patience(self.status.held)
-        return self.status
+        async with self._asking:  # runs that wait for an engine share one request
+            if self.status is None or time.monotonic() - self._asked_at >= min(max_age_s, self._poll_s):
+                await self._ask()
+            assert self.status is not None
+            return self.status
+
+    async def _ask(self) -> None:
+        began = time.monotonic()
+        self.status = await self._client.status()
+        self._held_poll_s = min(max((time.monotonic() - began) / _POLL_SHARE, _HELD_POLL_S[0]), _HELD_POLL_S[1])
+        self._asked_at, self._ready = time.monotonic(), self.status.ready
+        self._warn(self.status.batch_size)
+        if self.status.is_training and self.status.held is None:
+            self._missing_since = None
+        else:
+            self._require_patience(self.status.held)
 
     def _warn(self, batch_size: int | None) -> None:
         if self._bound is not None and batch_size is not None and self._bound < batch_size and not self._is_warned:
@@ -162,6 +168,11 @@ class Pacer:
                     "`flywheel status` says why",
                 )
             await _first_of((stopping,), self._poll_s)
+
+    async def until_served_again(self, stopping: asyncio.Event) -> None:
+        """The same after a chat that no engine answered, which the explorer may not have reported yet."""
+        await _first_of((stopping,), self._poll_s)
+        await self.until_served(stopping)
 
     async def version(self, max_age_s: float = math.inf) -> int | None:
         """Return the version in service, from `look`; the last known one while the explorer is unavailable."""

@@ -10,6 +10,8 @@ from typing import Any
 from flywheel.errors import ConfigError
 from flywheel.wire import to_number
 
+_MAX_COMMENT_BYTES = 64 * 1024  # of the explorer
+
 
 @dataclass(frozen=True)
 class Reward:
@@ -58,6 +60,13 @@ def _read_mapping(result: Mapping[Any, Any], where: str) -> Reward:
         return Reward(math.fsum(metrics.values()), metrics, result.get("comment"))
     value = result["reward"]
     return Reward(None if value is None else _number(value, where), metrics, result.get("comment"))
+
+
+def cut_comment(comment: str | None) -> str | None:
+    """Return what the explorer accepts of a comment: it may be the output of a tool, of any length."""
+    if not isinstance(comment, str) or len(comment) * 4 <= _MAX_COMMENT_BYTES:
+        return comment
+    return comment.encode("utf-8", "replace")[:_MAX_COMMENT_BYTES].decode("utf-8", "ignore")
 
 
 def _number(value: object, where: str) -> float:

@@ -9,13 +9,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from flywheel.addresses import origin_of
 from flywheel.credit import Credit, check_credit, outcome_bodies
 from flywheel.errors import ConfigError, NothingRecorded
 from flywheel.feedback import Feedback, keyed, send_all
 from flywheel.model import Model, path_url
-from flywheel.reward import Reward
+from flywheel.reward import Reward, cut_comment
 from flywheel.tasks import new_task_id
-from flywheel.transport import Guard, current_pin, current_run, origin_of
+from flywheel.transport import Guard, current_pin, current_run
 from flywheel.wire import Steps, feedback_body, get_run
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Run:
         self.run_id = "0" if run_id is None else str(run_id)
         self.msg_ids: list[str] = []  # of replies that this process saw, in order
         self.unrecorded = 0  # replies that were not to be recorded, or have no id
+        self.is_away = False  # set by the transport: no engine, or no explorer, answered the last chat
         self.guard: Guard | None = None
         self.pinned: Model | None = None  # replaces the trainee: with parameters, or a version of it
         self.is_recorded = True  # not if it begins in a shadow run
@@ -147,8 +149,8 @@ class Run:
             raise ConfigError(f"the run has been left, and nothing more is sent: call client.feedback({about}, …)")
         said = {"reward": value, "metrics": dict(metrics) if metrics else None, "comment": comment}
         said["correction"] = correction
-        given = {name: one for name, one in said.items() if one is not None}
-        feedback_body(of or [], self.task_id, self.run_id, given)
+        body = feedback_body(of or [], self.task_id, self.run_id, said)  # its numbers and texts fit JSON
+        given = {name: body[name] for name in said if name in body}
         if given:
             self._said.setdefault(of, {}).update(given)
 
@@ -207,14 +209,19 @@ class Run:
         return bool(self._tokens) or (self._parent is not None and self._parent._is_entered)
 
     def take(self, reward: Reward | None) -> None:
-        """Set the result of a reward function; None changes nothing."""
+        """Set the result of a reward function, with at most 64 kB of its comment; None changes nothing."""
         if reward is not None:
-            self.reward(reward.value, metrics=reward.metrics, comment=reward.comment)
+            self.reward(reward.value, metrics=reward.metrics, comment=cut_comment(reward.comment))
 
     @property
     def chats(self) -> int:
         """Number of recorded replies that this process saw, including those of its children."""
         return len(self.msg_ids) + sum(child.chats for child in self._children)
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether no engine, or no explorer, answered the last chat of it or of one of its children."""
+        return self.is_away or any(child.is_unanswered for child in self._children)
 
     @property
     def spoken(self) -> int:

@@ -21,7 +21,7 @@ from flywheel.selection import Call, Chooser, SamplingRate, Selected, Selection,
 from flywheel.shadow import Agent, Replay, Shadow, ShadowOptions
 from flywheel.stats import Stats
 from flywheel.tools import ReadOnlyTools, Recording, recorded_in
-from flywheel.transport import current_run
+from flywheel.transport import current_pin, current_run
 from flywheel.workflow import Caller, Function, is_async
 
 _Chosen = tuple[Call, Selected | None, Recording | None]
@@ -189,8 +189,10 @@ class TrainingRunner:
     def _before(self, request: Any) -> _Chosen | None:
         """Return a copy of a call that is, or may be, selected; None for others. Raises no error."""
         try:
-            if self._running_shadow() is None or current_run.get() is not None:
-                return None  # not running; or a call of a run, which is not production
+            pin = current_pin.get()
+            is_evaluated = pin is not None and pin.evaluated is not None
+            if self._running_shadow() is None or current_run.get() is not None or is_evaluated:
+                return None  # not running; or a call of a run or an evaluation, which is not production
             self.stats.seen += 1
             call = Call(request, mark=current_mark())
             selected = None

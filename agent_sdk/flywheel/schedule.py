@@ -131,7 +131,7 @@ class Learning:
 
     async def _run(self, task: NamedTask, group: _Group, number: int) -> None:
         try:
-            rows = await self.attempts.run(task, group.task_id, number)
+            rows = await self.attempts.run(task, group.task_id, number, self._until_served)
         finally:
             self._slots.release()
         group.rows += rows
@@ -139,6 +139,11 @@ class Learning:
         self.attempts.failures.check()
         if group.ended == group.begun and group.is_whole:
             await self._commit(group)
+
+    async def _until_served(self) -> bool:
+        """Wait for an engine after a chat that none answered. Returns False if learn is stopping."""
+        await self.pacer.until_served_again(self.stopping)
+        return not self.stopping.is_set()
 
     async def _commit(self, group: _Group) -> None:
         said = await self.attempts.client.commit(task_id=group.task_id)

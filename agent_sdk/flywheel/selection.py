@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from flywheel.errors import ConfigError
+from flywheel.workflow import Caller
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,10 @@ class Selection:
         """Return the decision."""
         return self.pick(call)
 
+    def in_threads(self, threads: Executor) -> Selection:
+        """Return the same strategy, whose sync functions run in these threads."""
+        return self
+
     def __or__(self, other: Selection | Chooser) -> Selection:
         return _Or(self, as_selection(other))
 
@@ -173,6 +178,9 @@ class _Or(Selection):
         self._first, self._second = first, second
         self.early = first.early and second.early
 
+    def in_threads(self, threads: Executor) -> Selection:
+        return _Or(self._first.in_threads(threads), self._second.in_threads(threads))
+
     def pick(self, call: Call) -> Selected | None:
         return self._first.pick(call) or self._second.pick(call)
 
@@ -184,6 +192,9 @@ class _And(Selection):
     def __init__(self, first: Selection, second: Selection) -> None:
         self._first, self._second = first, second
         self.early = first.early and second.early
+
+    def in_threads(self, threads: Executor) -> Selection:
+        return _And(self._first.in_threads(threads), self._second.in_threads(threads))
 
     def pick(self, call: Call) -> Selected | None:
         return _both(self._first.pick(call), self._second.pick(call))
@@ -208,6 +219,9 @@ class _Not(Selection):
         self._inner = inner
         self.early = inner.early
 
+    def in_threads(self, threads: Executor) -> Selection:
+        return _Not(self._inner.in_threads(threads))
+
     def pick(self, call: Call) -> Selected | None:
         return Selected("not") if self._inner.pick(call) is None else None
 
@@ -218,12 +232,15 @@ class _Not(Selection):
 class _Function(Selection):
     early = False
 
-    def __init__(self, function: Chooser) -> None:
+    def __init__(self, function: Chooser, threads: Executor | None = None) -> None:
         self._function = function
+        self._call = Caller(function, ("call",), threads)
+
+    def in_threads(self, threads: Executor) -> Selection:
+        return _Function(self._function, threads)
 
     async def decide(self, call: Call) -> Selected | None:
-        found = self._function(call)
-        result = await found if inspect.isawaitable(found) else found
+        result = await self._call(call)
         if result is None or isinstance(result, Selected):
             return result
         return Selected(getattr(self._function, "__name__", "function")) if result else None

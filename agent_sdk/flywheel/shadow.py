@@ -78,6 +78,7 @@ class Shadow:
         self._spoken = 0  # recorded replies that the next commit makes READY
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool = DaemonThreads(options.at_once, "flywheel-shadow")
+        self._select = options.select.in_threads(self._pool)
         self._reward = Caller(options.reward, ("run", "reply", "call"), self._pool)
         self._client = AsyncClient(options.url, key=options.key, model=options.model)
         self._thread = threading.Thread(target=self._main, name="flywheel-shadow", daemon=True)
@@ -101,7 +102,8 @@ class Shadow:
         A run that ignores its cancellation is abandoned in its thread, which ends with the process.
         """
         self._draining = True
-        assert self._loop is not None
+        if self._loop is None:  # its thread could not start
+            return
         self._drain_s = drain_s
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stopping.set)
@@ -114,13 +116,19 @@ class Shadow:
 
         Waits until it is done, except in the shadow thread, whose loop has to do it.
         """
-        assert self._loop is not None
+        if self._loop is None:
+            return
         committed = asyncio.run_coroutine_threadsafe(self._commit(), self._loop)
         if threading.current_thread() is not self._thread:
             committed.result()
 
     def _main(self) -> None:
-        asyncio.run(self._run())
+        try:
+            asyncio.run(self._run())
+        except Exception:  # such as no file descriptor for the event loop
+            log.exception("the shadow thread has ended: production is served, and nothing is replayed")
+        finally:
+            self._started.set()
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -153,9 +161,8 @@ class Shadow:
 
     async def _replay(self, replay: Replay) -> None:
         """Select if not decided yet, then run repeat_time times: a group of one task."""
-        decide, timeout_s = self._options.select.decide, self._options.timeout_s
         try:
-            selected = replay.selected or await within(decide(replay.call), timeout_s)
+            selected = replay.selected or await within(self._select.decide(replay.call), self._options.timeout_s)
         except asyncio.CancelledError:
             self._stats.lose(replay.selected)
             raise

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import json
 import random
+import re
 import time
 import uuid
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TextIO
 from flywheel.errors import ConfigError
 
 Task = Mapping[str, Any]
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def new_task_id() -> str:
@@ -44,13 +46,20 @@ def load_tasks(source: str | Path | Iterable[Task]) -> list[NamedTask]:
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ConfigError(f"task {number} is a {type(row).__name__}: give mappings, such as {{'question': …}}")
-        text = json.dumps(row, sort_keys=True, default=repr)
+        text = json.dumps(row, sort_keys=True, default=_stable)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         seen[digest] += 1
         found.append(NamedTask(digest if seen[digest] == 1 else f"{digest}.{seen[digest]}", row))
     if not found:
         raise ConfigError(f"no task in {source!r}: give at least one")
     return found
+
+
+def _stable(value: object) -> object:
+    """Return for JSON what is the same in each process: a set has no order, and an object has another address."""
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted(json.dumps(one, sort_keys=True, default=_stable) for one in value)}
+    return _ADDRESS.sub("", repr(value))
 
 
 def _read_file(path: Path) -> Iterable[Task]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-from urllib.parse import quote
 
 import httpx
 
+from flywheel.addresses import is_for, naming
 from flywheel.connections import AsyncHttpClient, Connections, HttpClient, for_transport
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ TASK_HEADER = "X-Flywheel-Task"
 RUN_HEADER = "X-Flywheel-Run"
 _ID = re.compile(rb'"id"\s*:\s*"([^"\\]+)"')
 _UNFIT = re.compile(r"^[ \t]|[ \t]\Z|[\x00-\x08\x0a-\x1f\x7f]")  # what a header's value cannot contain
+_BROKEN_OFF = re.compile(rb'data: \{"error":.*"service_unavailable"')  # the end of a stream whose engine was lost
+_NO_ANSWER = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 _HEAD_BYTES = 8192  # of a response: its id is at the start, also in a stream's first event
 
 
@@ -39,6 +42,8 @@ class Guard(Protocol):
 
 class Attributed(Protocol):
     """The attributes of a run that the transport uses."""
+
+    is_away: bool  # the transport sets it at each chat: whether no engine, or no explorer, answered
 
     @property
     def task_id(self) -> str: ...
@@ -96,17 +101,17 @@ class Chats:
     def prepare(self, request: httpx.Request) -> tuple[httpx.Request, Attributed | None]:
         """Return the request to send, and the run that it belongs to. Raises UnsafeTool."""
         run = self._run or current_run.get()
-        if run is not None and not _is_for(request.url, run.origin):
+        if run is not None and not is_for(request.url, run.origin):
             run = None
         pin = current_pin.get() if self._run is None else None
-        if pin is not None and not _is_for(request.url, pin.origin):
+        if pin is not None and not is_for(request.url, pin.origin):
             pin = None
         if request.method == "POST" and (self._overrides or self._defaults or pin or (run and run.guard)):
             request = self._rewritten(request, run, pin)
         if run is not None:
             headers = request.headers
             if TASK_HEADER not in headers and not (_fits_header(run.task_id) and _fits_header(run.run_id)):
-                request.url = _naming(request.url, run)
+                request.url = naming(request.url, run.task_id, run.run_id)
             elif TASK_HEADER not in headers:
                 headers.encoding = "utf-8"  # the explorer decodes them as UTF-8
                 headers[TASK_HEADER] = run.task_id
@@ -143,42 +148,18 @@ def _fits_header(text: str) -> bool:
     return _UNFIT.search(text) is None
 
 
-def _naming(url: httpx.URL, run: Attributed) -> httpx.URL:
-    """Return a chat's address with the run in its path, where every character can be encoded; others unchanged."""
-    path = url.raw_path
-    at = path.rfind(b"/v1/" if b"/v1/" in path else b"/chat")
-    if at < 0 or b"/run/" in path[:at]:  # no chat, or its address names a run
-        return url
-    return url.copy_with(raw_path=path[:at] + run_path(run.task_id, run.run_id).encode() + path[at:])
-
-
-def run_path(task_id: str, run_id: str) -> str:
-    """Return the path that names a run, which stands before /v1."""
-    return f"/run/{quote(task_id, safe='')}/{quote(run_id, safe='')}"
-
-
-def _is_for(url: httpx.URL, origin: str) -> bool:
-    port = url.port if url.port is not None else {"http": 80, "https": 443}.get(url.scheme)
-    return f"{url.scheme}://{url.host}:{port}" == origin
-
-
-def origin_of(url: str) -> str:
-    """Return scheme://host:port of an address, always with the port."""
-    parsed = httpx.URL(url)
-    port = parsed.port if parsed.port is not None else {"http": 80, "https": 443}.get(parsed.scheme)
-    return f"{parsed.scheme}://{parsed.host}:{port}"
-
-
 class _Watch:
     """Reads the id in a response's first bytes, and passes each piece to the guard."""
 
     def __init__(self, run: Attributed, response: httpx.Response) -> None:
-        self._run = run
+        self.run = run
         self._recorded = response.headers.get("x-flywheel-recorded") != "false"
         self._head: bytes | None = b""
         self._check = None if run.guard is None else run.guard.watch_reply()
 
     def see(self, piece: bytes) -> None:
+        if _BROKEN_OFF.search(piece):
+            self.run.is_away = True
         if self._check is not None:
             self._check(piece)
         if self._head is not None:
@@ -190,7 +171,23 @@ class _Watch:
     def end(self, msg_id: str | None = None) -> None:
         if self._head is not None:
             self._head = None
-            self._run.note_reply(msg_id, self._recorded)
+            self.run.note_reply(msg_id, self._recorded)
+
+
+@contextmanager
+def _noting(run: Attributed | None) -> Iterator[None]:
+    try:
+        yield
+    except _NO_ANSWER:
+        if run is not None:
+            run.is_away = True
+        raise
+
+
+def _is_answered(run: Attributed, request: httpx.Request, response: httpx.Response) -> bool:
+    if request.method == "POST":
+        run.is_away = response.status_code == 503
+    return request.method == "POST" and response.status_code == 200
 
 
 class _SyncStream(httpx.SyncByteStream):
@@ -198,9 +195,10 @@ class _SyncStream(httpx.SyncByteStream):
         self._stream, self._watch = stream, watch
 
     def __iter__(self) -> Iterator[bytes]:
-        for piece in self._stream:
-            self._watch.see(piece)
-            yield piece
+        with _noting(self._watch.run):
+            for piece in self._stream:
+                self._watch.see(piece)
+                yield piece
 
     def close(self) -> None:
         self._watch.end()
@@ -212,9 +210,10 @@ class _AsyncStream(httpx.AsyncByteStream):
         self._stream, self._watch = stream, watch
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for piece in self._stream:
-            self._watch.see(piece)
-            yield piece
+        with _noting(self._watch.run):
+            async for piece in self._stream:
+                self._watch.see(piece)
+                yield piece
 
     async def aclose(self) -> None:
         self._watch.end()
@@ -229,8 +228,9 @@ class RunTransport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         request, run = self._chats.prepare(request)
-        response = self._inner.handle_request(request)
-        if run is not None and response.status_code == 200 and request.method == "POST":
+        with _noting(run):
+            response = self._inner.handle_request(request)
+        if run is not None and _is_answered(run, request, response):
             assert isinstance(response.stream, httpx.SyncByteStream)
             response.stream = _SyncStream(response.stream, _Watch(run, response))
         return response
@@ -247,8 +247,9 @@ class AsyncRunTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         request, run = self._chats.prepare(request)
-        response = await self._inner.handle_async_request(request)
-        if run is not None and response.status_code == 200 and request.method == "POST":
+        with _noting(run):
+            response = await self._inner.handle_async_request(request)
+        if run is not None and _is_answered(run, request, response):
             assert isinstance(response.stream, httpx.AsyncByteStream)
             response.stream = _AsyncStream(response.stream, _Watch(run, response))
         return response

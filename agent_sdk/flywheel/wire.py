@@ -114,9 +114,9 @@ def to_number(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """Replace each lone surrogate by "?": a model's JSON may contain one, and UTF-8 cannot encode it."""
+    """Replace NUL and each lone surrogate by "?": a model may write them, and the explorer stores neither."""
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return value.encode("utf-8", "replace").decode().replace("\0", "?")
     if isinstance(value, Mapping):
         return {_as_text(name): _as_text(one) for name, one in value.items()}
     return [_as_text(one) for one in value] if isinstance(value, list) else value
@@ -133,7 +133,8 @@ def check_number(name: str, value: object) -> None:
 def exchange(ask: Ask, retry_s: float) -> Steps[Answer]:
     """Send a request; retry without a response, or after 408, 429 or 503, until retry_s have passed.
 
-    Raises Unreachable and Away. Every POST has an Idempotency-Key, so that repeats have no effect.
+    Raises Unreachable and Away. Feedback has an Idempotency-Key, so that repeats have no effect; commits and operators'
+    calls name a state to reach.
     """
     deadline, pause_s = time.monotonic() + retry_s, _FIRST_PAUSE_S
     while True:

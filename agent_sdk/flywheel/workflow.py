@@ -172,13 +172,15 @@ async def score(result: Any, judge: Caller | None, task: Any, run: Any, timeout_
         except TimedOut as exc:
             raise JudgeFailed(f"the judge gave no verdict: {exc}") from exc
         if judged is not None and isinstance(result, Result):
-            return Reward(judged.value, {**result.metrics, **judged.metrics}, judged.comment)
+            judged = Reward(judged.value, {**result.metrics, **judged.metrics}, judged.comment)
+            return read_reward(judged, "the workflow")
         return judged
     if isinstance(result, Result):
         given = run.outcome
         if result.reward is None and given is not None:
-            return Reward(given.value, {**given.metrics, **result.metrics}, given.comment)
-        result = Reward(result.reward, result.metrics)
+            result = Reward(given.value, {**given.metrics, **result.metrics}, given.comment)
+        else:
+            result = Reward(result.reward, result.metrics)
     if result is None and run.outcome is None:
         raise ConfigError("the workflow gave no reward, and there is no judge: return one, or give judge=")
     return run.outcome if result is None else read_reward(result, "the workflow")

@@ -37,7 +37,7 @@ def test_a_shadow_run_of_an_agent_that_runs_code_writes_nothing(
 @pytest.fixture
 def name() -> str:
     """A writing tool's."""
-    name = f"refund_{next(_names)}"
+    name = f"refund_by_code_{next(_names)}"  # test_tools.py has names of its own in the same process
     flywheel.declare(name, read_only=False)
     return name
 

@@ -139,3 +139,17 @@ def test_a_reply_without_the_field_that_is_asked_for_scores_0():
     assert [score(grader, reply).value for reply in replies] == [0.0, 0.0, 0.0, 1.0]
     with pytest.raises(flywheel.ConfigError, match=r"item\.wrong"):
         score({**grader, "reference": "{{ item.wrong }}"}, replies[-1])
+
+
+HANGS = "import time\ndef grade(sample, item):\n    time.sleep(10)\n"
+SLOW = {"type": "text_similarity", "evaluation_metric": "fuzzy_match", "input": REPLY, "reference": TRUTH}
+
+
+@pytest.mark.parametrize(
+    ("grader", "options"), [({"type": "python", "source": HANGS}, {"run_python": True}), (SLOW, {})]
+)
+async def test_the_time_limit_of_a_judge_ends_a_grader_that_takes_long(grader, options):
+    grade = from_openai_grader(json.dumps(grader), **options)
+    texts = {"answer": "ab" * 2500}, "ba" * 2500
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(grade(*texts), 0.2)

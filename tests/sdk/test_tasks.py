@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from flywheel.config import EarlyStop, LearnConfig
 from flywheel.errors import ConfigError
 from flywheel.tasks import load_tasks
+
+from tests.support.processes import REPOSITORY
 
 
 @pytest.mark.parametrize(("name", "text"), [("t.csv", "question,answer\n1+1,2\n"), ("t.jsonl", '{"q": "1+1"}\n')])
@@ -36,6 +41,32 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, reason):
     assert str(file) in str(raised.value)
 
 
+NAMES = """
+from flywheel.tasks import load_tasks
+class Picture: pass
+rows = [{"a": {"x", "y", "z", "w"}}, {"a": [frozenset({1, 2, "b"}), {("k", 1)}]}, {"a": Picture()}, {"a": Picture()}]
+print([task.digest for task in load_tasks(rows)])
+"""
+
+
+def test_tasks_have_the_same_names_in_each_process():
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", "PADDING = [object()] * 999\n" * (seed == "2") + NAMES],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(REPOSITORY / "agent_sdk")},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    ]
+    assert len(set(found)) == 1
+
+
+def test_tasks_with_other_sets_have_other_names():
+    rows = [{"a": {"x", "y"}}, {"a": {"x", "z"}}, {"a": ["x", "y"]}]
+    assert len({task.digest.partition(".")[0] for task in load_tasks(rows)}) == 3
+
+
 @pytest.mark.parametrize("content", [None, b"{", b"[1]", b"\xff", b'{"stop": {"patience": 1, "no": 2}}'])
 def test_options_that_cannot_be_read_are_named(tmp_path, content):
     file = tmp_path / "options.json"
@@ -49,7 +80,7 @@ def test_options_that_cannot_be_read_are_named(tmp_path, content):
     "option",
     [
         {"runs_per_task": "8"}, {"epochs": 1.5}, {"max_failed_share": "0.2"}, {"retries": -1}, {"seconds": "60"},
-        {"timeout_s": "600"}, {"max_ready_rows": [8]},
+        {"timeout_s": "600"}, {"max_ready_rows": [8]}, {"timeout_s": None}, {"patience_s": None},
     ],
 )  # fmt: skip
 def test_an_option_of_a_wrong_type_is_named(tmp_path, option):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from typing import Any
 
 import flywheel
@@ -57,6 +58,15 @@ def test_half_a_character_in_a_comment_is_replaced_and_the_run_is_rewarded(explo
     ]
 
 
+def test_nul_in_a_comment_is_replaced_and_a_long_one_is_cut(explorer, tmp_path):
+    """Whatever a model wrote, and however long the output of a tool is."""
+    judge = lambda task, reply: flywheel.Reward(1.0, {"a\0b": 1.0}, "a\0b" + "€" * 70_000)  # noqa: E731
+    assert learn(explorer, tmp_path, tasks=TASKS[:1], judge=judge).rewarded == 1
+    found = said(explorer)
+    assert [(one.kind, one.name) for one in found] == [("reward", None), ("metric", "a?b"), ("comment", None)]
+    assert found[-1].text == "a?b" + "€" * ((65_536 - 3) // 3)
+
+
 def test_the_journal_contains_exactly_what_was_sent(explorer, tmp_path):
     """After a crash it is sent again under the same keys, where another body would be refused."""
     shares = itertools.count(1)
@@ -102,6 +112,10 @@ async def endless(*_: Any) -> Any:
     await asyncio.Event().wait()
 
 
+def hangs(*_: Any) -> Any:
+    threading.Event().wait(300)
+
+
 def no_credit(reward: float, ids: Any) -> Any:
     raise ZeroDivisionError("on purpose")
 
@@ -116,6 +130,9 @@ def no_credit(reward: float, ids: Any) -> Any:
         ({"agent": exits_later}, "RunError"),
         ({"select": cancelled}, "select"),
         ({"select": endless, "timeout_s": 0.1}, "select"),
+        ({"select": hangs, "timeout_s": 0.1, "at_once": 3}, "select"),
+        ({"select": ~(flywheel.SamplingRate(0.0) | hangs), "timeout_s": 0.1, "at_once": 3}, "select"),
+        ({"select": exits}, "select"),
     ],
 )
 def test_a_shadow_run_that_fails_in_an_unusual_way_leaves_its_worker_alive(explorer, options, cause):

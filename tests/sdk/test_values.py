@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+from decimal import Decimal
 
 import flywheel
 import numpy as np
 import pytest
+from flywheel.journal import read_lines
 from flywheel.reward import read_reward
 from flywheel.wire import encode, feedback_body
 
@@ -25,6 +27,33 @@ def test_a_run_s_reward_may_be_a_number_of_numpy(number):
     run.reward(number, metrics={"steps": number})
     [(_, body)] = run.feedback()
     assert encode(body) == b'{"task_id":"t","run_id":"0","reward":1.0,"metrics":{"steps":1.0}}'
+
+
+def says_it(task, model, run):
+    say(model)
+    run.reward(np.float32(1), metrics={"steps": np.int64(4), "won": np.bool_(True)})
+
+
+def says_metrics_after_it(task, model, run):
+    says_it(task, model, run)
+    return flywheel.Result(response="x", metrics={"steps": np.float32(4), "won": Decimal(1)})
+
+
+def returns_metrics_for_a_judge(task, model):
+    say(model)
+    return flywheel.Result(response="x", metrics={"steps": np.int64(4), "won": np.bool_(True)})
+
+
+@pytest.mark.parametrize(
+    ("workflow", "judge"),
+    [(says_it, None), (says_metrics_after_it, None), (returns_metrics_for_a_judge, lambda task, reply: np.float32(1))],
+)
+def test_learn_and_its_evaluations_take_numbers_of_numpy(explorer, tmp_path, workflow, judge):
+    report = learn(explorer, tmp_path, workflow, TASKS[:1], judge=judge, eval_tasks=TASKS[:1])
+    assert (report.stopped, report.reward_last) == ("done", 1.0)
+    assert {(one.mean, *one.metrics.values()) for one in report.evaluations} == {(1.0, 4.0, 1.0)}
+    [ended] = (line for line in read_lines(tmp_path / "runs/journal.jsonl") if line["kind"] == "ended")
+    assert ended["metrics"] == {"steps": 4.0, "won": 1.0}
 
 
 def test_one_message_id_is_a_list_of_one():

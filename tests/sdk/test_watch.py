@@ -12,7 +12,7 @@ import flywheel
 import pytest
 from flywheel import selection
 
-from tests.sdk.conftest import say
+from tests.sdk.conftest import rows, say
 
 EVERY = flywheel.SamplingRate(1.0)
 
@@ -77,3 +77,37 @@ def test_a_mark_holds_for_the_calls_before_its_end_however_late_a_function_decid
     strategy = flywheel.Marked(ttl_s=60) | (lambda call: False)
     assert asyncio.run(strategy.decide(in_time)) is not None
     assert asyncio.run(strategy.decide(replace(in_time, at_s=mark.at_s + 61))) is None
+
+
+@pytest.mark.parametrize("model", [None, flywheel.Model.of("http://127.0.0.1:1/v1", "another", key="k")])
+def test_calls_within_an_evaluation_are_not_production(explorer, model):
+    async def part(request: Any, model: flywheel.Model | None) -> float:
+        if model is not None:
+            await asyncio.to_thread(say, model)
+        return 1.0
+
+    runner = flywheel.TrainingRunner(explorer.url, reward=lambda run, reply: 1.0, select=EVERY)
+    serve = runner.watch(part)
+
+    async def whole(task: Any) -> float:
+        return float(await serve(task))
+
+    with runner:
+        assert flywheel.evaluate(whole, [{"text": "t"}], url=explorer.url, model=model).mean == 1.0
+    assert (runner.stats.seen, rows(explorer)) == (0, [])
+
+
+def test_production_is_served_where_the_shadow_thread_cannot_start(explorer, monkeypatch, caplog):
+    def fails(main: Any) -> None:
+        main.close()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("flywheel.shadow.asyncio.run", fails)
+    runner = flywheel.TrainingRunner(explorer.url, reward=lambda run, reply: 1.0, select=EVERY)
+    serve = runner.watch(lambda request, model: f"reply to {request}")
+    runner.start()
+    assert serve("hello") == "reply to hello"
+    runner.commit()
+    runner.stop()
+    assert (runner.stats.seen, runner.stats.dropped) == (1, 1)
+    assert "Too many open files" in caplog.text
