@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import httpx
 import psycopg
 import pytest
-from sqlalchemy import Connection, select, text
+from sqlalchemy import select, text
 
 from shared.config import ExplorerConfig
-from shared.ledger.connect import placeholder
-from shared.ledger.queries import count_by_state
+from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences
 from tests.support.postgres import Postgres
 from tests.support.servers import RunningExplorer, make_config, publish, served, wait_until
@@ -237,63 +235,5 @@ def test_nobody_waits_for_a_transaction_that_its_process_forgot(on_postgres):
         assert connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar() == "1min"
         assert connection.exec_driver_sql("SHOW lock_timeout").scalar() == "1500ms"
         assert connection.exec_driver_sql("SHOW statement_timeout").scalar() == "2s"
-
-
-DEADLOCK_ONCE = """CREATE SEQUENCE tries;
-CREATE FUNCTION deadlock_once() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-    IF nextval('tries') = 1 THEN RAISE 'deadlock detected' USING ERRCODE = '40P01'; END IF; RETURN NEW;
-END $$;
-CREATE TRIGGER deadlock_once BEFORE INSERT ON signals FOR EACH ROW EXECUTE FUNCTION deadlock_once()"""
-
-
-@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_deadlocked_feedback_is_repeated(explorer):
-    known = explorer.chat().json()["id"]
-    with psycopg.connect(explorer.config.database_url) as connection:
-        connection.execute(DEADLOCK_ONCE)
-    reply = explorer.http.post("/feedback", json={"msg_ids": [known], "reward": 1})
-    assert reply.status_code == 200, reply.text
-    assert reply.json()["receipts"][0]["state"] == "applied"
-    with psycopg.connect(explorer.config.database_url) as connection:
-        assert connection.execute("SELECT last_value, (SELECT count(*) FROM signals) FROM tries").fetchone() == (2, 1)
-
-
-def test_feedback_on_the_same_messages_in_opposite_orders_is_stored(scripted_engine, tmp_path, server):
-    patient = {"database_url": server.new_database(), "ledger_timeout_s": 60.0}
-    config = [make_config(tmp_path, [scripted_engine.url], **patient) for _ in range(2)]
-    both = [RunningExplorer(one).wait_ready() for one in config]
-    try:
-        ids = [both[0].chat().json()["id"] for _ in range(40)]
-        orders = (ids, ids[::-1])
-
-        def rate(number: int) -> list[str]:
-            bodies = [{"msg_ids": orders[number % 2], "reward": reward + 10 * number} for reward in range(6)]
-            with httpx.Client(base_url=both[number % 2].url, timeout=120) as http:
-                replies = [http.post("/feedback", json=body) for body in bodies]
-            return [reply.text for reply in replies if reply.status_code != 200]
-
-        with ThreadPoolExecutor(4) as pool:
-            assert list(pool.map(rate, range(4))) == [[]] * 4
-    finally:
-        for explorer in both:
-            explorer.stop()
-
-
-def test_one_statement_that_is_refused_leaves_its_group_alone(explorer):
-    """Too many parameters are an OperationalError, as a full disk is."""
-    writer = explorer.deps.feedback_writer
-    count = 300_000 if explorer.config.database_url is None else 66_000
-
-    def too_many(connection: Connection) -> None:
-        places = ",".join([placeholder(connection)] * count)
-        connection.exec_driver_sql(f"SELECT 1 WHERE 1 IN ({places})", tuple(range(count)))
-
-    async def together() -> list[Any]:
-        busy = writer.write(lambda _: time.sleep(0.2))  # what comes meanwhile is one group
-        jobs = [busy, writer.write(too_many), *(writer.write(count_by_state) for _ in range(5))]
-        return await asyncio.gather(*jobs, return_exceptions=True)
-
-    _, refused, *others = asyncio.run_coroutine_threadsafe(together(), writer._loop).result(60)
-    assert "refuses this" in str(refused)
-    assert all(isinstance(other, dict) for other in others)
-    assert explorer.http.get("/ready").status_code == 200
+    with closing(Ledger.open(on_postgres.config.ledger_url)) as of_trainer, of_trainer.read() as connection:
+        assert connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar() == "1h"

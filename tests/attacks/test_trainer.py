@@ -21,7 +21,7 @@ from tests.support.experiences import make_experiences, record_ready, trainer_co
 from tests.support.forms import FULL
 from tests.support.lessons import commit, say
 from tests.support.lives import Life, Lives
-from tests.support.processes import wait_for, write_config
+from tests.support.processes import Process, wait_for, write_config
 
 BATCH = 8
 
@@ -284,11 +284,14 @@ def test_a_save_that_fails_half_way_leaves_nothing_and_one_clear_line(limit, tmp
         assert trainer.stop() == 0
 
 
-def test_a_trainer_leaves_nothing_in_the_temporary_folder(tmp_path, lives, model):
+def test_a_trainer_leaves_nothing_in_the_temporary_folder(tmp_path, model):
+    """A process of its own, because its imports may leave files as well."""
     prepare(tmp_path, model)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    with begin(lives, tmp_path, TMPDIR=str(temporary)) as trainer:
+    arguments = ["trainer", "-c", str(tmp_path / "flywheel.yaml")]
+    with Process(arguments, tmp_path / "trainer.log", TMPDIR=str(temporary)) as trainer:
         wait_for(lambda: "at work" in said(tmp_path), "a trainer", 240)
         assert not list(temporary.iterdir())
-        trainer.stop()
+        assert trainer.stop() == 0
+    assert not list(temporary.iterdir())

@@ -248,4 +248,4 @@ def test_an_engine_that_is_killed_in_a_take_up_comes_back_and_takes_it_up(servic
     assert path not in service.relay.on_call, "the engine was not asked"
     assert len(chats.ends) == STREAMS
     service.wait_serving(version, chats)
-    assert failures(service, version) <= 1
+    assert failures(service, version) <= 1  # none if it was killed before the load

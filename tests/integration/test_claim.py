@@ -21,7 +21,7 @@ from shared.ledger.queries.lease import DEATHS_TOLERATED
 from shared.ledger.tables import experiences
 from shared.stop_request import StopRequest
 from tests.support.experiences import record_ready, rows, samples_of
-from tests.support.polls import StopAfterPolls
+from tests.support.polls import SecondAtEachPoll, StopAfterPolls
 from trainer_service.claim import Claimer
 
 
@@ -39,11 +39,14 @@ def test_the_oldest_rows_come_first(ledger):
     assert names(claimer(ledger, batch_size=2).next()) == ["m2", "m3"]
 
 
-def test_a_smaller_batch_is_taken_only_after_its_time(ledger):
+def test_a_smaller_batch_is_taken_only_after_its_time(ledger, monkeypatch):
     record_ready(ledger, rows(3))
     patient = Claimer(ledger, TrainerConfig(batch_size=4, poll_interval_s=0.02), StopAfterPolls(10))
     assert patient.next() is None
-    assert len(claimer(ledger, batch_size=4, batch_timeout_s=0.1).next().rows) == 3
+    clock = SecondAtEachPoll()
+    monkeypatch.setattr("trainer_service.claim.time", clock)
+    assert len(Claimer(ledger, TrainerConfig(batch_size=4, batch_timeout_s=10), clock).next().rows) == 3
+    assert clock.now_s == 10
 
 
 def turns(conversation: str, count: int) -> list[Experience]:

@@ -51,6 +51,13 @@ def config(**more: Any) -> TrainerConfig:
     return TrainerConfig.model_validate({**MIX, **more})
 
 
+def serve_first_versions(ledger: Ledger) -> None:
+    with ledger.write() as connection:
+        transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+        for version in (0, 1):
+            transitions.serve_version(connection, version, by="an engine")
+
+
 def claimed(ledger: Ledger, **more: Any) -> list[Experience]:
     lease = Claimer(ledger, config(**more), StopRequest()).next()
     assert lease is not None
@@ -91,11 +98,7 @@ def test_rows_that_a_rejected_version_learned_are_not_drawn(ledger, is_stored):
 
 
 def test_words_that_a_rejected_version_learned_of_a_row_that_an_earlier_one_was_trained_on_are_not_drawn(ledger):
-    for version in (0, 1):
-        with ledger.write() as connection:
-            if version == 0:
-                transitions.publish(connection, version=0, parent=None, kind="full", step=0)
-            transitions.serve_version(connection, version, by="an engine")
+    serve_first_versions(ledger)
     make_ready(ledger, {"rated": CORRECTED}, known=True)
     with ledger.write() as connection:
         batch = transitions.claim(connection, owner="trainer", at_least=5, at_most=5, lease_s=60)
@@ -110,11 +113,7 @@ def test_words_that_a_rejected_version_learned_of_a_row_that_an_earlier_one_was_
 
 def test_words_that_a_rejected_version_learned_are_not_drawn_whoever_holds_the_row_next(ledger):
     """Rejected: neither the first version that was trained on the row nor the last."""
-    for version in (0, 1):
-        with ledger.write() as connection:
-            if version == 0:
-                transitions.publish(connection, version=0, parent=None, kind="full", step=0)
-            transitions.serve_version(connection, version, by="an engine")
+    serve_first_versions(ledger)
     learn_of_rated(ledger, CORRECTED, 2, parent=1)
     with ledger.write() as connection:
         transitions.serve_version(connection, 2, by="an engine")

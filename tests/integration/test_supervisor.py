@@ -15,7 +15,9 @@ import pytest
 
 from services.explorer import run_explorer
 from services.supervisor import STOP_TIMEOUT_S, Child, Supervisor, listen_for_two
+from shared.errors import StartupError
 from shared.ledger.connect import Ledger
+from shared.ledger.driver import answering_within
 from shared.stop_request import StopRequest
 from tests.support.experiences import trainer_config
 from tests.support.models import make_tiny_model
@@ -82,6 +84,21 @@ def test_an_explorer_that_is_asked_to_stop_while_it_opens_its_ledger_serves_nobo
     monkeypatch.setattr("services.supervisor.Supervisor._watch", serve)
     monkeypatch.setattr("services.supervisor.Supervisor._start", lambda *_: None)
     assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_an_explorer_gives_its_ledger_the_time_that_its_callers_wait(tmp_path, monkeypatch):
+    config = make_config(tmp_path, ["http://127.0.0.1:1"], ledger_timeout_s=7.0)
+    opened: list[object] = []
+
+    def refuse(*args: object) -> Ledger:
+        opened.append(args)
+        raise StartupError("no ledger")
+
+    monkeypatch.setattr("services.explorer.Ledger.open", refuse)
+    with pytest.raises(StartupError, match="no ledger"):
+        run_explorer(config, tmp_path / "flywheel.yaml")
+    assert opened == [(config.ledger_url, answering_within(7.0))]
 
 
 def test_killed_itself_it_takes_its_processes_along(up):

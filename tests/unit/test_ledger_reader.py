@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -81,17 +80,36 @@ def test_nobody_waits_longer_than_the_readers_time_without_an_answer():
     assert [type(one) for one in ended[4:]] == [LedgerError] * 8
 
 
-def test_a_read_waits_as_long_as_others_are_answered_and_its_own_time_lasts():
+class Clock:
+    """The time of a reader and of its event loop."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_a_read_waits_as_long_as_others_are_answered_and_its_own_time_lasts(monkeypatch):
     async def read(own_s: float | None) -> list[Any]:
-        reader = LedgerReader(Database(), 1.0)  # type: ignore[arg-type]
-        reads = [reader.read(lambda: time.sleep(0.4) or "answer", own_s) for _ in range(16)]
+        clock = Clock()
+        monkeypatch.setattr("explorer_service.ledger_reader.time", clock)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", clock.monotonic)
+        reader, databases = LedgerReader(Database(), 9.5), [Database() for _ in range(16)]  # type: ignore[arg-type]
+        reads = [asyncio.ensure_future(reader.read(one.waiting(lambda: "answer"), own_s)) for one in databases]
+        for reading, database in zip(reads, databases, strict=True):
+            await let_all_wait()
+            clock.now_s += 1.0
+            await let_all_wait()  # whoever has no time left ends
+            database.gate.set()
+            await asyncio.wait([reading])
         ended = await asyncio.gather(*reads, return_exceptions=True)
         await reader.stop()
         return ended
 
     assert asyncio.run(read(60.0)) == ["answer"] * 16
     ended = asyncio.run(read(None))
-    assert ended[0] == "answer" and isinstance(ended[-1], LedgerError)
+    assert ended[:9] == ["answer"] * 9
+    assert [type(one) for one in ended[9:]] == [LedgerError] * 7
 
 
 def test_a_caller_that_leaves_while_it_waits_takes_no_thread_along():
