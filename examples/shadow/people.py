@@ -79,7 +79,11 @@ class Ratings:
             self.given[rating] += waits
         if found is not None and waits:
             found[2].set_result(float(rating == "up"))
-        return 200, "text/html", self._page() if waits else "too late, or somebody else was faster"
+        return (
+            200,
+            "text/html",
+            self._page() if waits else "too late, or somebody else was faster: <a href=/>others</a>",
+        )
 
     def _page(self) -> str:
         rows = "".join(
@@ -90,7 +94,7 @@ class Ratings:
             for one in self.waiting()
         )
         counts = f"{self.given['up']} up, {self.given['down']} down so far"
-        head = "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content=5><title>Ratings</title>"
+        head = "<!doctype html><meta charset=utf-8><meta http-equiv=refresh content='5;url=/'><title>Ratings</title>"
         return f"{head}<style>{STYLE}</style><h1>Was this right?</h1><p>{counts}</p><ul>{rows or 'nothing waits'}</ul>"
 
 

@@ -172,7 +172,8 @@ async def test_people_rate_on_a_page_and_an_unrated_answer_has_no_reward(monkeyp
             shown = (await browser.get("/")).text
             assert TICKETS[0].message in shown and "&lt;b&gt;wait" in shown and "<b>wait" not in shown
             assert (await browser.post("/rate", data={"item": 0, "rating": "maybe"})).status_code == 400
-            assert "1 up" in (await browser.post("/rate", data={"item": 0, "rating": "up"})).text
+            rated = (await browser.post("/rate", data={"item": 0, "rating": "up"})).text
+            assert "1 up" in rated and "url=/" in rated, "it refreshes to the list, not to /rate"
             assert await waiting == 1.0
             assert "faster" in (await browser.post("/rate", data={"item": 0, "rating": "down"})).text
             monkeypatch.setattr(ratings, "_wait_s", 0.2)
