@@ -34,7 +34,7 @@ def shown_while_it_starts(ledger: Ledger, config: TrainerConfig, stop: StopReque
 
 
 class Heartbeat:
-    """A thread that extends this trainer's leases during updates. If it fails, the trainer stops."""
+    """A thread that extends this trainer's leases during updates. If it fails, the trainer stops, with its error."""
 
     def __init__(
         self,
@@ -52,15 +52,18 @@ class Heartbeat:
         self._note_contact = note_contact
         self._lease_s = config.lease_s if extends_leases else None
         self._ended = threading.Event()
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        if error is None and self._failure is not None:
+            raise self._failure
 
     def _run(self) -> None:
         interval_s = min(self._config.lease_s / 4, 5.0)
@@ -71,7 +74,8 @@ class Heartbeat:
                 self._note_contact()
             except LedgerError as error:
                 log.debug("no heartbeat: the ledger is unavailable", reason=str(error))
-            except Exception:  # boundary of the thread: without heartbeats the leases would expire unnoticed
+            except Exception as error:  # boundary of the thread: the leases would expire unnoticed
                 log.exception("the heartbeat failed; the trainer stops")
+                self._failure = error
                 self._stop.set()
                 return

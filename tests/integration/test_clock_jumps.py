@@ -197,6 +197,16 @@ def test_a_heartbeat_that_reaches_the_ledger_is_noted_and_no_other(config, ledge
     assert events[:3] == ["refused", "extended", "noted"]
 
 
+def test_a_heartbeat_that_fails_for_another_reason_ends_the_trainer_with_an_error(config, ledger, monkeypatch):
+    def extend_lease(connection: Connection, **about: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(transitions, "extend_lease", extend_lease)
+    settings, stop = config.trainer.model_copy(update={"lease_s": 0.1}), StopRequest()
+    with pytest.raises(ZeroDivisionError), Heartbeat(ledger, settings, stop):
+        wait_until(lambda: bool(stop))
+
+
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_an_explorer_whose_host_is_an_hour_ahead_discards_no_row_of_another(ledger, monkeypatch):
     with ledger.write() as connection:
