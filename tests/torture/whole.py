@@ -20,7 +20,8 @@ from tests.torture.power_cut import PowerCut
 BATCH = 8  # rows
 PARTS = ("explorer", "trainer")
 MOST_STATEMENTS = 12  # of a transition, each at another place
-PATIENCE_S = 4.0  # for a part to come by the point it is to die at
+PATIENCE_S, MOST_PATIENCE_S = 4.0, 60.0  # for a part to come by the point it is to die at; more if it starts slowly
+STARTED = {"explorer": "listening", "trainer": "at work"}  # in their logs
 
 
 class Whole:
@@ -190,6 +191,8 @@ class Deaths:
         self.points = {part: NamedPoints(whole.points_file(part), draw) for part in PARTS}
         self._whole, self._draw = whole, draw
         self._until = dict.fromkeys(PARTS, 0.0)  # time.monotonic()
+        self._patience_s = dict.fromkeys(PARTS, PATIENCE_S)
+        self._starts = dict.fromkeys(PARTS, 0)
 
     def look(self) -> None:
         """Kill and start what is due."""
@@ -197,8 +200,15 @@ class Deaths:
             life = self._whole.lives.get(part)
             if life is not None and life.alive and time.monotonic() < self._until[part]:
                 continue
+            patience_s = self._patience_s[part]
             if life is not None:
+                starts = self._whole.log(part).count(STARTED[part])
+                factor = 1.5 if life.alive and starts == self._starts[part] else 0.9
+                patience_s = min(max(patience_s * factor, PATIENCE_S), MOST_PATIENCE_S)
+                self._starts[part] = starts
                 self._whole.kill(part)
             fault = self.points[part].next()
-            self._until[part] = time.monotonic() + (PATIENCE_S if fault else self._draw.uniform(0.2, 3))
+            lasts_s = patience_s if fault else self._draw.uniform(0.2, 3) * patience_s / PATIENCE_S
+            self._patience_s[part] = patience_s
+            self._until[part] = time.monotonic() + lasts_s
             self._whole.begin(part, fault)
