@@ -38,9 +38,7 @@ class Membership:
         self.is_alone = True  # as of the last heartbeat
         self.heartbeat_at = 0.0  # clock.since_boot_s(): when the last stored heartbeat was sent
         self.noticed_at = 0.0  # time.monotonic(): from then on the others know this explorer
-        self._clock_s = (
-            time.time() - clock.since_boot_s()
-        )  # database_clock() as of the last heartbeat; at first the host's
+        self._clock_s = time.time() - clock.since_boot_s()  # from the first heartbeat on, database_clock()
         self.owned: frozenset[str] = frozenset()  # engines that this explorer owned then
         self.acknowledged: dict[str, Followed] = {}  # by engine: how far this explorer has followed it
         self.on_first_other: Callable[[], Awaitable[None]] | None = None  # called when it is no longer alone

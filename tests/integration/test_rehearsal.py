@@ -86,7 +86,7 @@ def test_the_same_batch_gets_the_same_ones_after_a_crash_and_another_seed_draws_
     assert any([row.msg_id for row in claimed_again(ledger, rehearse=0.75, seed=n)] != first for n in range(1, 4))
 
 
-@pytest.mark.parametrize("is_stored", [True, False], ids=["", "by an older Flywheel"])
+@pytest.mark.parametrize("is_stored", [True, False], ids=["lineage is stored", "by an older Flywheel"])
 def test_rows_that_a_rejected_version_learned_are_not_drawn(ledger, is_stored):
     with ledger.write() as connection:
         if not is_stored:
@@ -132,7 +132,7 @@ def learn_of_rated(ledger: Ledger, said: Signal, version: int, parent: int) -> N
         transitions.publish(connection, **about, trainer="trainer", batch_ids=[batch])
 
 
-@pytest.mark.parametrize("is_stored", [True, False], ids=["", "by an older Flywheel"])
+@pytest.mark.parametrize("is_stored", [True, False], ids=["lineage is stored", "by an older Flywheel"])
 def test_what_only_a_version_that_was_withdrawn_or_rehearsed_it_learned_is_drawn(ledger, is_stored):
     with ledger.write() as connection:
         transitions.publish(connection, version=0, parent=None, kind="full", step=0)
