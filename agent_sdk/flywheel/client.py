@@ -93,8 +93,8 @@ class Client(Base):
     model: its name in the explorer's configuration (model.name); "agent" by default.
 
     Feedback that is sent twice counts once, because it has an Idempotency-Key. A request without a response, or
-    with 408, 429 or 503, is retried for retry_s seconds; Retry-After is respected. Raises ConfigError before sending;
-    Refused, Away and Unreachable.
+    with 408, 429, 503, or a proxy's 502 or 504, is retried for retry_s seconds; Retry-After is respected. Raises
+    ConfigError before sending; Refused, Away and Unreachable.
 
     >>> client = Client("http://127.0.0.1:8010", model="agent")
     >>> client.url

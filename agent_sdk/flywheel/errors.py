@@ -5,7 +5,7 @@ FlywheelError
 ├── Unreachable        no response from the explorer
 ├── Refused            the explorer refused a request: status, code, param
 │   ├── NothingKnown   404 for feedback: none of the targets is known; receipts
-│   └── Away           503, 429 or 408 until the retries ended: retry_after_s
+│   └── Away           408, 429, 502, 503 or 504 until the retries ended: retry_after_s
 ├── RunError           a run failed
 │   ├── NothingRecorded   the explorer recorded no chat of the run
 │   ├── TimedOut          a run exceeded its time limit
@@ -80,7 +80,9 @@ class NothingKnown(Refused):
 
 
 class Away(Refused):
-    """The explorer asked to retry later, until the retries ended; `retry_after_s` is its last Retry-After.
+    """The explorer asked to retry later, or its proxy got no answer from it, until the retries ended.
+
+    `retry_after_s` is the last Retry-After.
 
     >>> Away(503, "no engine is in service", retry_after_s=2.0).retry_after_s
     2.0

@@ -17,6 +17,7 @@ import httpx
 
 from flywheel.addresses import is_for, naming
 from flywheel.connections import AsyncHttpClient, Connections, HttpClient, for_transport
+from flywheel.wire import UNSERVED
 
 if TYPE_CHECKING:
     from flywheel.model import Model
@@ -186,7 +187,7 @@ def _noting(run: Attributed | None) -> Iterator[None]:
 
 def _is_answered(run: Attributed, request: httpx.Request, response: httpx.Response) -> bool:
     if request.method == "POST":
-        run.is_away = response.status_code == 503
+        run.is_away = response.status_code in UNSERVED
     return request.method == "POST" and response.status_code == 200
 
 

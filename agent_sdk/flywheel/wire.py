@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 8.0
 _POLL_S = 0.5  # between two requests of GET /ready
+UNSERVED = frozenset({502, 503, 504})  # no engine serves, or a proxy got no answer from the explorer
+_RETRIED = UNSERVED | {408, 429}
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,80}")
 
 
@@ -131,7 +133,7 @@ def check_number(name: str, value: object) -> None:
 
 
 def exchange(ask: Ask, retry_s: float) -> Steps[Answer]:
-    """Send a request; retry without a response, or after 408, 429 or 503, until retry_s have passed.
+    """Send a request; retry without a response, or after 408, 429, 502, 503 or 504, until retry_s have passed.
 
     Raises Unreachable and Away. Feedback has an Idempotency-Key, so that repeats have no effect; commits and operators'
     calls name a state to reach.
@@ -139,7 +141,7 @@ def exchange(ask: Ask, retry_s: float) -> Steps[Answer]:
     deadline, pause_s = time.monotonic() + retry_s, _FIRST_PAUSE_S
     while True:
         outcome = yield ask
-        if isinstance(outcome, Answer) and outcome.status not in (408, 429, 503):
+        if isinstance(outcome, Answer) and outcome.status not in _RETRIED:
             return outcome
         asked_s = _retry_after_s(outcome) if isinstance(outcome, Answer) else None
         wait_s = max(asked_s or 0.0, pause_s) * random.uniform(1.0, 1.25)  # so that callers do not retry in step

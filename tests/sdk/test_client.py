@@ -157,7 +157,7 @@ def test_url_key_and_the_model_s_name_come_from_the_environment(monkeypatch):
         assert (client.url, client.model().key) == ("http://127.0.0.1:8010", "secret")
 
 
-def test_no_answer_and_a_503_are_tried_again_under_the_same_key():
+def test_no_answer_and_an_answer_of_nobody_are_tried_again_under_the_same_key():
     keys = []
 
     def answer(number: int, request: Any) -> Answer | None:
@@ -166,11 +166,13 @@ def test_no_answer_and_a_503_are_tried_again_under_the_same_key():
             return None
         if number < 3:
             return (503, {"Retry-After": "0.01"}, b"{}") if number == 1 else (429, {}, b"{}")
+        if number < 5:  # of a proxy
+            return 502 if number == 3 else 504, {}, b"<html>Bad Gateway</html>"
         return 200, {}, json.dumps(RECEIPTS).encode()
 
     with answering(answer) as url, flywheel.Client(url) as client:
         assert client.feedback("m", reward=1).applied == 1
-    assert len(keys) == 4
+    assert len(keys) == 6
     assert len(set(keys)) == 1
 
 

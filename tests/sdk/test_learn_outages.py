@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import flywheel
+import openai
 import pytest
 
 from tests.sdk.conftest import TASKS, count, learn, rows, say_async
+from tests.sdk.test_client import answering
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config, wait_until
 
@@ -123,3 +125,14 @@ async def test_a_fault_of_the_agent_after_an_answer_is_no_outage(explorer):
         assert not run.is_unanswered
         run.child("a").is_away = True
         assert run.is_unanswered
+
+
+@pytest.mark.parametrize(("status", "is_unanswered"), [(502, True), (503, True), (504, True), (500, False)])
+async def test_a_proxy_that_reaches_no_explorer_is_an_outage(status, is_unanswered):
+    proxy = answering(lambda *_: (status, {}, b"<html>Bad Gateway</html>"))
+    with proxy as url:
+        async with flywheel.AsyncClient(url) as client:
+            run = client.run()
+            with pytest.raises(openai.APIStatusError):
+                await say_async(run.model)
+            assert run.is_unanswered == is_unanswered
