@@ -142,8 +142,8 @@ def _require_layout(folder: Path, kind: str | None, layout: dict[str, Tensor]) -
 
 
 def _require_moments(folder: Path, saved: list[str], own: list[str]) -> None:
-    """Raise ConfigError unless the optimizer keeps each value that was saved for a weight."""
-    if not set(saved) <= set(own):
+    """Raise ConfigError unless the optimizer keeps the same values for a weight as the one that saved them."""
+    if set(saved) != set(own):
         raise ConfigError(
             f"the trainer's state {folder} has {', '.join(saved)} for each weight, and trainer.deepspeed.optimizer "
             f"keeps {', '.join(own) or 'nothing'}; set the optimizer that saved it, or {_START_OVER}"

@@ -44,6 +44,7 @@ SETUPS = {
     "3 offloaded": {"stage": 3, **OFFLOADED, **EVERYTHING_PARTITIONED},
 }
 ALL = list(product(SETUPS, ["float32", "bf16"]))
+KEPT = {"AdamW": "exp_avg, exp_avg_sq", "SGD": "momentum_buffer", "RMSprop": "momentum_buffer, square_avg"}
 SOME = [("0", "float32"), ("2 offloaded", "bf16"), ("3 partitioned", "float32")]
 
 
@@ -173,11 +174,15 @@ def test_a_state_of_another_model_is_refused_with_the_first_weight_that_differs(
     )
 
 
-def test_a_state_of_another_optimizer_is_refused_with_what_each_keeps(tmp_path, model, saved):
-    sgd = {"type": "SGD", "params": {"momentum": 0.9}}
-    expected = "has exp_avg, exp_avg_sq for each weight, and trainer.deepspeed.optimizer keeps momentum_buffer"
-    with learner_of(tmp_path, model, {"stage": 0}, sgd) as learner, pytest.raises(ConfigError, match=expected):
-        learner.load(saved[1])
+@pytest.mark.parametrize(("one", "other"), [("AdamW", "SGD"), ("SGD", "RMSprop")])
+def test_a_state_of_another_optimizer_is_refused_with_what_each_keeps(one, other, tmp_path, model, rows):
+    first, second = ({"type": kind, "params": {"momentum": 0.9} if kind != "AdamW" else {}} for kind in (one, other))
+    with learner_of(tmp_path, model, {"stage": 0}, first) as learner:
+        train(learner, rows, 0)
+        state = learner.save(1)
+    expected = f"has {KEPT[one]} for each weight, and trainer.deepspeed.optimizer keeps {KEPT[other]};"
+    with learner_of(tmp_path, model, {"stage": 0}, second) as learner, pytest.raises(ConfigError, match=expected):
+        learner.load(state)
 
 
 @pytest.mark.parametrize(
