@@ -84,7 +84,7 @@ def chosen_for(config: Config, rows: Iterable[Experience], row: TrainerRow | Non
     if not is_open(config.trainer):
         return config
     before = None if row is None or row.chosen is None else row.chosen["algorithms"]
-    repeats = queries.do_repeat([(row.task_id, row.run_id) for row in rows])
+    repeats = queries.do_repeat(rows)
     algorithms = choose(kinds, repeats=repeats, before=before)
     log.info("algorithms chosen by what was said", algorithms=_shown(algorithms), kinds=_shown(kinds))
     return with_choice(config, algorithms)

@@ -6,7 +6,21 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, FromClause, Row, and_, case, func, literal_column, not_, or_, select, true
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    FromClause,
+    Row,
+    String,
+    and_,
+    case,
+    func,
+    literal_column,
+    not_,
+    or_,
+    select,
+    true,
+)
 
 from shared.experience import State, TrajectoryKey
 from shared.ledger.tables import experiences, payloads, signals
@@ -52,6 +66,11 @@ def in_group(key_group: str | None, rows: FromClause = experiences) -> ColumnEle
 def names_a_run(rows: FromClause = experiences) -> ColumnElement[bool]:
     """Rows whose trajectory is a run: `shared.experience.trajectory_key` in SQL."""
     return and_(rows.c.task_id.is_not(None), rows.c.run_id.is_not(None))
+
+
+def run_of_task(rows: FromClause = experiences) -> ColumnElement[str]:
+    """The run of its task that a row belongs to. Without a name, it is the row's conversation, or the row alone."""
+    return func.coalesce(rows.c.run_id, rows.c.conversation_id, rows.c.id.cast(String))
 
 
 def in_trajectories(keys: Collection[TrajectoryKey]) -> Iterator[ColumnElement[bool]]:
@@ -111,7 +130,7 @@ def need_not_wait(runs_of_task: int, quiet_since: float | None) -> list[ColumnEl
     if runs_of_task <= 1:
         return []
     mates = experiences.alias("runs_of_task")
-    run, own_run = (func.coalesce(of.c.run_id, of.c.conversation_id, of.c.msg_id) for of in (mates, experiences))
+    run, own_run = run_of_task(mates), run_of_task()
     rewarded = mates.c.teaches.bitwise_and(int(Lesson.REWARD)) != 0
     enough: list[ColumnElement[bool]] = [func.count(case((rewarded, run)).distinct()) >= runs_of_task]
     of_choice = and_(signals.c.msg_id == mates.c.msg_id, signals.c.choice == mates.c.choice)

@@ -125,6 +125,30 @@ def test_choices_of_a_message_without_a_task_are_claimed_together_where_rewards_
     assert claimed("run") == [("m", 0), ("m", 1), ("other", 0)], "a failing row can stand alone"
 
 
+def test_choices_of_a_message_of_a_task_without_runs_are_runs_of_it(explorer):
+    with explorer.ledger.write() as connection:
+        transitions.record(connection, [sample("m", choice=choice, task_id="t") for choice in range(3)])
+        for choice in range(3):
+            given = {"rule": RewardConfig(), "task_id": None, "run_id": None, "msg_ids": [f"m#{choice}"]}
+            transitions.apply_feedback(connection, signals=[Signal("reward", value=1.0)], **given)
+        transitions.commit(connection)
+        assert queries.tasks_repeat(connection)
+    with explorer.ledger.write() as connection:
+        limits = {"owner": "t", "at_least": 1, "at_most": 3, "lease_s": 60, "wait_s": None}
+        batch = transitions.claim(connection, **limits, whole="task", runs_of_task=3)
+        assert batch is not None
+        assert len(queries.load_lease(connection, batch).rows) == 3
+
+
+def test_the_turns_of_a_conversation_are_one_attempt_at_its_task(explorer):
+    with explorer.ledger.write() as connection:
+        transitions.record(connection, [sample(f"a{turn}", task_id="t") for turn in range(3)])
+        connection.execute(update(experiences).values(conversation_id="a0"))
+        assert not queries.tasks_repeat(connection)
+        transitions.record(connection, [sample("b0", task_id="t")])
+        assert queries.tasks_repeat(connection)
+
+
 def test_a_claimer_waits_as_long_as_the_most_patient_of_its_algorithms():
     said = {"grpo": {"group_size": 4, "group_timeout_s": 9}, "rloo": {"group_timeout_s": 5}}
     used = TrainerConfig.model_validate({"algorithms": {"grpo": 1, "rloo": 1, "ppo": 1}, **said})

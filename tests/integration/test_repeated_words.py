@@ -19,8 +19,8 @@ def ledger(ledger):
     return ledger
 
 
-def say(ledger: Ledger, *said: Signal, learned=SCORES) -> str:
-    about = {"msg_ids": ["a"], "task_id": None, "run_id": None, "rule": RewardConfig()}
+def say(ledger: Ledger, *said: Signal, learned=SCORES, key: str | None = None) -> str:
+    about = {"msg_ids": ["a"], "task_id": None, "run_id": None, "rule": RewardConfig(), "key_name": key}
     with ledger.write() as connection:
         return transitions.apply_feedback(connection, **about, signals=said, learned=learned)[0].state
 
@@ -36,6 +36,17 @@ def test_a_repeat_is_a_duplicate_of_a_row_that_was_never_trained(ledger, kind, l
     learned = SCORES | {kind} if learns else SCORES
     said = [say(ledger, Signal(kind, text="b"), learned=learned) for _ in range(3)]
     assert (said, logged(ledger)) == (["applied", "duplicate", "duplicate"], 1)
+
+
+@pytest.mark.parametrize("kind", ["comment", "correction", "preferred_over"])
+def test_the_same_words_of_another_key_are_no_repeat(ledger, kind):
+    said = [say(ledger, Signal(kind, text="b"), learned=SCORES | {kind}, key=key) for key in "abab"]
+    assert (said, logged(ledger)) == (["applied", "applied", "duplicate", "duplicate"], 2)
+
+
+def test_the_same_reward_of_another_key_is_a_repeat(ledger):
+    said = [say(ledger, Signal("reward", value=1.0), key=key) for key in "ab"]
+    assert (said, logged(ledger)) == (["applied", "duplicate"], 1)
 
 
 @pytest.mark.parametrize("learns", [False, True])

@@ -38,15 +38,18 @@ def recent_kinds(connection: Connection, metrics: Collection[str] | None = None)
 
 def tasks_repeat(connection: Connection) -> bool:
     """Whether most of the latest rows belong to tasks, with two or more attempts at each on average."""
-    latest = select(experiences.c.task_id, experiences.c.run_id).order_by(experiences.c.id.desc()).limit(_RECENT_ROWS)
-    return do_repeat([(row.task_id, row.run_id) for row in connection.execute(latest)])
+    columns = (experiences.c[name] for name in ("id", "task_id", "run_id", "key_group", "conversation_id"))
+    return do_repeat(connection.execute(select(*columns).order_by(experiences.c.id.desc()).limit(_RECENT_ROWS)).all())
 
 
-def do_repeat(names: Sequence[tuple[str | None, str | None]]) -> bool:
-    """Whether most rows belong to tasks, with two or more attempts at each on average. names: of task and run."""
-    named = [(task, run) for task, run in names if task is not None and run is not None]
-    tasks = len({task for task, _ in named})
-    return 2 * len(named) > len(names) and len(set(named)) >= 2 * tasks > 0
+def do_repeat(rows: Sequence[AnyRow] | Sequence[Experience]) -> bool:
+    """Whether most rows belong to tasks, with two or more attempts at each on average.
+
+    Without a name of a run, each conversation is an attempt.
+    """
+    of_tasks = [row for row in rows if row.task_id is not None]
+    tasks = len({(row.key_group, row.task_id) for row in of_tasks})
+    return 2 * len(of_tasks) > len(rows) and len({trajectory_key(row) for row in of_tasks}) >= 2 * tasks > 0
 
 
 def corrected_later(connection: Connection, rows: Iterable[Experience]) -> set[TrajectoryKey]:

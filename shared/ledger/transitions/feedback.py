@@ -254,10 +254,13 @@ def _repeats(log: list[Signal], signals: Sequence[Signal]) -> bool:
     return all(last.get(_place(signal)) == signal for signal in signals)
 
 
-def _place(signal: Signal) -> tuple[str, str | None, bool]:
-    """Return a key by which a later signal replaces an earlier one. Each reply in `preferred_over` has its own."""
+def _place(signal: Signal) -> tuple[str, str | None, bool, str | None]:
+    """Return a key by which a later signal replaces an earlier one.
+
+    Each reply in `preferred_over` has its own, and so have the words of each key that sends feedback.
+    """
     about = signal.text if signal.kind == "preferred_over" else signal.name
-    return signal.kind, about, signal.scope == "message"
+    return signal.kind, about, signal.scope == "message", signal.key_name if signal.kind in WORDS else None
 
 
 def _set_credit(connection: Connection, ids: Sequence[int], credit: Credit, **more: str | None) -> None:
