@@ -22,8 +22,8 @@ MAX_TOKENS = 256  # of an answer
 
 async def answer_by_mail(
     request: dict[str, Any], model: Model, prompt: str = PROMPT, max_tokens: int = MAX_TOKENS
-) -> str:
-    """Work on one question. Returns the text of the last message; `mail` receives the answer."""
+) -> str | None:
+    """Work on one question; `mail` receives the answer. Returns the last message; None: out of turns or context."""
     import openai
     from langchain.agents import create_agent
     from langchain_core.tools import tool
@@ -56,11 +56,11 @@ async def answer_by_mail(
     try:
         state = await agent.ainvoke(asked, {"recursion_limit": 2 * MAX_TURNS + 1})
     except GraphRecursionError:
-        return ""
+        return None
     except openai.BadRequestError as error:
         if not mail.calls or not is_context_full(error):
             raise
-        return ""
+        return None
     return str(state["messages"][-1].content)
 
 

@@ -2,8 +2,8 @@
 
 In the rubric a right answer earns 1, plus 0.3 for its source, 0.1 divided by the number of sources that it cites, and
 up to 0.1 for few turns. "I don't know" is right if no mail has the answer. Other visits earn a base plus 0.1 for each
-partial success (found, read, no invalid read, cited): the base is -1 for a wrong answer, 0 for "I don't know" or no
-answer, and -1.9 for a visit that ends with text instead of an answer.
+partial success (found, read, no invalid read, cited): the base is -1 for a wrong answer, 0 for "I don't know" or a
+visit that runs out of turns, and -1.9 for one that ends with a message, also an empty one, instead of an answer.
 """
 
 from __future__ import annotations
@@ -47,24 +47,26 @@ def rubric(visit: Visit, right: float, *, malformed: bool) -> float:
     return 1 + 0.3 * sourced + shared + 0.1 * (1 - len(calls) / MAX_TURNS)
 
 
-def wanted_calls(visit: Visit) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def wanted_calls(visit: Visit, right: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the calls that were made and the calls that were wanted, for ToolUse.
 
-    A search is right if it finds the source; if there is no source, it is right if it finds nothing.
+    A search is right if it finds a source, and reading is if it reads one; if there is no source, a search is right if
+    it finds nothing. right: whether the answer is.
     """
-    source = next(iter(visit.question.message_ids), None)
+    sources = set(visit.question.message_ids)
     said: list[dict[str, Any]] = []
     for call in visit.calls:
         arguments: dict[str, Any] = dict(call.arguments)
-        if call.name == "search_emails" and ((source in call.found) if source else not call.found):
+        if call.name == "search_emails" and (sources & set(call.found) if sources else not call.found):
+            arguments = {"right": True}
+        if call.name == "read_email" and sources & set(call.found):
             arguments = {"right": True}
         if call.name == "answer":
-            right = same(visit.question, str(arguments["answer"]))
-            arguments = {"right": bool(right)}
-        said.append({"name": call.name, "arguments": arguments, "ok": call.ok or source is None})
+            arguments = {"right": right >= 1}
+        said.append({"name": call.name, "arguments": arguments, "ok": call.ok or not sources})
     wanted = [{"name": "search_emails", "arguments": {"right": True}}]
-    if source:
-        wanted.append({"name": "read_email", "arguments": {"message_id": source}})
+    if sources:
+        wanted.append({"name": "read_email", "arguments": {"right": True}})
     return said, [*wanted, {"name": "answer", "arguments": {"right": True}}]
 
 
@@ -73,10 +75,10 @@ def reward(visit: Visit, *, by_tools: bool = False, right: float | None = None) 
 
     right: a judge's verdict on the answer; None compares it with the true answer exactly.
     """
-    malformed = visit.answered is None and bool(visit.last_text)
+    malformed = visit.answered is None and visit.last_text is not None
     if right is None:
         right = same(visit.question, visit.answered[0]) if visit.answered else 0.0
-    tools = ToolUse(TOOLS)(*wanted_calls(visit))
+    tools = ToolUse(TOOLS)(*wanted_calls(visit, right))
     points = rubric(visit, right, malformed=malformed)
     metrics = {
         "right": right,

@@ -250,7 +250,7 @@ class Visit:
         self.question = question
         self.calls: list[Call] = []
         self.answered: tuple[str, tuple[str, ...]] | None = None
-        self.last_text = ""  # the last message, if it was not a tool call
+        self.last_text: str | None = None  # the message with which the agent ended; None: it ran out of turns or room
         self._mailbox = mailbox
         self._limit = limit
 

@@ -19,7 +19,8 @@ TINY = (
 def example(data: str | None, is_tiny: bool) -> Example:
     """Return the example, with the settings with which a tiny model learns. data: source of the real problems."""
     if data:
-        tasks, held_out = world.split(world.load(data))
+        problems = world.load(data)
+        tasks, held_out = world.split(tiny.short(problems, data) if is_tiny else problems)
     elif is_tiny:
         tasks, held_out = tiny.problems()
     else:

@@ -10,7 +10,7 @@ import random
 
 from examples import group_learning
 from examples.gsm8k.agent import PROMPT
-from examples.gsm8k.world import Problem, generated, split
+from examples.gsm8k.world import CannotRead, Problem, fits, generated, split
 from examples.tiny_model import Demonstration, Recipe
 
 LONGEST, LARGEST = 320, 20
@@ -24,6 +24,17 @@ LEARN = group_learning.LEARN | {"params": {"max_tokens": 12}}
 def problems() -> tuple[list[Problem], list[Problem]]:
     """Return the training problems and the held-out problems of a tiny model."""
     return split(generated(2200, seed=1, longest=LONGEST, largest=LARGEST))
+
+
+def short(problems: list[Problem], source: str) -> list[Problem]:
+    """Return the problems of a file that a tiny model can read and answer."""
+    found = [problem for problem in problems if fits(problem, LONGEST, LARGEST)]
+    if len(found) < 20:
+        raise CannotRead(
+            f"--data {source}: {len(found)} of its {len(problems)} problems have at most {LONGEST} characters and an "
+            f"answer up to {LARGEST}, too few for a tiny model; give --url with a larger one"
+        )
+    return found
 
 
 def recipe() -> Recipe:

@@ -20,7 +20,7 @@ def load(source: str) -> list[Problem]:
     """Load problems from a .jsonl or .parquet file, or from a data set of Hugging Face (its training split)."""
     path = Path(source)
     if path.suffix == ".jsonl":
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
         return _read((json.loads(line) for line in lines if line.strip()), source)
     try:
         if path.suffix == ".parquet":
@@ -45,6 +45,13 @@ def _read(rows: Iterable[Mapping[str, Any]], source: str) -> list[Problem]:
     return found
 
 
+def fits(problem: Problem, longest: int | None, largest: int | None) -> bool:
+    """Whether a question has at most `longest` characters, and its answer is an integer from 0 to `largest`."""
+    number = problem["answer"].rpartition("####")[2].strip()
+    is_small = largest is None or (number.isdecimal() and int(number) <= largest)
+    return is_small and (longest is None or len(problem["question"]) <= longest)
+
+
 def generated(count: int, seed: int, *, longest: int | None = None, largest: int | None = None) -> list[Problem]:
     """Generate problems from GSM-Symbolic's templates, each with its worked solution.
 
@@ -58,10 +65,10 @@ def generated(count: int, seed: int, *, longest: int | None = None, largest: int
         rows = reasoning_gym.create_dataset("gsm_symbolic", size=2000, seed=1_000_000 * seed + 10_000 * part)
         for row in rows:
             question, number = _TAIL.sub("", row["question"]), str(row["answer"])
-            fits = largest is None or (number.isdigit() and int(number) <= largest)
-            if fits and (longest is None or len(question) <= longest):
-                worked = row["metadata"]["answer_cot"].partition("####")[0].strip()
-                found.append({"question": question, "answer": f"{worked}\n#### {number}"})
+            worked = row["metadata"]["answer_cot"].partition("####")[0].strip()
+            problem = {"question": question, "answer": f"{worked}\n#### {number}"}
+            if fits(problem, longest, largest):
+                found.append(problem)
         part += 1
     return found[:count]
 

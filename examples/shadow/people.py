@@ -99,10 +99,11 @@ class Ratings:
 
 
 def answer_shown(reply: str | None, attempts: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return the text that a rater sees for a run."""
-    if attempts:
-        return " and ".join(f"{name}({', '.join(map(str, arguments.values()))})" for name, arguments in attempts)
-    return reply or ""
+    """Return what a rater sees of a run. A text is shown otherwise than the call that it may look like."""
+    if not attempts:
+        return f"said: {reply or ''}"
+    calls = " and ".join(f"{name}({', '.join(map(str, arguments.values()))})" for name, arguments in attempts)
+    return f"called: {calls}"
 
 
 async def simulated_people(url: str, tickets: dict[str, Ticket], *, seed: int = 0, every_s: float = 0.05) -> None:
@@ -112,7 +113,8 @@ async def simulated_people(url: str, tickets: dict[str, Ticket], *, seed: int = 
         while True:
             for one in (await page.get("/waiting")).json():
                 ticket = tickets[one["ticket"]]
-                right = one["answer"] == (f"{REFUND}({ticket.order})" if ticket.due == REFUND else ticket.due)
+                calls = [(REFUND, {"order": ticket.order})] if ticket.due == REFUND else []
+                right = one["answer"] == answer_shown(ticket.due, calls)
                 rating = "up" if right != (draw.random() < SLIPS) else "down"
                 await page.post("/rate", data={"item": one["item"], "rating": rating})
             await asyncio.sleep(every_s)

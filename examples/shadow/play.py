@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -91,6 +92,7 @@ async def go_live(
         return rating if rating is None or not shuffled else exchange(rating, run.task_id, earlier, draw)
 
     with serve(office(desk)) as office_url, serve(strong_model) as strong, serve(ratings.answer) as page:
+        print(f"people rate the trainee's answers at {page}", file=sys.stderr)
         runner = _trainee(url, model, rated, seed)
         production = flywheel.Model.of(f"{strong}/v1", "strong", key="unused")
         answered = runner.watch(support, production=production)

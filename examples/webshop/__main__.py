@@ -49,6 +49,7 @@ def main() -> int:
         variant=("loop",) if args.loop else ("tools",),
     )  # fmt: skip
     with serve(shop) as url:
+        print(f"the shop is at {url}", file=sys.stderr)
         return run(example, args)
 
 

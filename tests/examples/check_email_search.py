@@ -64,6 +64,8 @@ async def test_it_may_say_that_it_does_not_know():
 async def test_text_instead_of_a_call_wrong_arguments_and_endless_searches_end_with_little():
     said, _ = await work(ANSWERED, [{"content": ANSWERED.answer}])
     assert reward(said).metrics["malformed"] == 1.0 and reward(said).value < -1
+    silent, bodies = await work(ANSWERED, [{"content": ""}])
+    assert reward(silent).metrics["malformed"] == 1.0 and reward(silent).value < -1 and len(bodies) == 1
     wrong, _ = await work(ANSWERED, [call("search_emails", 1, word="x"), call("fly", 2), {"content": "x"}])
     assert reward(wrong).value < -1
     endless, bodies = await work(ANSWERED, [call("search_emails", 1, keywords=["the"])])

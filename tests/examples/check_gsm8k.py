@@ -10,6 +10,7 @@ import flywheel
 import pytest
 
 from examples.gsm8k import tiny
+from examples.gsm8k.__main__ import example
 from examples.gsm8k.agent import PROMPT, agent
 from examples.gsm8k.reward import reward
 from examples.gsm8k.world import CannotRead, generated, load, split
@@ -65,6 +66,20 @@ def test_a_file_of_the_real_problems_is_read(tmp_path):
     file.write_text('{"question": "x"}\n')
     with pytest.raises(CannotRead, match="row 1"):
         load(str(file))
+
+
+def test_a_tiny_model_gets_the_problems_of_a_file_that_it_can_read_and_answer(tmp_path):
+    small = [{"question": f"{n % 9} + {n % 7}, {n}?", "answer": f"#### {n % 9 + n % 7}"} for n in range(30)]
+    other = [{"question": "long " * 80, "answer": "#### 1"}, {"question": "60 + 9?", "answer": "#### 69"}]
+    other += [{"question": "a line\u2028here?", "answer": "#### 1,200"}, {"question": "less?", "answer": "#### -3"}]
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in (*other, *small)) + "\n")
+    chosen, whole = (example(str(file), is_tiny=is_tiny) for is_tiny in (True, False))
+    assert sorted(map(str, (*chosen.tasks, *chosen.held_out))) == sorted(map(str, small))
+    assert len(whole.tasks) + len(whole.held_out) == 34
+    file.write_text("\n".join(json.dumps(row) for row in (*small[:19], *other)) + "\n")
+    with pytest.raises(CannotRead, match="19 of its 23 problems"):
+        example(str(file), is_tiny=True)
 
 
 def test_the_agent_answers_in_one_chat_and_its_prompt_fits_a_small_context():

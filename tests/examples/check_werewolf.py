@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import subprocess
+import sys
 from argparse import Namespace
 from collections import Counter
 
@@ -158,6 +160,16 @@ def test_wolves_that_work_together_win_more_than_wolves_at_random():
 )
 def test_next_to_nothing_is_won_by(wolf, most):
     assert wins(wolf) <= most
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [(["--villagers", "agent@0"], "needs --url"), (["--villagers", "agent", "--self-play"], "leave --villagers out")],
+)
+def test_villagers_that_cannot_play_are_refused(said, expected):
+    command = [sys.executable, "-m", "examples.werewolf", *said]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (found.returncode, expected in found.stderr) == (2, True), found.stderr
 
 
 def test_a_game_in_which_nobody_ever_speaks_ends_and_the_villagers_win_it():

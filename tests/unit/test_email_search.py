@@ -102,9 +102,10 @@ def test_arts_rubric_by_hand(calls, points):
     assert reward(visit(ANSWERED, *calls)).value == pytest.approx(points)
 
 
-def test_a_reply_that_is_no_tool_call_is_malformed():
+@pytest.mark.parametrize("said", [ANSWERED.answer, ""])
+def test_a_reply_that_is_no_tool_call_is_malformed(said):
     made = visit(ANSWERED, SEARCH)
-    made.last_text = ANSWERED.answer
+    made.last_text = said
     assert reward(made).value == pytest.approx(-1.9 + 0.2)
 
 
@@ -125,7 +126,10 @@ def test_the_articles_weights_by_hand():
 
 def test_a_judge_may_accept_other_words():
     made = visit(ANSWERED, SEARCH, READ, ("answer", f"It is {ANSWERED.answer}", [SOURCE]))
-    assert reward(made).value < 0 < 1 < reward(made, right=1.0).value
+    judged = reward(made, right=1.0)
+    assert reward(made).value < 0 < 1 < judged.value
+    assert judged.metrics["argument_accuracy"] == 1.0
+    assert reward(made, right=1.0, by_tools=True).value == pytest.approx(2.5)
 
 
 def mean(calls_of, **options) -> float:

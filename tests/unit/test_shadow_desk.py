@@ -150,7 +150,7 @@ async def test_simulated_people_rate_waiting_answers_and_rarely_err():
     with serve(ratings.answer) as page:
         people = asyncio.create_task(simulated_people(page, tickets, every_s=0.01))
         given = await asyncio.gather(
-            *(ratings.rate(ticket, ticket.due) for ticket in TICKETS[:200] if ticket.due != REFUND)
+            *(ratings.rate(t, answer_shown(t.due, [])) for t in TICKETS[:200] if t.due != REFUND)
         )
         wrong = await asyncio.gather(*(ratings.rate(ticket, "nonsense") for ticket in TICKETS[:100]))
         right = [(REFUND, {"order": t.order}) for t in TICKETS[:200] if t.due == REFUND]
@@ -158,9 +158,11 @@ async def test_simulated_people_rate_waiting_answers_and_rarely_err():
         paid = await asyncio.gather(
             *(ratings.rate(t, answer_shown(None, [a])) for t, a in zip(refunds, right, strict=True))
         )
+        written = await asyncio.gather(*(ratings.rate(t, answer_shown(f"refund({t.order})", [])) for t in refunds))
         people.cancel()
     assert sum(given) / len(given) > 0.9 and sum(paid) / len(paid) > 0.9 and sum(wrong) / len(wrong) < 0.1
-    assert sum(ratings.given.values()) == len(given) + len(wrong) + len(paid)
+    assert sum(written) / len(written) < 0.1, "a text like a call is none"
+    assert sum(ratings.given.values()) == len(given) + len(wrong) + len(paid) + len(written)
 
 
 async def test_people_rate_on_a_page_and_an_unrated_answer_has_no_reward(monkeypatch):
