@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.trinity import rows, workflow
 from services.trinity import takes_trainer as takes
-from services.trinity import workflow
 from services.trinity.key import Key, lost, moved, unneeded
 
 _OPTIMIZER = "trainer.deepspeed.optimizer.params"
@@ -15,7 +15,6 @@ _LEDGER = "all rows are in one ledger"
 _IMPORT = "import the rows with `flywheel import`, and name sft beside the algorithm in trainer.algorithms"
 _WORKFLOW = "complete for Trinity's single chats; an environment of Trinity's is one of our examples; else you write it"
 _REWARD = "for numbers; else you write it, with `flywheel.rewards`"
-_BIND = "bind it to your workflow, as functools.partial does"
 _ROW = "the workflow gets the row, and takes from it what it wants"
 _PACKED = "always on: rows are packed up to trainer.max_tokens_per_micro_batch"
 _STATES = "trainer.save_every says when a state is saved, always a whole one"
@@ -116,7 +115,13 @@ BUFFER: tuple[Key, ...] = (
           "the same for held-out tasks", workflow.same("default_workflow_type")),
     moved("buffer.explorer_input.eval_tasksets.*.default_reward_fn_type", workflow.REWARD,
           "the same for held-out tasks", workflow.same("default_reward_fn_type")),
-    lost(_ANY + "{workflow_args,reward_fn_args}.**", _BIND),
+    Key(_TASKSET + "workflow_args.**", note=workflow.ARGUMENTS, off=(False,), changes_training=True,
+        take=workflow.argument),
+    Key(_TASKSET + "workflow_args.format_score_coef", note="as the other arguments, with with_think", off=(),
+        changes_training=True, take=workflow.coefficient),
+    Key(_TASKSET + "reward_fn_args.**", note=workflow.ARGUMENTS, off=(False,), changes_training=True,
+        take=workflow.argument_of_reward),
+    lost(_EVAL + "{workflow_args,reward_fn_args}.**", workflow.BIND),
     moved(_TASKSET + "rollout_args.{temperature,top_p,top_k}", "learn.params.*"),
     moved(_TASKSET + "rollout_args.max_tokens", "learn.params.max_tokens"),
     moved(_EVAL + "rollout_args.{temperature,top_p,top_k}", "learn.eval_params.*"),
@@ -134,8 +139,14 @@ BUFFER: tuple[Key, ...] = (
     unneeded(_ROWS + "{name,storage_type,capacity,max_read_timeout,max_retry_times,max_retry_interval,split,"
              "subset_name,enable_progress_bar,schema_type,index,batch_size,tokenizer_path,total_epochs,total_steps,"
              "ray_namespace,algorithm_type,data_selector.**}", _LEDGER),
-    unneeded(_ROWS + _FORMAT, "`flywheel import` reads messages"),
-    unneeded(_ROWS + "format.{system_prompt,reply_prefix}", "`flywheel import` reads messages"),
+    Key(_ROWS + "format.{prompt_type,prompt_key,response_key,system_prompt_key,system_prompt,messages_key,tools_key,"
+        "chosen_key,rejected_key}", note=rows.COLUMN, off=(), take=rows.column),
+    Key(_ROWS + "format.enable_concatenated_multi_turn", note=rows.EACH_REPLY, off=(False,), changes_training=True,
+        take=rows.multi_turn),
+    lost(_ROWS + "format.{image_key,video_key}", "texts alone are trained on"),
+    lost(_ROWS + "format.{chat_template,enable_thinking}", "set the engine's in engine.extra_args before the import"),
+    unneeded(_ROWS + "format.{workflow_key,reward_fn_key,reply_prefix,solution_key,reward_key,label_key}",
+             "for tasks, not for rows"),
     lost(_ROWS + "replay_buffer.enable", "a row is trained on once", (False,), changes_training=True),
     unneeded(_ROWS + "replay_buffer.{priority_fn,reuse_cooldown_time,priority_fn_args.**}", "with enable"),
     lost("buffer.trainer_input.{auxiliary_buffers,sft_warmup_dataset}.**", _IMPORT, changes_training=True),

@@ -15,6 +15,7 @@ from shared.errors import ConfigError
 _PLACE = re.compile(r"\$\{([^${}]*)\}")  # the innermost reference
 _DEPTH = 10
 _OF_THE_TRAINER = re.compile(r"(trainer|buffer|cluster|monitor|log)\.|mode$")
+_TEXT = re.compile(r"(?:^|[._])(?:name|project|group|path|dir|file|url|key|prompt)$")  # keys with texts as values
 _AGREED = "buffer.trainer_input.experience_buffer."
 
 
@@ -108,7 +109,8 @@ def _resolved(given: Given, file: Path, environ: Mapping[str, str], remarks: lis
             if changed == value:
                 break
             value = changed
-        return _plain(value)
+        plain = _plain(value)
+        return value if plain is not None and _TEXT.search(key) else plain
 
     return Given({key: whole(key, value) for key, value in given.items()})
 

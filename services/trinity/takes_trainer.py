@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.trinity import algorithms, workflow
+from services.trinity import algorithms, rows, workflow
 from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
 from services.trinity.takes import database_url, is_on, publish_every
 from shared.config import ALGORITHMS
@@ -29,8 +29,8 @@ _KEYS_OF_KL = {"reward": "algorithm.kl_penalty_fn", "loss": "algorithm.kl_loss_f
 
 def database(value: Any, given: Given) -> Settings:
     """Return the ledger's address if Trinity stores experiences in a database."""
-    if given.get("buffer.trainer_input.experience_buffer.storage_type") == "file":
-        raise NoCounterpart(f"import the rows: `flywheel import {value} --commit`", changes_training=True)
+    if rows.are_in_a_file(given):
+        raise NoCounterpart(rows.what_to_import(value, given), changes_training=True)
     if given.get("buffer.trainer_input.experience_buffer.storage_type") == "queue":
         raise NotNeeded("rows wait in the ledger, not in a queue's file")
     return database_url(value, given)
@@ -50,7 +50,9 @@ def epochs(value: Any, given: Given) -> Settings:
         raise NotNeeded("total_steps counts")
     if given.get("mode") == "train" and int(value) > 1:
         raise NoCounterpart(
-            f"a trainer reads each row once; `flywheel train --from FILE --epochs {value}` reads a file more often",
+            "`flywheel trainer` reads each row once; to read the rows of the ledger more often, do not start it, but "
+            "`flywheel export -c flywheel.yaml --tokens --out rows.jsonl` and then, with trainer.ranks: 1, "
+            f"`flywheel train -c flywheel.yaml --from rows.jsonl --epochs {value}`",
             changes_training=True,
         )
     return {"learn.epochs": value}

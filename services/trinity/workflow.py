@@ -6,12 +6,14 @@ import re
 from typing import Any
 
 from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
+from services.trinity.takes import is_on
 
 FILE = "workflow.py"
 REWARD, PROMPT = f"{FILE}:reward", f"{FILE}:PROMPT"  # further items in it
 _SETS = "buffer.explorer_input."
 _TASK_SET = re.compile(r"buffer\.explorer_input\.(taskset|tasksets\.\d+)\.")
-_CHATS = ("simple_workflow", "math_workflow", "math_boxed_workflow")
+_BOXED = "math_boxed_workflow"
+_CHATS = ("simple_workflow", "math_workflow", _BOXED)
 EXAMPLES = {
     "agentscope_react_workflow": "math",
     "agentscope_react_math_workflow": "math",
@@ -28,8 +30,13 @@ _REWARDS = {  # ours for Trinity's, and how ours differs
     "math_boxed_reward": ("boxed", "a formula counts word for word"),
     "accuracy_reward": ("boxed", "a formula counts word for word, and outside of a box nothing does"),
 }
-_REWARD_OF = {"math_workflow": "math_reward", "math_boxed_workflow": "math_boxed_reward"}
+_REWARD_OF = {"math_workflow": "math_reward", _BOXED: "math_boxed_reward"}
+_OWN_REWARD_OF_EXAMPLE = "the example has a reward of its own"
 _OWN_TASKS = "the example has tasks of its own, and learns for --minutes; docs/examples.md lists its options"
+BIND = "bind it to your workflow, as functools.partial does"
+ARGUMENTS = f"a complete workflow.py and the examples do not read it; {BIND}"
+_NO_TASKS = "there is no task set"
+_OWN_SETTINGS = "the example has settings of its own; docs/examples.md lists its options"
 _OWN_PROMPT = "Trinity's {name} has a system prompt of its own: write the one that you want"
 
 _HEAD = '''"""What Trinity's {name} does with a row, by flywheel convert-config."""
@@ -79,7 +86,7 @@ def workflow(value: Any, given: Given) -> Settings:
 def reward(value: Any, given: Given) -> Settings:
     """Return the reward of a workflow that has none of its own."""
     if example(given):
-        raise NotNeeded("the example has a reward of its own")
+        raise NotNeeded(_OWN_REWARD_OF_EXAMPLE)
     _require_same(value, given, "default_reward_fn_type")
     return {REWARD: value}
 
@@ -113,6 +120,70 @@ def prompt(value: Any, given: Given) -> Settings:
     return {PROMPT: value}
 
 
+def argument(value: Any, given: Given) -> Settings:
+    """Report an argument of Trinity's workflow, as a change of training unless the workflow is yet to be written."""
+    name = _plain(_of_set(given, "default_workflow_type"))
+    if name not in (*_CHATS, *EXAMPLES):
+        raise _left_to_bind(value, given)
+    _require_effect(value, given)
+    if name in EXAMPLES:
+        raise NoCounterpart(_OWN_SETTINGS, changes_training=_learns(given))
+    if name != _BOXED:
+        raise NotNeeded(f"Trinity's {name} does not read it")
+    raise _unwritten(name, given)
+
+
+def coefficient(value: Any, given: Given) -> Settings:
+    """Report the cost of a reply without a thought, which math_boxed_workflow counts if it requests thoughts."""
+    name, thinks = _plain(_of_set(given, "default_workflow_type")), _of_set(given, "workflow_args.with_think")
+    if name == _BOXED and not is_on(thinks):
+        raise NotNeeded("with with_think")
+    return argument(value, given)
+
+
+def argument_of_reward(value: Any, given: Given) -> Settings:
+    """Report an argument of Trinity's reward, as a change of training if workflow.py contains that reward."""
+    if example(given):
+        raise NotNeeded(_OWN_REWARD_OF_EXAMPLE)
+    name = _reward_of(given)
+    if _plain(_of_set(given, "default_workflow_type")) not in _CHATS or name not in _REWARDS:
+        raise _left_to_bind(value, given)
+    _require_effect(value, given)
+    if name == "math_boxed_reward":
+        raise NotNeeded(f"Trinity's {name} does not read it")
+    raise _unwritten(name, given)
+
+
+def _left_to_bind(value: Any, given: Given) -> NotNeeded | NoCounterpart:
+    """Return the result for an argument of a workflow or reward that is yet to be written."""
+    if not given.has_tasks:
+        return NotNeeded(_NO_TASKS)
+    return NotNeeded("empty") if value in ("", {}, []) else NoCounterpart(BIND)
+
+
+def _require_effect(value: Any, given: Given) -> None:
+    """Raise NotNeeded for an argument that is off or empty, and if there are no tasks to learn from."""
+    if not given.has_tasks:
+        raise NotNeeded(_NO_TASKS)
+    if value in ("", {}, []) or str(value).lower() == "false":
+        raise NotNeeded("as it is here")
+
+
+def _unwritten(name: str, given: Given) -> NoCounterpart:
+    what_to_do = f"write into {FILE} what Trinity's {name} does with it"
+    return NoCounterpart(what_to_do, changes_training=_learns(given))
+
+
+def _learns(given: Given) -> bool:
+    return given.get("mode") != "bench"
+
+
+def _reward_of(given: Given) -> str:
+    """Return Trinity's reward for a single chat."""
+    workflow_of_set = _plain(_of_set(given, "default_workflow_type"))
+    return str(_of_set(given, "default_reward_fn_type") or _REWARD_OF.get(workflow_of_set, ""))
+
+
 def example(given: Given) -> str | None:
     """Return the folder of the example that corresponds to Trinity's workflow."""
     return EXAMPLES.get(_plain(_of_set(given, "default_workflow_type")))
@@ -136,8 +207,7 @@ def text(given: Given) -> str:
     name, shown = _plain(known), _shown(known, "your workflow")
     if name not in _CHATS:
         return _HEAD.format(name=shown, rewards="") + _OWN.format(name=shown)
-    prompt, own_reward = _of_set(given, "format.system_prompt"), _of_set(given, "default_reward_fn_type")
-    trinity = str(own_reward or _REWARD_OF.get(name, ""))
+    prompt, trinity = _of_set(given, "format.system_prompt"), _reward_of(given)
     adds_prompt = prompt is None and name != "simple_workflow"
     chat = _CHAT.format(
         prompt=str(prompt or ""),

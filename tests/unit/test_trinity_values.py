@@ -186,6 +186,27 @@ def test_a_date_is_text_as_trinity_reads_it():
     )
 
 
+@pytest.mark.parametrize("name", ["007", "1.10", "1_000", "12:30", "on", "2024"])
+def test_a_name_in_a_variable_is_text_even_if_it_looks_like_a_number(name):
+    text = """
+name: ${oc.env:RUN_NAME,none}
+project: ${name}
+model: {model_path: "${oc.env:RUN_NAME}", max_model_len: "${oc.env:LENGTH}"}
+trainer: {param_offload: "${oc.env:OFFLOAD,false}"}
+buffer: {explorer_input: {taskset: {path: a.jsonl}}}
+"""
+    done = converted(text, RUN_NAME=name, LENGTH="4096")
+    assert (done.settings["learn.name"], done.settings["model.path"]) == (name, name)
+    assert done.settings["root_dir"] == f"./checkpoints/{name}/{name}"
+    assert done.settings["engine.max_model_len"] == 4096 and not any("offload" in path for path in done.settings)
+
+
+@pytest.mark.parametrize("default", ["null", ""])
+def test_a_name_whose_variable_has_no_default_is_trinity_s(default):
+    done = converted(f"project: ${{oc.env:NO_SUCH,{default}}}\nname: one\nmodel: {{model_path: /m}}")
+    assert done.settings["root_dir"] == "./checkpoints/Trinity-RFT/one"
+
+
 @pytest.mark.parametrize(
     ("default", "path"),
     [("'/models/base'", "/models/base"), ('"/models/base"', "/models/base"), ("'", "'"), ("'a\"", "'a\"")],

@@ -163,3 +163,74 @@ def test_from_another_folder_the_command_has_the_path_of_the_workflow(capsys):
     Path("trinity.yaml").write_text(as_yaml(KINDS["grpo"]), encoding="utf-8")
     assert cli.main(["convert-config", "trinity.yaml", "-o", "conf/flywheel.yaml"]) == 0
     assert "PYTHONPATH=conf python -m flywheel learn workflow:workflow" in capsys.readouterr().out
+
+
+ARGUMENTS = f"{SETS}taskset.workflow_args."
+THINKING = {f"{ARGUMENTS}with_think": True, f"{ARGUMENTS}format_score_coef": 0.1, f"{ARGUMENTS}use_base": False}
+
+
+def lost(**keys: object) -> list[str]:
+    return [line.key for line in converted(as_yaml({**KINDS["grpo"], **keys})).lost]
+
+
+def test_arguments_that_a_complete_workflow_does_not_have_are_marked():
+    assert lost(**{WORKFLOW: "math_boxed_workflow", **THINKING}) == [
+        f"{ARGUMENTS}format_score_coef",
+        f"{ARGUMENTS}with_think",
+    ]
+    line = line_of(f"{ARGUMENTS}with_think", **{WORKFLOW: "math_boxed_workflow", **THINKING})
+    assert line.remark == "write into workflow.py what Trinity's math_boxed_workflow does with it"
+    assert lost(**{WORKFLOW: "math_boxed_workflow", f"{ARGUMENTS}use_base": True}) == [f"{ARGUMENTS}use_base"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("math_boxed_workflow", {"use_base": False, "with_think": False, "format_score_coef": 0.2}),
+        ("math_boxed_workflow", {"use_base": "false"}),
+        ("math_workflow", {"with_think": True}),
+        ("simple_workflow", {"with_think": True}),
+    ],
+)
+def test_arguments_with_which_trinity_does_nothing_special_are_not_needed(name, arguments):
+    keys = {WORKFLOW: name, **{ARGUMENTS + key: value for key, value in arguments.items()}}
+    for key in arguments:
+        assert line_of(ARGUMENTS + key, **keys).fate is Fate.NOT_NEEDED
+
+
+def test_arguments_of_an_environment_are_marked_because_the_example_has_settings_of_its_own():
+    keys = {WORKFLOW: "frozen_lake_workflow", f"{ARGUMENTS}env_max_steps": 8, f"{ARGUMENTS}is_slippery": False}
+    line = line_of(f"{ARGUMENTS}env_max_steps", **keys)
+    assert line.changes_training and "the example has settings of its own" in line.remark
+    assert line_of(f"{ARGUMENTS}is_slippery", **keys).fate is Fate.NOT_NEEDED
+
+
+def test_arguments_of_a_workflow_that_is_left_to_be_written_are_not_marked():
+    keys = {WORKFLOW: "our_own_workflow", f"{ARGUMENTS}with_think": True}
+    line = line_of(f"{ARGUMENTS}with_think", **keys)
+    assert line.fate is Fate.NO_COUNTERPART and "functools.partial" in line.remark and not line.changes_training
+
+
+def test_arguments_of_tasks_that_nothing_is_learned_from_are_not_marked():
+    keys = {WORKFLOW: "math_boxed_workflow", f"{SETS}taskset.workflow_args.with_think": True}
+    held_out = f"{SETS}eval_tasksets"
+    assert not lost(**{WORKFLOW: "math_boxed_workflow", held_out: [{"workflow_args": {"with_think": True}}]})
+    for mode in ("bench", "train"):
+        assert f"{ARGUMENTS}with_think" not in lost(mode=mode, **keys)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "reward", "is_marked"),
+    [
+        ("math_workflow", None, True),
+        ("simple_workflow", "accuracy_reward", True),
+        ("math_boxed_workflow", None, False),
+        ("simple_workflow", "countdown_reward", False),
+        ("frozen_lake_workflow", "math_reward", False),
+        ("our_own_workflow", "math_reward", False),
+    ],
+)
+def test_arguments_of_a_reward_are_marked_where_the_written_one_does_not_have_them(workflow, reward, is_marked):
+    argument = f"{SETS}taskset.reward_fn_args.pattern"
+    keys = {WORKFLOW: workflow, f"{SETS}default_reward_fn_type": reward, argument: ".*"}
+    assert line_of(argument, **keys).changes_training is is_marked
