@@ -1,8 +1,8 @@
 """What does an example learn, over several seeds? One run after the other, each as `flywheel demo NAME`.
 
-A run that is already in DIRECTORY is not repeated, so seeds can be added later. Prints JSON: the line of each run, with
-what its trainer counted (turns merged as a fraction of those that continue a run, rows quarantined), and means over the
-seeds. A standard error is that of the mean over seeds.
+A run that is already in DIRECTORY is not repeated, so seeds can be added later. If this program ends, so does a run.
+Prints JSON: the line of each run, with what its trainer counted (turns merged as a fraction of those that continue a
+run, rows quarantined), and means over the seeds. A standard error is that of the mean over seeds.
 
     .venv/bin/python -m benchmarks.example_seeds frozen_lake DIRECTORY [--seeds 0 1 2 3 4] [--picture FILE.svg]
         [OPTIONS OF THE EXAMPLE, such as --minutes 5 or --shuffled]
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from shared.process import die_with_parent
 
 WINDOW = 400  # runs whose mean reward is a point of the curve
 CONTINUED = ("turns_merged", "turns_rewritten", "turns_branch", "turns_apart")  # turns that continue a run
@@ -33,6 +36,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--picture", type=Path, help="draw the reward of training, and of controls in DIRECTORY")
     args, options = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends the demo that it started
     roots = [args.folder / "-".join([args.name, str(seed), *(o.strip("-") for o in options)]) for seed in args.seeds]
     runs = [_run(args.name, seed, root, options) for seed, root in zip(args.seeds, roots, strict=True)]
     if args.picture:
@@ -47,10 +51,29 @@ def _run(name: str, seed: int, root: Path, options: list[str]) -> dict[str, Any]
     if not line.exists():
         print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "services.cli", "demo", name, "--seed", str(seed), "--root", str(root)]
-        ended = subprocess.run([*command, *options], stdout=subprocess.PIPE, text=True, check=True)
-        line.write_text(ended.stdout.splitlines()[-1] + "\n", encoding="utf-8")
+        line.write_text(_output([*command, *options]).splitlines()[-1] + "\n", encoding="utf-8")
     found: dict[str, Any] = json.loads(line.read_text(encoding="utf-8"))
     return found | counted(root / "data/trainer/trainer/figures.jsonl")
+
+
+def _output(command: list[str]) -> str:
+    """What a demo prints. If this process ends first, for any reason, the demo is interrupted, and ends in order."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,  # an interruption from the terminal comes once: from here
+        preexec_fn=die_with_parent(signal.SIGINT),  # noqa: PLW1509 — one prctl call, no lock
+    )
+    try:
+        said, _ = process.communicate()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return said
 
 
 def counted(figures: Path) -> dict[str, float | None]:

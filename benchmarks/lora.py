@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.reload.model import ONE_LAYER, SMALL, WIDE, Shape, make_model
 from shared.config import Config
+from shared.process import die_with_parent
 
 if TYPE_CHECKING:
     from trainer_service.learner import Learner
@@ -63,7 +64,13 @@ def compare(base: Path, folder: Path) -> dict[str, Any]:
         prepare(name, base, root)
         paths = [str(path) for path in (tiny, tiny_root, base, root)]
         command = [sys.executable, "-m", "benchmarks.lora", name, *paths]
-        ended = subprocess.run(command, capture_output=True, text=True, check=True)
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+            preexec_fn=die_with_parent(),
+        )
         found[name] = json.loads(ended.stdout.splitlines()[-1])
     for figures in found.values():
         figures["memory_share"] = round(figures["memory_bytes"] / found["full"]["memory_bytes"], 3)

@@ -2,7 +2,7 @@
 
 The first evaluation measures the version in service before learning, which is version 0 of a new server. The second
 measures the version in service afterwards. The program writes report.html and report.json to --root and prints a line
-of JSON last. With --url it uses a running server and starts none.
+of JSON last. With --url it uses a running server, whose engine may still be starting, and starts none.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from shared.errors import StartupError
 
 MINUTES = 7.0
 RETRY_S = 30.0  # how long calls to an unreachable explorer are retried
+READY_S = 600.0  # how long a server whose engine still starts is waited for
 TRIES = 10  # of an evaluation; rows left after learning can still make a few versions
 SERVED = {"runs_per_task": 8, "at_once": 16, "timeout_s": 600.0, "params": {"max_tokens": 256}}
 Task = Mapping[str, Any]
@@ -137,6 +138,9 @@ def _play(example: Example, args: argparse.Namespace, url: str) -> dict[str, Any
     with flywheel.Client(url, model=args.model, retry_s=RETRY_S) as client:
         before = evaluate(example, client, held_out)
         _print_evaluation("before", before)
+        if not before.n:
+            reason = f"none of {before.failed} runs gave a reward: {before.main_failure}"
+            raise StartupError(f"before learning, {reason}; there would be nothing to compare with")
         report = asyncio.run(_learn(example, args, url))
         after = evaluate(example, client, held_out)
         _print_evaluation("after", after)
@@ -183,7 +187,12 @@ def evaluate(example: Example, client: flywheel.Client, tasks: Sequence[Task]) -
 def of_version_in_service(
     client: flywheel.Client, evaluation: Callable[[flywheel.Model], flywheel.Evaluation]
 ) -> flywheel.Evaluation:
-    """Evaluate the version in service. Repeats an evaluation with failures if a newer version replaced it meanwhile."""
+    """Evaluate the version in service. Repeats an evaluation with failures if a newer version replaced it meanwhile.
+
+    Waits for an engine before, as `flywheel up` may still be starting. Raises flywheel.FlywheelError if none serves.
+    """
+    client.status()  # an address at which nobody answers is reported sooner
+    client.wait_ready(READY_S)
     for _ in range(TRIES):
         version = client.status().serving
         found = evaluation(client.model(version))

@@ -6,27 +6,25 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 import benchmarks.front_door
 from benchmarks.front_door import load
 from benchmarks.front_door.client import wait_ready
 from benchmarks.front_door.figures import Turns, add_latencies, rounded, summarize, targets
 from benchmarks.front_door.gateways import NAMES, OTHER_CORE, REPOSITORY, Gateway, start_gateways, start_upstream
+from benchmarks.front_door.running import end_on_sigterm, run
 
 SMALL, LARGE = (100, 64), (1024, 256)  # prompt and reply tokens
 
 
 def main() -> None:
     args = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends the processes that it started
+    end_on_sigterm()
     os.sched_setaffinity(0, {OTHER_CORE})
     report: dict[str, Any] = {}
     for size in (SMALL, LARGE):
@@ -48,7 +46,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--peers", type=_file, metavar="PYTHON")
     parser.add_argument("--against", type=_checkout, metavar="DIRECTORY")
-    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of plain chats, for each load of each gateway")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--no-streams", action="store_true")
@@ -84,7 +82,7 @@ def run_size(args: argparse.Namespace, size: tuple[int, int], loads: dict[str, l
         for turn in range(args.turns):
             print(f"{_named(size)} tokens: turn {turn + 1} of {args.turns}", file=sys.stderr)
             try:
-                measured = run_turn(gateways, loads, args.requests)
+                measured = run_turn(gateways, loads, args.seconds)
             except load.LoadFailed as error:
                 dropped.append(error.as_json())
                 continue
@@ -95,14 +93,16 @@ def run_size(args: argparse.Namespace, size: tuple[int, int], loads: dict[str, l
     return summarize(turns) | {"turns_counted": args.turns - len(dropped), "turns_dropped": dropped}
 
 
-def run_turn(gateways: list[Gateway], loads: dict[str, load.Load], requests: int) -> dict[str, dict[str, load.Figures]]:
+def run_turn(
+    gateways: list[Gateway], loads: dict[str, load.Load], seconds: float
+) -> dict[str, dict[str, load.Figures]]:
     """Run every load of every gateway once: load -> gateway -> figures."""
     measured = {}
     for what, measure in loads.items():
-        by_gateway = {each.name: uvloop.run(load.run_load(measure, each, requests)) for each in gateways}
+        by_gateway = {each.name: run(load.run_load(measure, each, seconds)) for each in gateways}
         add_latencies(by_gateway)
         measured[what] = by_gateway
-    measured["idle"] = uvloop.run(load.measure_idle([each for each in gateways if each.process]))
+    measured["idle"] = run(load.measure_idle([each for each in gateways if each.process]))
     return measured
 
 
@@ -111,7 +111,7 @@ def run_soak(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="flywheel-front-door-", dir=REPOSITORY) as name, ExitStack() as stack:
         gateways = _ready(args, SMALL, ours, Path(name), stack)
         print(f"soak: {args.soak} chats each", file=sys.stderr)
-        return uvloop.run(load.soak([gateway for gateway in gateways if gateway.process], args.soak))
+        return run(load.soak([gateway for gateway in gateways if gateway.process], args.soak))
 
 
 def _ready(
@@ -121,9 +121,9 @@ def _ready(
     upstream = start_upstream(*size, folder, stack)
     gateways = start_gateways(tuple(names), args.peers, args.against, upstream, folder, stack)
     for gateway in gateways:
-        uvloop.run(wait_ready(gateway))
+        run(wait_ready(gateway))
         with contextlib.suppress(load.LoadFailed):
-            uvloop.run(load.run_load(load.warm_up, gateway, args.requests))
+            run(load.run_load(load.warm_up, gateway, args.seconds))
     return gateways
 
 

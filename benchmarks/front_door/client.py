@@ -16,7 +16,7 @@ EVENT = b"data: "
 
 
 class ChatFailed(Exception):
-    """The gateway closed the connection during an answer, or answered with a status other than 200."""
+    """The gateway accepted no connection, closed it during an answer, or answered with a status other than 200."""
 
 
 class Client(asyncio.Protocol):
@@ -49,7 +49,10 @@ class Client(asyncio.Protocol):
     async def send(self, request: bytes) -> float:
         """Send the request and wait for the whole response. Returns seconds. Raises ChatFailed."""
         if self._transport is None:
-            await self.connect()
+            try:
+                await self.connect()
+            except OSError as error:
+                raise ChatFailed(f"no connection: {error}") from error
         assert self._transport is not None
         self._buffer.clear()
         self.arrivals.clear()

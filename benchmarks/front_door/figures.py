@@ -11,8 +11,8 @@ from benchmarks.front_door.load import Figures
 Turns = dict[str, dict[str, list[Figures]]]  # gateway -> load -> the figures of each turn
 ADDED = ("p50_ms", "p99_ms", "first_event_p50_ms", "gap_p50_ms")
 PEERS = ("trinity", "litellm")
-# The ratio of differences near 0, or of counts, has no meaning.
-NO_RATIO = ("added_gap_p50_ms", "events_min", "events_max", "failed")
+# The ratio of differences near 0, of counts, or of a given duration has no meaning.
+NO_RATIO = ("added_gap_p50_ms", "events_min", "events_max", "failed", "chats", "seconds")
 PICK: dict[str, Callable[[list[float]], float]] = {
     "events_min": min,
     "events_max": max,

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from shared.process import die_with_parent
+
 REPOSITORY = Path(__file__).parents[2]
 GATEWAY_CORE, OTHER_CORE = 0, 1
 NAMES = ("flywheel", "before", "trinity", "litellm")
@@ -104,7 +106,7 @@ def _running(command: list[str], core: int, log: Path, checkout: Path) -> Iterat
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,  # a group, not a session; see decision 10
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),  # noqa: PLW1509
+            preexec_fn=_in_child(core),  # noqa: PLW1509 — two system calls, no lock
         )
     try:
         yield psutil.Process(process.pid)
@@ -115,6 +117,16 @@ def _running(command: list[str], core: int, log: Path, checkout: Path) -> Iterat
             process.wait(20)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def _in_child(core: int) -> Callable[[], None]:
+    die = die_with_parent()
+
+    def in_child() -> None:
+        die()
+        os.sched_setaffinity(0, {core})
+
+    return in_child
 
 
 def _flywheel_command(upstream: int, port: int, folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The loads: requests to a gateway, and the figures measured. One call measures one gateway for a few seconds."""
+"""The loads: requests to a gateway, and the figures measured. One call measures one gateway."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
+
+import psutil
 
 from benchmarks.front_door.client import ChatFailed, Client, connected, http_request
 from benchmarks.front_door.gateways import Gateway
 
 Figures = dict[str, float]
-# A load takes the gateway, and the number of plain chats. Streams do not depend on this number.
-Load = Callable[[Gateway, int], Coroutine[Any, Any, Figures]]
+# A load takes the gateway, and the seconds of plain chats. Streams do not depend on this number.
+Load = Callable[[Gateway, float], Coroutine[Any, Any, Figures]]
 
 LIMIT_S = 300.0  # for one load of one gateway
+FAILED_PAUSE_S = 0.01  # after a failed chat: a gateway that refuses all would get very many
 
 
 class LoadFailed(Exception):
-    """A gateway answered no chat of a load, or did not finish in time."""
+    """A gateway answered no chat of a load, did not finish in time, or ended."""
 
     def __init__(self, gateway: str, why: str) -> None:
         super().__init__(f"{gateway}: {why}")
@@ -30,39 +33,58 @@ class LoadFailed(Exception):
         return {"gateway": self._gateway, "why": self._why}
 
 
-async def run_load(measure: Load, gateway: Gateway, requests: int) -> Figures:
+async def run_load(measure: Load, gateway: Gateway, seconds: float) -> Figures:
     """Run one load of one gateway, within LIMIT_S. Raises LoadFailed."""
-    try:
+    with failing(gateway):
         async with asyncio.timeout(LIMIT_S):
-            return await measure(gateway, requests)
+            return await measure(gateway, seconds)
+
+
+@contextlib.contextmanager
+def failing(gateway: Gateway) -> Iterator[None]:
+    """In the block: LoadFailed instead of the errors of a gateway that is too slow, or has ended."""
+    try:
+        yield
     except TimeoutError:
         raise LoadFailed(gateway.name, f"not finished within {LIMIT_S:g} s") from None
+    except (OSError, psutil.NoSuchProcess) as error:
+        raise LoadFailed(gateway.name, repr(error)) from error
 
 
-async def measure_chats(gateway: Gateway, in_flight: int, requests: int) -> Figures:
-    """Plain chats, `in_flight` at once. A failed one is only counted: a peer may refuse some under load."""
+async def measure_chats(gateway: Gateway, in_flight: int, seconds: float = 0.0, chats: int = 1) -> Figures:
+    """Plain chats, `in_flight` at once, for at least so many seconds and at least so many chats.
+
+    A failed one is only counted: a peer may refuse some under load.
+    """
     request = http_request(gateway)
     latencies: list[float] = []
     failures: list[ChatFailed] = []
 
-    async def caller(client: Client, share: int) -> None:
-        for _ in range(share):
+    sent = 0
+
+    async def caller(client: Client) -> None:
+        nonlocal sent
+        while sent < chats or time.perf_counter() < started + seconds:
+            sent += 1
             try:
                 latencies.append(await client.send(request))
             except ChatFailed as error:
                 failures.append(error)
+                await asyncio.sleep(FAILED_PAUSE_S)
 
     async with connected(gateway, in_flight) as clients:
         for client in clients:  # a connection's first chat is not counted
             with contextlib.suppress(ChatFailed):
                 await client.send(request)
         before, started = gateway.cpu_s(), time.perf_counter()
-        await asyncio.gather(*(caller(client, max(1, requests // in_flight)) for client in clients))
-        seconds, used = time.perf_counter() - started, gateway.cpu_s() - before
+        await asyncio.gather(*map(caller, clients))
+        took, used = time.perf_counter() - started, gateway.cpu_s() - before
     _require_some(gateway, latencies, failures)
     latencies.sort()
     return {
-        "chats_per_s": len(latencies) / seconds,
+        "chats": len(latencies),
+        "seconds": took,
+        "chats_per_s": len(latencies) / took,
         "cpu_ms_per_chat": 1000 * used / len(latencies),
         "p50_ms": 1000 * latencies[len(latencies) // 2],
         "p99_ms": 1000 * latencies[int(len(latencies) * 0.99)],
@@ -113,8 +135,8 @@ def _require_some(gateway: Gateway, succeeded: list[Any], failures: list[ChatFai
 
 
 CHATS: dict[str, Load] = {
-    "chats_1": lambda gateway, requests: measure_chats(gateway, 1, requests),
-    "chats_32": lambda gateway, requests: measure_chats(gateway, 32, 2 * requests),
+    "chats_1": lambda gateway, seconds: measure_chats(gateway, 1, seconds),
+    "chats_32": lambda gateway, seconds: measure_chats(gateway, 32, seconds),
 }
 STREAMS: dict[str, Load] = {
     "streams_1": lambda gateway, _: measure_streams(gateway, 1, 6),
@@ -125,35 +147,41 @@ STREAMS: dict[str, Load] = {
 }
 
 
-async def warm_up(gateway: Gateway, requests: int) -> Figures:
+async def warm_up(gateway: Gateway, seconds: float) -> Figures:
     """Run loads like those that are measured afterwards."""
-    await measure_chats(gateway, 32, requests)
+    await measure_chats(gateway, 32, seconds)
     return await measure_streams(gateway, 16, 1)
 
 
 async def measure_idle(gateways: list[Gateway], seconds: float = 5.0) -> dict[str, Figures]:
-    """CPU of idle gateways: of all at once, since none uses much."""
-    before = [gateway.cpu_s() for gateway in gateways]
+    """CPU of idle gateways: of all at once, since none uses much. Raises LoadFailed."""
+    before = [_cpu_s(gateway) for gateway in gateways]
     started = time.perf_counter()
     await asyncio.sleep(seconds)
     passed = time.perf_counter() - started
     return {
-        gateway.name: {"cpu_ms_per_s": 1000 * (gateway.cpu_s() - used) / passed}
+        gateway.name: {"cpu_ms_per_s": 1000 * (_cpu_s(gateway) - used) / passed}
         for gateway, used in zip(gateways, before, strict=True)
     }
+
+
+def _cpu_s(gateway: Gateway) -> float:
+    with failing(gateway):
+        return gateway.cpu_s()
 
 
 async def soak(gateways: list[Gateway], chats: int, parts: int = 10) -> dict[str, dict[str, Any]]:
     """Resident memory of each gateway after each part of `chats`, 32 in flight; the gateways alternate."""
 
-    async def measure_part(gateway: Gateway, requests: int) -> Figures:
-        return await measure_chats(gateway, 32, requests)
+    async def measure_part(gateway: Gateway, _: float) -> Figures:
+        return await measure_chats(gateway, 32, chats=chats // parts)
 
     figures: dict[str, list[Figures]] = {gateway.name: [] for gateway in gateways}
     for _ in range(parts):
         for gateway in gateways:
-            part = await run_load(measure_part, gateway, chats // parts)
-            figures[gateway.name].append(part | {"resident_mb": gateway.resident_mb()})
+            part = await run_load(measure_part, gateway, 0.0)
+            with failing(gateway):
+                figures[gateway.name].append(part | {"resident_mb": gateway.resident_mb()})
     return {name: {"chats_32": _soaked(parts_of, chats)} for name, parts_of in figures.items()}
 
 

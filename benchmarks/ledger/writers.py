@@ -18,6 +18,7 @@ from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.connect import DedicatedConnection, Ledger
 from shared.ledger.driver import answering_within
+from shared.process import die_with_parent
 
 _NUMBERS = (1, 2, 4)  # of processes
 _SECONDS = 10.0
@@ -34,7 +35,15 @@ def _beside(databases: Databases, kind: str, number: int, way: str) -> dict[str,
     with closing(databases.open(kind)) as ledger:
         url = ledger._engine.url.render_as_string(hide_password=False)
         command = [sys.executable, "-m", "benchmarks.ledger.writers", url, way]
-        processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(number)]
+        processes = [
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=die_with_parent(),  # noqa: PLW1509 — one prctl call, no lock
+            )
+            for _ in range(number)
+        ]
         found = [json.loads(process.communicate()[0]) for process in processes]
     return {
         "writes_per_s": sum(one["writes"] for one in found) / _SECONDS,

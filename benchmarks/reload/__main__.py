@@ -18,12 +18,16 @@ import benchmarks.reload
 from benchmarks.reload.deltas import measure_deltas
 from benchmarks.reload.drain import drain_and_load
 from benchmarks.reload.figures import (
+    above_ms,
+    as_json,
+    longest_gap_s,
     read_crossed,
     read_recorded,
     read_reloads,
     row_to_first_chat,
     row_to_first_token,
     seconds_of_each,
+    slowest_first_s,
     spread,
     summarize,
 )
@@ -53,7 +57,7 @@ def main() -> None:
                 report[f"{streams} streams"] = asyncio.run(run_turns(service, streams, args.reloads))
             if not args.no_fresh:
                 report["fresh_engine_equal"] = service.is_fresh_engine_equal(model)
-    print(json.dumps(_rounded(report)))
+    print(json.dumps(as_json(report), allow_nan=False))
 
 
 def _arguments() -> argparse.Namespace:
@@ -73,7 +77,7 @@ def _arguments() -> argparse.Namespace:
 
 
 async def run_turns(service: Service, streams: int, reloads: int) -> dict[str, Any]:
-    """Reloads, alternating with runs that reload nothing, and some with the peer's method."""
+    """Reloads, alternating with runs that reload nothing and have as many short chats; some with the peer's method."""
     turns: dict[str, list[Turn]] = {"none": [], "reload": [], "drain": []}
     seconds: list[dict[str, float]] = []
     prefills: list[float] = []
@@ -82,18 +86,21 @@ async def run_turns(service: Service, streams: int, reloads: int) -> dict[str, A
         for number in range(reloads):
             print(f"{streams} streams: reload {number + 1} of {reloads}", file=sys.stderr)
             await asyncio.to_thread(service.prepare_version)
-            turns["none"].append(await callers.turn(streams, None))
             before = read_reloads(await asyncio.to_thread(service.read_metrics))
             turns["reload"].append(await callers.turn(streams, lambda: asyncio.to_thread(service.publish)))
             turns["reload"][-1].row_at = service.publisher.row_at
             after = read_reloads(await asyncio.to_thread(service.read_metrics))
             seconds.append(seconds_of_each(before, after))
             prefills.append(await asyncio.to_thread(measure_prefill, service, turns["reload"][-1]))
+            turns["none"].append(await callers.turn(streams, None, len(turns["reload"][-1].late)))
             if number < DRAINS and len(service.engines) == 1:
                 turns["drain"].append(await callers.turn(streams, lambda: drain_and_load(service, callers)))
     recorded = read_recorded(service, turns)
     report: dict[str, Any] = {name: summarize(of, recorded) for name, of in turns.items() if of}
     report["reload"] |= {f"{name}_ms": spread([1000 * each[name] for each in seconds]) for name in seconds[0]}
+    pairs = list(zip(turns["reload"], turns["none"], strict=True))
+    report["reload"]["gap_above_ms"] = spread(above_ms(longest_gap_s, pairs))
+    report["reload"]["first_token_above_ms"] = spread(above_ms(slowest_first_s, pairs))
     report["reload"]["prefill_ms"] = spread([1000 * each for each in prefills])
     crossed = read_crossed(service)
     firsts = {
@@ -119,8 +126,8 @@ def within_bounds(
     gap_bounds = [each["pause"] + 1.5 * prefill + 0.1 for each, prefill in zip(seconds, prefills, strict=True)]
     row_bounds = [POLL_INTERVAL_S + 2 * read_s + bound for bound in gap_bounds]
     measured = {
-        "gap": ([max(stream.longest_gap_s for stream in turn.streams) for turn in turns], gap_bounds),
-        "late_first_token": ([max(chat.first_token_s for chat in turn.late) for turn in turns], gap_bounds),
+        "gap": ([longest_gap_s(turn) for turn in turns], gap_bounds),
+        "late_first_token": ([slowest_first_s(turn) for turn in turns], gap_bounds),
         **{name: (values, row_bounds) for name, values in firsts.items()},
     }
     shares = {
@@ -139,12 +146,6 @@ def measure_prefill(service: Service, turn: Turn) -> float:
     started = time.perf_counter()
     service.ask_engine("POST", "/v1/completions", {"prompt": prompts, "max_tokens": 1})
     return time.perf_counter() - started
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

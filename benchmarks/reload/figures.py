@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy import select
@@ -15,8 +16,27 @@ from shared.ledger.tables import experiences, payloads
 
 
 def row_to_first_chat(turn: Turn) -> float:
-    """Seconds from the version's row until a caller received the first token of a chat that only it answered."""
-    return min(chat.first_token_at for chat in turn.late if chat.version == turn.published) - turn.row_at
+    """Seconds from the version's row until a caller received the first token of a chat that only it answered.
+
+    Infinite if it answered none.
+    """
+    answered = [chat.first_token_at for chat in turn.late if chat.version == turn.published]
+    return min(answered, default=math.inf) - turn.row_at
+
+
+def longest_gap_s(turn: Turn) -> float:
+    """The longest gap of a turn's streams."""
+    return max(stream.longest_gap_s for stream in turn.streams)
+
+
+def slowest_first_s(turn: Turn) -> float:
+    """The slowest first token of a turn's short chats, since each was due; infinite if one of them has no token."""
+    return max(chat.first_token_s for chat in turn.late)
+
+
+def above_ms(of: Callable[[Turn], float], pairs: Sequence[tuple[Turn, Turn]]) -> list[float]:
+    """By how much the figure of the first turn of each pair is above that of the second; not finite: unknown."""
+    return [1000 * (of(one) - of(other)) for one, other in pairs]
 
 
 def row_to_first_token(turn: Turn, crossed: set[str]) -> float:
@@ -44,17 +64,26 @@ def read_recorded(service: Service, turns: dict[str, list[Turn]]) -> dict[str, l
     return {row.msg_id: Tokens.decode(row.tokens).reply_ids.tolist() for row in rows if row.msg_id in ids}
 
 
+def count_failed(turns: Sequence[Turn]) -> int:
+    """The streams and short chats that failed."""
+    return sum(each.failed is not None for turn in turns for each in (*turn.streams, *turn.late))
+
+
 def summarize(turns: list[Turn], recorded: dict[str, list[int]]) -> dict[str, Any]:
+    """The figures of one kind of turns. recorded: the tokens of replies in the ledger, by message id."""
+    late = [chat for turn in turns for chat in turn.late]
     streams = [stream for turn in turns for stream in turn.streams]
     whole = [stream for stream in streams if not stream.failed]
     return {
         "turns": len(turns),
         "replies": len(streams),
-        "failed": len(streams) - len(whole),
+        "late_chats": len(late),
+        "failed": count_failed(turns),
+        "late_failed": sum(chat.failed is not None for chat in late),
         "truncated": sum(len(stream.token_ids) != TOKENS for stream in whole),
         "reordered": sum(stream.token_ids != recorded.get(stream.msg_id) for stream in whole),
-        "longest_gap_ms": spread([1000 * max(stream.longest_gap_s for stream in turn.streams) for turn in turns]),
-        "late_first_token_ms": spread([1000 * max(chat.first_token_s for chat in turn.late) for turn in turns]),
+        "longest_gap_ms": spread([1000 * longest_gap_s(turn) for turn in turns]),
+        "late_first_token_ms": spread([1000 * slowest_first_s(turn) for turn in turns]),
     }
 
 
@@ -72,6 +101,18 @@ def seconds_of_each(before: dict[str, float], after: dict[str, float]) -> dict[s
     return {name: grown[f"{name}_sum"] / max(1.0, grown[f"{name}_count"]) for name in names}
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, median and maximum."""
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Minimum, median and maximum of the finite values; None: there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return {"min": None, "median": None, "max": None}
+    return {"min": min(finite), "median": statistics.median(finite), "max": max(finite)}
+
+
+def as_json(value: Any) -> Any:
+    """Figures rounded to four digits; None for those that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: as_json(each) for name, each in value.items()}
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.4g}") if math.isfinite(value) else None

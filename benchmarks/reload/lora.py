@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import sys
 from contextlib import ExitStack
 from itertools import pairwise
@@ -16,7 +17,16 @@ import numpy as np
 import numpy.typing as npt
 from sqlalchemy import select
 
-from benchmarks.reload.figures import read_recorded, row_to_first_chat, spread, summarize
+from benchmarks.reload.figures import (
+    above_ms,
+    as_json,
+    count_failed,
+    read_recorded,
+    row_to_first_chat,
+    slowest_first_s,
+    spread,
+    summarize,
+)
 from benchmarks.reload.model import make_model
 from benchmarks.reload.service import Service
 from benchmarks.reload.turn import Callers, Turn
@@ -39,7 +49,7 @@ def measure_adapters(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         report: dict[str, Any] = {}
         for streams in args.streams:
             report[f"{streams} streams"] = asyncio.run(run_turns(service, streams, args.adapters))
-            print(json.dumps(report), file=sys.stderr)  # the figures so far, in case the rest fails
+            print(json.dumps(as_json(report)), file=sys.stderr)  # the figures so far, in case the rest fails
         report["side_by_side"] = asyncio.run(run_side_by_side(service))
         report["two_explorers"] = asyncio.run(run_two_explorers(service, min(10, args.adapters)))
         return report | check_labels(service)
@@ -60,12 +70,11 @@ async def run_turns(service: Service, streams: int, loads: int) -> dict[str, Any
     recorded = read_recorded(service, turns)
     report: dict[str, Any] = {name: summarize(of, recorded) for name, of in turns.items()}
     pairs = list(zip(turns["load"], turns["none"], strict=True))
-    gaps = [1000 * (_longest_gap_s(load) - _longest_gap_s(none)) for load, none in pairs]
-    firsts = [1000 * (_slowest_first_s(load) - _slowest_first_s(none)) for load, none in pairs]
+    gaps, firsts = above_ms(_gap_under_way_s, pairs), above_ms(slowest_first_s, pairs)
     alone = [(after, before) for before, after in pairwise(turns["none"])]
-    noise = [1000 * (_longest_gap_s(after) - _longest_gap_s(before)) for after, before in alone]
+    noise = above_ms(_gap_under_way_s, alone)
     for name, of in turns.items():
-        report[name]["gap_under_way_ms"] = spread([1000 * _longest_gap_s(turn) for turn in of])
+        report[name]["gap_under_way_ms"] = spread([1000 * _gap_under_way_s(turn) for turn in of])
     return report | {
         "gap_above_ms": spread(gaps) | _shares(gaps),
         "first_token_above_ms": spread(firsts) | _shares(firsts),
@@ -98,7 +107,7 @@ async def run_side_by_side(service: Service) -> dict[str, Any]:
 
 async def run_two_explorers(service: Service, loads: int) -> dict[str, int]:
     """Run streams at two explorers of one engine while versions arrive; `check_labels` checks their rows."""
-    streams = []
+    turns: list[Turn] = []
     async with (
         contextlib.aclosing(Callers(service.url)) as one,
         contextlib.aclosing(Callers(service.start_explorer())) as other,
@@ -106,10 +115,8 @@ async def run_two_explorers(service: Service, loads: int) -> dict[str, int]:
         for _ in range(loads):
             await asyncio.to_thread(service.prepare_version)
             publish = one.turn(8, lambda: asyncio.to_thread(service.publish))
-            streams += [
-                stream for turn in await asyncio.gather(publish, other.turn(8, None)) for stream in turn.streams
-            ]
-    return {"replies": len(streams), "failed": sum(stream.failed is not None for stream in streams)}
+            turns += await asyncio.gather(publish, other.turn(8, None))
+    return {"replies": sum(len(turn.streams) for turn in turns), "failed": count_failed(turns)}
 
 
 def check_labels(service: Service) -> dict[str, Any]:
@@ -171,16 +178,13 @@ def _gap(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
     return float(np.abs(one - other).max())
 
 
-def _shares(above_ms: list[float]) -> dict[str, Any]:
-    """The share of turns within the bound, and the differences beyond it."""
-    beyond = [round(value) for value in above_ms if value > BOUND_MS]
-    return {"within_bound": 1 - len(beyond) / len(above_ms), "beyond": sorted(beyond)}
+def _shares(differences: list[float]) -> dict[str, Any]:
+    """The share of turns within the bound, and the differences beyond it. An unknown one is not within the bound."""
+    beyond = sorted(round(value) for value in differences if math.isfinite(value) and value > BOUND_MS)
+    within = sum(value <= BOUND_MS for value in differences)
+    return {"within_bound": within / max(1, len(differences)), "beyond": beyond}
 
 
-def _longest_gap_s(turn: Turn) -> float:
+def _gap_under_way_s(turn: Turn) -> float:
     """Counted once all streams have begun: before that, each waits for the others' prompts."""
     return max(stream.longest_gap_since(turn.under_way_at) for stream in turn.streams)
-
-
-def _slowest_first_s(turn: Turn) -> float:
-    return max(chat.first_token_s for chat in turn.late)

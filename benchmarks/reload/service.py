@@ -23,6 +23,7 @@ from shared.engine_token import engine_token
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.probe import Probe
+from shared.process import die_with_parent
 from shared.versions import read_manifest, version_path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -179,8 +180,13 @@ def _running(arguments: list[str], log: Path) -> Iterator[None]:
     with log.open("wb") as output:
         command = [sys.executable, "-m", "services.cli", *arguments]
         process = subprocess.Popen(
-            command, cwd=REPOSITORY, stdout=output, stderr=output, process_group=0
-        )  # a group, not a session; see decision 10
+            command,
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=output,
+            process_group=0,  # a group, not a session; see decision 10
+            preexec_fn=die_with_parent(),  # noqa: PLW1509 — one prctl call, no lock
+        )
     try:
         yield
     finally:

@@ -1,10 +1,11 @@
-"""One turn: concurrent streams, an event while they run, and short chats that begin during the event."""
+"""One turn: concurrent streams, an event while they run, and short chats that are due during the event."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,10 @@ import aiohttp
 
 TOKENS = 200  # of each stream
 UNDER_WAY = 40  # tokens of each stream before the event
+LATE_TOKENS = 2  # of each short chat
 LATE_CHATS = 5  # short chats, at least
+LATE_EVERY_S = 0.05  # shorter than a pause, so that one is due while the engine is paused
+LATE_LIMIT_S = 60.0  # after the event, for an answer of the published version
 
 
 @dataclass
@@ -54,23 +58,30 @@ class Stream:
 
 @dataclass
 class LateChat:
-    """A short chat during the event."""
+    """A short chat during the event.
+
+    first_token_s: since the chat was due, whether or not it could be sent then. Infinite, like first_token_at, if it
+    has no token. failed: why it failed, also after its first token.
+    """
 
     version: int
     first_token_s: float
     first_token_at: float
+    failed: str | None = None
 
 
 @dataclass
 class Turn:
     """The observations of a turn.
 
-    began_at: when the event began; None: there was none. row_at: when the row of the published version was committed.
+    began_at, ended_at: when the event began and was seen to have ended; None: there was none. row_at: when the row of
+    the published version was committed.
     """
 
     streams: list[Stream]
     late: list[LateChat]
     began_at: float | None = None
+    ended_at: float | None = None
     under_way_at: float = 0.0  # when every stream had its first tokens
     published: int | None = None
     row_at: float = 0.0
@@ -104,7 +115,7 @@ class Callers:
     ) -> Turn:
         """Run streams, start the event once all have begun, and send short chats until it is over.
 
-        chats: the minimum number of short chats.
+        Each LATE_EVERY_S, a short chat is due; it does not wait for the end of those before. chats: their minimum.
         """
         running = [Stream() for _ in range(streams)]
         tasks = [asyncio.create_task(self._stream(stream, number)) for number, stream in enumerate(running)]
@@ -116,9 +127,12 @@ class Callers:
         if happen is not None:
             turn.began_at = time.monotonic()
             happening = asyncio.ensure_future(happen())
-        while len(turn.late) < chats or not self._is_over(turn, happening):
-            turn.late.append(await self._late_chat())
-        await asyncio.gather(*tasks)
+        late: list[asyncio.Task[None]] = []
+        while len(late) < chats or not self._is_over(turn, happening):
+            due = turn.under_way_at + len(late) * LATE_EVERY_S
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            late.append(asyncio.create_task(self._late_chat(turn, due)))
+        await asyncio.gather(*tasks, *late)
         return turn
 
     async def ask(self, model: str) -> int:
@@ -136,19 +150,22 @@ class Callers:
             return True
         if not happening.done():
             return False
-        turn.published = happening.result()
-        return turn.published is None or any(chat.version == turn.published for chat in turn.late)
+        if turn.ended_at is None:
+            turn.published, turn.ended_at = happening.result(), time.monotonic()
+        if turn.published is None or time.monotonic() > turn.ended_at + LATE_LIMIT_S:
+            return True
+        return any(chat.version == turn.published for chat in turn.late)
 
     async def _stream(self, stream: Stream, number: int, model: str | None = None) -> None:
         words = f"caller {number} asks at {time.time_ns()}"
         await self._send(words, TOKENS, stream, model)
 
-    async def _late_chat(self) -> LateChat:
+    async def _late_chat(self, turn: Turn, due: float) -> None:
         stream = Stream()
-        began = time.monotonic()
-        version = await self._send(f"somebody asks at {time.time_ns()}", 2, stream)
-        first = stream.event_times[0] if stream.event_times else float("inf")
-        return LateChat(version, first - began, first)
+        version = await self._send(f"somebody asks at {time.time_ns()}", LATE_TOKENS, stream)
+        first = stream.event_times[0] if stream.event_times else math.inf
+        failed = stream.failed or (None if len(stream.token_ids) == LATE_TOKENS else "truncated")
+        turn.late.append(LateChat(version, first - due, first, failed))
 
     async def _send(self, words: str, tokens: int, stream: Stream, model: str | None = None) -> int:
         """Send a chat and record the answer. Returns the version in the answer's head, -1 for an error."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.trainer.cases import rows
 from benchmarks.trainer.updates import begin, config_of, experiences, learner_of
+from shared.process import die_with_parent
 from shared.stop_request import StopRequest
 from trainer_service.ranks import join_ranks
 
@@ -30,7 +31,14 @@ def measure(repository: Path, folder: Path) -> dict[str, float]:
             begin(config_of(ALGORITHM, str(folder), root))
             launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
             command = [sys.executable, "-m", *launcher, "-m", "benchmarks.trainer.ranks", str(folder), root]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=repository)
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=True,
+                cwd=repository,
+                preexec_fn=die_with_parent(),
+            )
             found[f"seconds_by_{ranks}"] = statistics.median(json.loads(done.stdout.splitlines()[-1]))
     return {**found, "times_as_fast": found["seconds_by_1"] / found["seconds_by_2"]}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trainer.cases import HALF_BILLION, distinct_tokens, rows
+from shared.process import die_with_parent
 
 SIZES: dict[str, dict[str, Any]] = {
     "0.5B": {},
@@ -56,7 +57,14 @@ def measure(repository: Path, asked: list[str]) -> dict[str, Any]:
     found = {}
     for one in asked:
         command = [sys.executable, "-m", "benchmarks.trainer.sizes", *one.split("/")]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=repository)
+        done = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=repository,
+            preexec_fn=die_with_parent(),
+        )
         found[one] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr[-2000:]
         print(one, found[one], file=sys.stderr, flush=True)
     return found

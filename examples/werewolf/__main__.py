@@ -55,8 +55,6 @@ if __name__ == "__main__":
     options.add_argument("--villagers", metavar="MODEL", help="who plays the villagers, such as agent@0; else a script")
     options.add_argument("--self-play", action="store_true", help="train wolves and villagers in turn, 100 games each")
     arguments = options.parse_args()
-    if arguments.villagers and arguments.self_play:
-        options.error("--self-play trains both sides; leave --villagers out")
-    if "@" in (arguments.villagers or "") and not arguments.url:
-        options.error("--villagers with a version needs --url of a server with `model.kind: lora`; own ones hold one")
+    if arguments.villagers and (arguments.self_play or ("@" in arguments.villagers and not arguments.url)):
+        options.error("--villagers: not with --self-play; a version needs --url of a server with `model.kind: lora`")
     sys.exit(run(example(arguments), arguments))

@@ -18,7 +18,8 @@ pytestmark = [
 
 
 def test_a_reload_under_streams_breaks_no_reply_and_leaves_the_weights_of_the_version():
-    command = [sys.executable, "-m", "benchmarks.reload", "--reloads", "2", "--streams", "4", "--delta-steps", "6"]
+    options = ["--reloads", "2", "--streams", "4", "--delta-steps", "6", "--adapters", "0"]
+    command = [sys.executable, "-m", "benchmarks.reload", *options]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=580, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     report = json.loads(run.stdout)
@@ -27,5 +28,7 @@ def test_a_reload_under_streams_breaks_no_reply_and_leaves_the_weights_of_the_ve
         figures = report["4 streams"][what]
         assert figures["replies"] == 8
         assert (figures["failed"], figures["truncated"], figures["reordered"]) == (0, 0, 0), what
+        assert figures["late_failed"] == 0 < figures["late_chats"]
+    assert report["4 streams"]["none"]["late_chats"] == report["4 streams"]["reload"]["late_chats"]
     assert report["deltas"]["1e-06"]["share_of_bytes"] <= 0.015
     assert report["deltas"]["1e-05"]["share_of_bytes"] <= 0.075  # of the first six steps, the largest ones

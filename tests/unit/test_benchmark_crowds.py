@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from benchmarks.crowds import __main__ as program
 from benchmarks.crowds import crowds
 from benchmarks.crowds.__main__ import measure
 from benchmarks.front_door.gateways import Gateway
@@ -23,10 +24,12 @@ NOTHING = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 
 
 class FakeExplorer:
-    """Answers everything with 200, and feedback after a while."""
+    """Answers everything with 200, and feedback after a while. It can stand still."""
 
     def __init__(self, answer: str = "applied", feedback_s: float = 0.0) -> None:
         self._answer, self._feedback_s = answer, feedback_s
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
         self.rewards: list[float] = []
 
     @contextlib.asynccontextmanager
@@ -42,6 +45,7 @@ class FakeExplorer:
                 found = re.search(rb"Content-Length: (\d+)", head)
                 assert found
                 body = await reader.readexactly(int(found[1]))
+                await self._goes_on.wait()
                 writer.write(await self._feedback(body) if b" /feedback " in head else NOTHING)
                 if b"Connection: close" in head:
                     return
@@ -49,6 +53,20 @@ class FakeExplorer:
             return
         finally:
             writer.close()
+
+    @contextlib.asynccontextmanager
+    async def standstill(self, _gateway: Gateway, _folder: Path) -> AsyncIterator[dict[str, float]]:
+        """A crowd beside which the explorer stands still once, for half a second."""
+
+        async def stand_still() -> None:
+            await asyncio.sleep(0.5)
+            self._goes_on.clear()
+            await asyncio.sleep(0.5)
+            self._goes_on.set()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stand_still())
+            yield {}
 
     async def _feedback(self, body: bytes) -> bytes:
         await asyncio.sleep(self._feedback_s)
@@ -123,3 +141,35 @@ def test_a_measurement_beside_feedback_lasts_until_two_requests_are_answered(rec
     figures = uvloop.run(turn())
     assert figures["crowd"] >= 2 and figures["feedback_s"] >= 0.4
     assert figures["seconds"] >= 0.8
+
+
+@pytest.mark.parametrize("seconds", [2.0, 0.7], ids=["in the middle", "at the end"])
+def test_a_standstill_delays_all_steady_chats_that_are_due_meanwhile(seconds, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "HONEST", 8)
+    explorer = FakeExplorer()
+
+    async def turn() -> dict[str, float]:
+        async with explorer.gateway() as gateway:
+            return await measure(gateway, tmp_path, explorer.standstill, seconds, 0.02)
+
+    figures = uvloop.run(turn())
+    assert figures["chats"] == pytest.approx(8 * seconds / 0.02, abs=8)
+    assert figures["p99_ms"] > 300
+
+
+def test_steady_chats_are_due_at_a_fixed_rate_whatever_an_answer_takes(tmp_path):
+    async def turn() -> dict[str, float]:
+        async with FakeExplorer().gateway() as gateway:
+            return await measure(gateway, tmp_path, crowds.nobody, 0.999, 0.1)
+
+    assert uvloop.run(turn())["chats"] == 320
+
+
+@pytest.mark.parametrize(("longer", "holds"), [([90.0, 400.0, 95.0], True), ([90.0, 120.0, 110.0], False)])
+def test_beside_feedback_the_slowest_chat_has_a_bound_too(longer, holds):
+    alone = [{"p99_ms": 10.0, "slowest_ms": 20.0, "failed": 0}] * 3
+    beside = [{"p99_ms": 15.0, "slowest_ms": 20.0 + more, "failed": 0} for more in longer]
+    turns = {"alone": alone, "beside": beside}
+    found = program.summary(turns, program.LONGER_AT_MOST_MS["feedback"])
+    assert found["holds"] is holds and found["longer_at_most_ms"] == 100
+    assert program.summary(turns)["holds"]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.server
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 
+import psutil
 import pytest
 
 from benchmarks import example_seeds
 from benchmarks.front_door import __main__ as front_door
+from benchmarks.front_door import load
 from benchmarks.front_door.figures import targets
-from benchmarks.front_door.gateways import Gateway
+from benchmarks.front_door.gateways import Gateway, free_port
 from benchmarks.front_door.load import Figures, LoadFailed
 from benchmarks.reload import service
 from benchmarks.reload.figures import read_reloads, row_to_first_chat, row_to_first_token, seconds_of_each
@@ -83,15 +86,66 @@ def _failed_target(report: dict[str, object]) -> dict[str, object]:
 
 
 def test_a_turn_that_flywheel_fails_wholly_is_reported_and_misses_the_target(monkeypatch):
-    async def fails(gateway: Gateway, _requests: int) -> Figures:
+    async def fails(gateway: Gateway, _seconds: float) -> Figures:
         raise LoadFailed(gateway.name, "every chat failed")
 
     monkeypatch.setattr(front_door, "_ready", lambda *_: [Gateway("flywheel", 1)])
-    args = argparse.Namespace(turns=2, requests=1, only=("flywheel",))
+    args = argparse.Namespace(turns=2, seconds=0.1, only=("flywheel",))
     size = front_door.run_size(args, (100, 64), {"chats_1": fails})
     assert size["turns_counted"] == 0
     assert size["turns_dropped"] == [{"gateway": "flywheel", "why": "every chat failed"}] * 2
     assert (_failed_target({"100+64": size})["figure"], _failed_target({"100+64": size})["holds"]) == (2, False)
+
+
+@pytest.mark.parametrize("loads", [{"chats_1": load.CHATS["chats_1"]}, {}], ids=["load", "idle"])
+def test_turns_of_a_gateway_that_has_died_are_dropped_and_reported(loads, monkeypatch):
+    class Dead(Gateway):
+        def cpu_s(self) -> float:
+            raise ProcessLookupError(1)
+
+    monkeypatch.setattr(front_door, "_ready", lambda *_: [Dead("trinity", free_port(), psutil.Process())])
+    args = argparse.Namespace(turns=2, seconds=0.1, only=("trinity",))
+    size = front_door.run_size(args, (100, 64), loads)
+    assert [turn["gateway"] for turn in size["turns_dropped"]] == ["trinity"] * 2
+
+
+def test_a_chat_that_the_gateway_refuses_to_accept_is_a_failed_chat():
+    """It answers the first chats and then closes its connection and its port."""
+
+    async def measure() -> Figures:
+        answered = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal answered
+            while answered < 5:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+                answered += 1
+            server.close()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        return await load.measure_chats(Gateway("trinity", server.sockets[0].getsockname()[1]), 1, seconds=0.3)
+
+    figures = asyncio.run(measure())
+    assert figures["chats"] == 4 and figures["failed"] > 1
+
+
+def test_a_load_lasts_as_long_for_a_fast_gateway(engine):
+    url, _ = engine
+    gateway = Gateway("flywheel", int(url.rpartition(":")[2]))
+    for in_flight, measure in ((1, load.CHATS["chats_1"]), (32, load.CHATS["chats_32"])):
+        figures = asyncio.run(measure(gateway, 0.5))
+        assert figures["seconds"] >= 0.5
+        assert figures["chats"] > in_flight
+        assert figures["chats_per_s"] == pytest.approx(figures["chats"] / figures["seconds"])
+
+
+def test_a_load_of_a_number_of_chats_sends_them_all(engine):
+    url, _ = engine
+    gateway = Gateway("flywheel", int(url.rpartition(":")[2]))
+    assert asyncio.run(load.measure_chats(gateway, 4, chats=42))["chats"] == 42
 
 
 def test_a_turn_that_a_peer_fails_does_not_miss_our_target():

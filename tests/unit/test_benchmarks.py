@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import runpy
+import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 from benchmarks import agent_sdk
+from benchmarks.front_door.running import end_on_sigterm, run
 
 PROGRAMS = sorted(Path(__file__).parents[2].glob("benchmarks/*/__main__.py"))
 IN_PARTS = [path for path in PROGRAMS if '"--only"' in path.read_text()]
@@ -32,3 +36,34 @@ def test_a_benchmark_refuses_a_part_that_it_does_not_have(program, monkeypatch, 
 def test_the_parts_of_the_agents_side_have_one_spelling():
     said = (agent_sdk.__doc__ or "").partition("Parts: ")[2].partition(".")[0]
     assert tuple(said.replace("\n", " ").split(", ")) == agent_sdk.PARTS
+
+
+class Terminated(asyncio.Protocol):
+    """SIGTERM comes while it gets data."""
+
+    def data_received(self, data: bytes) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_ends_a_benchmark_also_in_a_callback_of_its_loop():
+    ours, theirs = socket.socketpair()
+
+    async def receive() -> None:
+        transport, _ = await asyncio.get_running_loop().create_connection(Terminated, sock=ours)
+        theirs.send(b"hello")
+        try:
+            await asyncio.sleep(30)
+        finally:
+            transport.abort()
+            await asyncio.sleep(0)
+
+    before = signal.getsignal(signal.SIGTERM)
+    end_on_sigterm()
+    try:
+        with pytest.raises(SystemExit, match="stopped"):
+            run(receive())
+        with pytest.raises(SystemExit, match="stopped"):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        theirs.close()
