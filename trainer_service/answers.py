@@ -2,11 +2,13 @@
 
 The tokenizer of the model's folder converts the text once, here. The chat template determines the tokens between a
 prompt and an answer, and the end of the answer; text of callers never becomes part of a template. The prompt's tokens
-are the row's own.
+are the row's own. A prompt that does not end as the template's do is continued by the text as it is: that of a plain
+completion, or of a message that the model was to continue.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +60,11 @@ class AnswerTokenizer:
         self._template = template = _read_template(tokenizer)
         self._prompt_ids, self._before_ids = self._encode(template.prompt), self._encode(template.before)
         after, control = self._encode(template.after), control_tokens(tokenizer)
+        opening = self._encode(template.prompt.rpartition(_STAND_IN)[2])  # such as <|im_start|>assistant
+        begin = max((n for n, token in enumerate(opening) if token in control), default=len(opening))
+        self._opening = opening[begin:]  # ends a chat's prompt; empty: such prompts are not known from others
+        ends = [*self._special, *template.before.split()[-1:], "</think>"]  # of a thought
+        self._ends = re.compile("|".join(map(re.escape, ends)))
         n_end = next((n for n, token in enumerate(after, 1) if token in control), None)
         # a control token is never joined with the text before it, as other tokens behind an answer may be
         self._end_ids = (after[:1] or [tokenizer.eos_token_id]) if n_end is None else []
@@ -84,27 +91,28 @@ class AnswerTokenizer:
             return row
         last = corrections[-1]
         try:
-            answer = self._answer((last.text or "").strip(), row.tokens)
+            answer = self._answer(last.text or "", row.tokens)
             return replace(row, correction=answer, correction_key=last.key_name)
         except _Unusable as reason:
             return replace(row, unused=(*row.unused, str(reason)))
 
     def _answer(self, text: str, tokens: Tokens) -> TokenArray:
         """Return the tokens of an answer to a row's prompt. Raises _Unusable."""
-        if not text:
+        said, template, begin = text.strip(), self._template, len(self._prompt_ids)
+        if not said:
             raise _Unusable("correction_empty")
-        if self._tokenizer.decode(tokens.reply_ids, skip_special_tokens=True).strip() == text:
+        if said in self._contents(tokens.reply_ids):
             raise _Unusable("correction_equals_reply")
         if any(token in text for token in self._special):
             raise _Unusable("correction_with_special_tokens")  # such text would end turns and start others
-        template = self._template
-        whole = self._encode(f"{template.prompt}{template.before}{text}{template.after}")
-        begin = len(self._prompt_ids)
-        if whole[:begin] != self._prompt_ids:
-            raise _Unusable("correction_joins_prompt")  # its first characters would change the prompt's last token
-        thought = len(self._before_ids)
-        if thought and tokens.prompt_ids[-thought:].tolist() == self._before_ids:
-            begin += thought  # the prompt contains it already
+        has_thought = _ends_with(tokens.prompt_ids, [*self._opening, *self._before_ids])
+        if template.prompt and (has_thought or _ends_with(tokens.prompt_ids, self._opening)):
+            whole = self._encode(f"{template.prompt}{template.before}{said}{template.after}")
+            if whole[:begin] != self._prompt_ids:
+                raise _Unusable("correction_joins_prompt")  # its first characters would change the prompt's last token
+            begin += len(self._before_ids) if has_thought else 0
+        else:
+            whole, begin = self._encode(f"{text}{template.after}"), 0
         reply = [*whole[begin : len(whole) - self._n_after], *self._end_ids]
         if len(reply) <= 1 or max(reply) >= self._vocabulary:
             raise _Unusable("correction_outside_vocabulary")
@@ -112,9 +120,19 @@ class AnswerTokenizer:
             raise _Unusable("correction_too_long")
         return np.array(reply, np.int32)
 
+    def _contents(self, reply_ids: TokenArray) -> tuple[str, str]:
+        """Return the text of a reply, and its part after a thought, which is what callers may see of it."""
+        parts = self._ends.split(self._tokenizer.decode(reply_ids))
+        whole = self._tokenizer.decode(reply_ids, skip_special_tokens=True).strip()
+        return whole, next((part.strip() for part in reversed(parts) if part.strip()), "")
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+def _ends_with(ids: TokenArray, end: Sequence[int]) -> bool:
+    return not end or ids[-len(end) :].tolist() == list(end)
 
 
 def answer_tokenizer(

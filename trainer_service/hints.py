@@ -110,11 +110,17 @@ class HintWriter:
         return replace(row, hint=block.astype(np.int32), hint_key=self._key(row, following))
 
     def _pieces(self, row: Experience, following: Experience | None) -> Iterator[tuple[str, Ints]]:
-        """Yield the wording and the tokens of each text about a row. Of each kind and key only the last one is used."""
-        last = {(signal.kind, signal.key_name): signal.text or "" for signal in row.signals}
+        """Yield the wording and the tokens of each text about a row.
+
+        Of each key, these are the last comment on the turn, the last one on the whole, and the last correction of the
+        turn, or else of the whole, which is about the whole's last reply.
+        """
+        last = {(signal.kind, signal.key_name, signal.scope == "message"): signal.text or "" for signal in row.signals}
         for kind, wording in (("correction", self._config.correction), ("comment", self._config.comment)):
-            if wording is not None:
-                yield from ((wording, self._tokens(text)) for (one, _), text in last.items() if one == kind)
+            for (one, key, is_own), text in last.items():
+                is_replaced = kind == "correction" and not is_own and (kind, key, True) in last
+                if one == kind and wording is not None and not is_replaced:
+                    yield wording, self._tokens(text)
         acts = row.acts & Lesson.NEXT_MESSAGE
         if self._config.next_message is not None and acts and following is not None:
             message = self._message_in(row, following)

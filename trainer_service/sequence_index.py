@@ -25,7 +25,7 @@ class SequenceIndex:
     def __init__(self) -> None:
         self._open: dict[bytes, list[int]] = {}  # digest of a whole sequence: numbers of the sequences, as a heap
         self._lengths: Counter[int] = Counter()  # number of open sequences by length in tokens
-        self._prompts: dict[bytes, int] = {}  # digest of a prompt: first sequence that answers it
+        self._prompts: dict[bytes, int] = {}  # digest of a prompt: first turn that answers it
         self._turns: dict[bytes, int] = {}  # digest of a sequence up to the end of a turn: first such turn
         self._turn_lengths: set[int] = set()  # lengths of the token sequences in _turns
 
@@ -34,7 +34,7 @@ class SequenceIndex:
         key = _digest(_bytes(token_ids)).digest()
         heapq.heappush(self._open.setdefault(key, []), number)
         self._lengths[len(token_ids)] += 1
-        self._prompts.setdefault(_digest(_bytes(prompt_ids)).digest(), number)
+        self._prompts.setdefault(_digest(_bytes(prompt_ids)).digest(), turn)
         self._turns.setdefault(key, turn)
         self._turn_lengths.add(len(token_ids))
 
@@ -53,7 +53,7 @@ class SequenceIndex:
         return number
 
     def answered(self, prompt_ids: npt.NDArray[Any]) -> int | None:
-        """Return the first sequence that answers this prompt; None: none."""
+        """Return the first turn that answers this prompt; None: none."""
         return self._prompts.get(_digest(_bytes(prompt_ids)).digest())
 
     def turns_in(self, prompt_ids: npt.NDArray[Any]) -> list[int]:

@@ -2,24 +2,18 @@
 
 A trajectory is one run or one conversation. A turn is merged into an earlier sequence if its prompt begins with the
 exact tokens of that sequence, so that T turns cost O(T); otherwise it starts a new sequence. Credit does not depend on
-merging. With r_j the reward of turn j and R the outcome of the whole trajectory, turn i has the return
+merging: it follows which turn each turn continues (credit.py), by the links between rows and by their tokens.
 
-    G_i = R + Σ_j r_j        over the turns j ≥ i of the trajectory, except those of alternatives
-
-(the undiscounted return of Sutton & Barto, "Reinforcement Learning", 2nd edition, eq. 3.7). A sequence's rewards are
-the differences between its turns' returns: GAE with γ = 1 and V = 0 gives every turn its G_i, in any sequence.
-If neither R nor any of these r_j exists, G_i is unknown, and the turn is left out of the trajectory, without a reward.
-
-Two sequences are alternatives if they answer the same prompt, or if one forks off inside the other: the reward of one
-is not a consequence of the other.
+A sequence's rewards are the differences between its turns' returns: GAE with γ = 1 and V = 0 gives every turn its
+return, in any sequence. A turn with an unknown return is left out of the trajectory, without a reward.
 
 Shapes: T tokens of a sequence, A sampled tokens in it, N turns of a trajectory.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +22,7 @@ import numpy.typing as npt
 
 from shared.experience import Experience, Sampling, Tokens, TrajectoryKey, choice_name, trajectory_key
 from shared.reward import SCORES, reward_key
+from trainer_service.credit import Lineage
 from trainer_service.sequence_index import SequenceIndex
 
 Ints = npt.NDArray[np.int64]
@@ -71,16 +66,11 @@ class Trajectory:
     turns: list[int] = field(default_factory=list)  # [N] index of each turn's sequence
     turn_rewards: list[float | None] = field(default_factory=list)  # [N]
     outcome: float | None = None  # of the newest turn that has an outcome
-    families: list[int] = field(default_factory=list)  # of each sequence, as the id of a row; alternatives share one
-    trunks: list[list[int]] = field(default_factory=list)  # of each sequence: the turns of its family before its fork
+    lineage: Lineage = field(default_factory=lambda: Lineage([], [], []))  # which turn each turn continues
     unmerged: Counter[str] = field(default_factory=Counter)  # number of later turns that started a sequence, by reason
     key_group: str | None = None  # separates equal task ids of different groups of keys
     key: str | None = None  # key that scored the newest scored turn
     msg_id: str = ""  # id of its first message; without a task, its choices for one prompt are attempts of one group
-
-    @property
-    def has_alternatives(self) -> bool:
-        return len(set(self.families)) < len(self.families)
 
     def turn_spans(self) -> Iterator[tuple[int, int, int]]:
         """For each turn: index of its sequence, its first action there, and the index after its last action."""
@@ -91,30 +81,6 @@ class Trajectory:
             yield number, begins[number], end
             begins[number] = end
 
-    def turn_depths(self) -> Iterator[int]:
-        """For each turn: number of turns before it, without those of alternatives.
-
-        Of turns that its prompt contains, those that are not in this trajectory do not count.
-        """
-        in_family, in_own = Counter[int](), Counter[int]()
-        for before, number in enumerate(self.turns):
-            family = self.families[number]
-            yield before - in_family[family] + len(self.trunks[number]) + in_own[number]
-            in_family[family] += 1
-            in_own[number] += 1
-
-    def totals(self, values: Sequence[float], start: float = 0.0) -> list[float]:
-        """For each turn: `start` plus the values of this turn and of those after it, without those of alternatives."""
-        in_all, in_family, in_own = start, defaultdict[int, float](float), defaultdict[int, float](float)
-        sums = []
-        for number, value in zip(reversed(self.turns), reversed(values), strict=True):
-            family = self.families[number]
-            in_all += value
-            in_family[family] += value
-            in_own[number] += value
-            sums.append(in_all - (in_family[family] - in_own[number]))
-        return sums[::-1]
-
 
 def trajectories_of(rows: Iterable[Experience]) -> list[Trajectory]:
     """Return the trajectories of a batch, oldest first, with the rewards of their sequences.
@@ -123,21 +89,17 @@ def trajectories_of(rows: Iterable[Experience]) -> list[Trajectory]:
     an unknown return, for which a return of 0 would mean that they are bad.
     """
     rows = sorted(rows, key=lambda row: row.id)
-    families: dict[int, int] = {}  # alternatives remain so without the rows that they branch from
-    building = _build(rows, frozenset(), families)
+    building = _build(rows, frozenset())
     unknown = frozenset(row_id for builder in building for row_id in builder.unknown())
-    return [builder.finish() for builder in (_build(rows, unknown, families) if unknown else building)]
+    return [builder.finish() for builder in (_build(rows, unknown) if unknown else building)]
 
 
-def _build(rows: Iterable[Experience], unknown: Collection[int], families: dict[int, int]) -> Collection[_Builder]:
-    """Group rows into trajectories, in row order. unknown: ids of rows with an unknown return.
-
-    families: family of each sequence by its first row; unknown ones are added.
-    """
+def _build(rows: Iterable[Experience], unknown: Collection[int]) -> Collection[_Builder]:
+    """Group rows into trajectories, in row order. unknown: ids of rows with an unknown return."""
     building: dict[tuple[TrajectoryKey, bool], _Builder] = {}
     for row in rows:
         key = trajectory_key(row), row.is_rewarded and row.id not in unknown
-        (building.get(key) or building.setdefault(key, _Builder(row, families))).add(row)
+        (building.get(key) or building.setdefault(key, _Builder(row))).add(row)
     return building.values()
 
 
@@ -171,66 +133,84 @@ def sequence_alone(token_ids: npt.NDArray[Any], prompt: int, *, sampling: Sampli
 class _Builder:
     """Builds a trajectory turn by turn."""
 
-    def __init__(self, first: Experience, families: dict[int, int]) -> None:
-        self._families = families
+    def __init__(self, first: Experience) -> None:
         self._trajectory = Trajectory(first.task_id, key_group=first.key_group, msg_id=first.msg_id)
         self._index = SequenceIndex()
-        self._last: list[str] = []  # name of the last row of each sequence
-        self._last_names: set[str] = set()  # the same names
+        self._row_ids: list[int] = []  # [N]
+        self._turns: dict[str, int] = {}  # by the name of the turn's row
+        self._parents: list[int | None] = []  # [N] the turn that each turn continues
+        self._continued: set[int | None] = set()  # the turns that another one continues
+        self._trees: list[int] = []  # [N] as the first turn of the tree
+        self._trees_of: dict[str, int] = {}  # by message outside of the trajectory: the tree of what continues it
+        self._last: list[int] = []  # the last turn of each sequence
 
     def add(self, row: Experience) -> None:
-        """Append a turn to the sequence that it continues, or start a new sequence."""
-        trajectory = self._trajectory
-        number = self._index.take(row.tokens.prompt_ids)
+        """Append a turn to the sequence that its prompt begins with, or start a new sequence."""
+        trajectory, turn, prompt_ids = self._trajectory, len(self._parents), row.tokens.prompt_ids
+        number = self._index.take(prompt_ids)
+        parent = self._parent(row, number)
+        tree = self._tree(row, turn, parent)
         if number is None:
             number = len(trajectory.sequences)
-            rewritten = row.parent_id in self._last_names  # it continues a row of the trajectory, but with other tokens
-            extended = self._index.turns_in(row.tokens.prompt_ids)
-            known = self._index.answered(row.tokens.prompt_ids)
-            if known is None and extended and not rewritten:
-                known = trajectory.turns[extended[0]]
-            family = self._families.setdefault(row.id, row.id if known is None else trajectory.families[known])
-            if number:
-                trajectory.unmerged["rewritten" if rewritten else "apart" if family == row.id else "branch"] += 1
-            trajectory.trunks.append([t for t in extended if trajectory.families[trajectory.turns[t]] == family])
-            trajectory.families.append(family)
+            if turn:
+                is_branch = parent is None or parent in self._continued
+                trajectory.unmerged["apart" if tree == turn else "branch" if is_branch else "rewritten"] += 1
             trajectory.sequences.append(sequence_of(row))
-            self._last.append("")
+            self._last.append(turn)
         else:
             _append(trajectory.sequences[number], row)
-        self._last_names.discard(self._last[number])
-        self._last[number] = choice_name(row.msg_id, row.choice)
-        self._last_names.add(self._last[number])
-        turn = len(trajectory.turns)
-        self._index.add(number, turn, row.tokens.prompt_ids, trajectory.sequences[number].token_ids)
+        self._index.add(number, turn, prompt_ids, trajectory.sequences[number].token_ids)
+        self._last[number] = self._turns[choice_name(row.msg_id, row.choice)] = turn
+        self._row_ids.append(row.id)
+        self._parents.append(parent)
+        self._continued.add(parent)
+        self._trees.append(tree)
         trajectory.turns.append(number)
         trajectory.turn_rewards.append(row.own_reward)
         trajectory.outcome = trajectory.outcome if row.outcome is None else row.outcome
         if row.reward is not None and any(signal.kind in SCORES for signal in row.signals):
             trajectory.key = reward_key(row.signals)
 
+    def _parent(self, row: Experience, number: int | None) -> int | None:
+        """Return the turn that a row names as the one it continues, or whose tokens its prompt begins with.
+
+        Of two, the later one, which continues the other: a history may be rewritten from some turn on, and a link may
+        name an earlier turn if the caller changed a later reply. number: of the sequence that the row is merged into.
+        """
+        named = self._turns.get(row.parent_id or "")
+        repeated = self._index.turns_in(row.tokens.prompt_ids)[-1:] if number is None else [self._last[number]]
+        return max([*repeated, *([] if named is None else [named])], default=None)
+
+    def _tree(self, row: Experience, turn: int, parent: int | None) -> int:
+        """Return the tree of a turn: its parent's, else that of an alternative to it, else its own."""
+        if parent is not None:
+            return self._trees[parent]
+        answered = self._index.answered(row.tokens.prompt_ids)
+        tree = turn if answered is None else self._trees[answered]
+        if row.parent_id is None:
+            return tree
+        return self._trees_of.setdefault(row.parent_id.partition("#")[0], tree)
+
+    @property
+    def _lineage(self) -> Lineage:
+        trajectory = self._trajectory
+        rewarded = [trajectory.outcome is not None or reward is not None for reward in trajectory.turn_rewards]
+        return Lineage(self._parents, self._trees, rewarded)
+
     def unknown(self) -> Iterator[int]:
         """Yield the ids of rows with an unknown return, if the return of any other row is known."""
         trajectory = self._trajectory
-        if trajectory.outcome is not None or all(reward is None for reward in trajectory.turn_rewards):
-            return
-        left = [list(sequence.row_ids) for sequence in trajectory.sequences]
-        in_all, in_family, in_own = 0, Counter[int](), Counter[int]()
-        for number, reward in zip(reversed(trajectory.turns), reversed(trajectory.turn_rewards), strict=True):
-            family, said = trajectory.families[number], reward is not None
-            in_all += said
-            in_family[family] += said
-            in_own[number] += said
-            row_id = left[number].pop()
-            if in_all == in_family[family] - in_own[number]:
-                yield row_id
+        if any(reward is not None for reward in trajectory.turn_rewards):
+            yield from (self._row_ids[turn] for turn in self._lineage.unknown)
 
     def finish(self) -> Trajectory:
         """Return the trajectory, with the rewards of its sequences."""
         trajectory = self._trajectory
+        trajectory.lineage = self._lineage
         left = [list(sequence.ends) for sequence in trajectory.sequences]
         following = [0.0] * len(left)  # return of each sequence's next turn
-        earned = trajectory.totals([reward or 0.0 for reward in trajectory.turn_rewards], trajectory.outcome or 0.0)
+        rewards = [reward or 0.0 for reward in trajectory.turn_rewards]
+        earned = trajectory.lineage.totals(rewards, trajectory.outcome or 0.0)
         for number, value in zip(reversed(trajectory.turns), reversed(earned), strict=True):
             trajectory.sequences[number].rewards[left[number].pop()] = value - following[number]
             following[number] = value

@@ -164,7 +164,10 @@ def test_next_to_nothing_is_won_by(wolf, most):
 
 @pytest.mark.parametrize(
     ("said", "expected"),
-    [(["--villagers", "agent@0"], "a version needs --url"), (["--villagers", "agent", "--self-play"], "not with --self-play")],
+    [
+        (["--villagers", "agent@0"], "a version needs --url"),
+        (["--villagers", "agent", "--self-play"], "not with --self-play"),
+    ],
 )
 def test_villagers_that_cannot_play_are_refused(said, expected):
     command = [sys.executable, "-m", "examples.werewolf", *said]

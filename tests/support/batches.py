@@ -66,7 +66,7 @@ def batch_of(*sequences: TokenSequence) -> Batch:
 def rewarded_batch(said: Iterable[tuple[str | None, float | None]]) -> Batch:
     """Trajectories of one turn of two tokens. said: the key that rated each, and the reward; None: no rating."""
     return Batch.of(
-        Trajectory(None, [sequence([0.0, reward or 0.0])], [0], [reward], None, [0], key=key) for key, reward in said
+        Trajectory(None, [sequence([0.0, reward or 0.0])], [0], [reward], None, key=key) for key, reward in said
     )
 
 

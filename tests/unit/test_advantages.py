@@ -9,6 +9,7 @@ from shared.config import ReinforcePPConfig
 from tests.support.batches import array, batch_of, precomputed, sequence
 from trainer_service.algorithms.advantages import bound_outliers, gae, returns, running_moments, shaped_rewards, whiten
 from trainer_service.algorithms.seam import Batch, one_each
+from trainer_service.credit import Lineage
 from trainer_service.trajectories import Trajectory
 
 
@@ -158,7 +159,7 @@ def test_a_turn_pays_for_later_turns_whether_or_not_they_merged(turns):
     count = max(turns) + 1
     own = [[turn for turn, number in enumerate(turns) if number == one] for one in range(count)]
     made = [sequence([0.0] * (2 * len(some) - 1) + [1.0], ends=range(1, 2 * len(some), 2)) for some in own]
-    run = Trajectory(None, made, turns, [None] * 3, 1.0, families=list(range(count)))
+    run = Trajectory(None, made, turns, [None] * 3, 1.0, Lineage([None] * 3, [0, 1, 2], [True] * 3))
     batch = Batch.of([run])
     gaps = [[-0.1 * (turn + 1) * first - 1.0 for turn in some for first in (1, 0)] for some in own]
     seen = precomputed(batch, reference=[array(*gap) for gap in gaps])

@@ -101,6 +101,29 @@ def test_an_empty_thought_that_the_prompt_has_already_is_not_repeated(tokenizer)
     assert tokenizer.decode(found.correction) == "the parcel<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    "reply", ["<think>\nhm\n</think>\n\nParis<|im_end|>", "<think>\n\n</think>\n\nParis", "hm</think>Paris"]
+)
+def test_a_correction_that_repeats_the_reply_behind_a_thought_that_callers_do_not_see_is_no_correction(
+    tokenizer, reply
+):
+    prompt = rendered(tokenizer, [{"role": "user", "content": "capital?"}], add_generation_prompt=True)
+    reply_ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+    same, other = answers(tokenizer).with_corrections([row(prompt, "Paris\n", reply_ids), row(prompt, "hm", reply_ids)])
+    assert same.correction is None and same.unused == ("correction_equals_reply",)
+    assert tokenizer.decode(other.correction) == "<think>\n\n</think>\n\nhm<|im_end|>"
+
+
+def test_a_correction_of_a_plain_completion_or_of_a_message_that_is_continued_is_the_text_as_it_is(tokenizer):
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>")
+    plain = tokenizer("the parcel is", add_special_tokens=False)["input_ids"]
+    asked = rendered(tokenizer, [{"role": "user", "content": "where?"}], add_generation_prompt=True)
+    for prompt in (plain, [*asked, *plain]):
+        for model in (tokenizer, bare):
+            (found,) = answers(model).with_corrections([row(prompt, " late.")])
+            assert tokenizer.decode(found.correction) == " late.<|im_end|>"
+
+
 def test_a_tokenizer_without_a_template_ends_an_answer_with_its_own_end(tokenizer):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>")
     (found,) = answers(bare).with_corrections([row([5, 6], "the parcel")])
@@ -121,7 +144,8 @@ def test_a_tokenizer_without_a_template_ends_an_answer_with_its_own_end(tokenize
 )
 def test_a_correction_that_cannot_teach_is_left_out_with_a_reason(tokenizer, text, limits, reason):
     reply = tokenizer(" the answer <|im_end|>", add_special_tokens=False)["input_ids"]
-    (found,) = answers(tokenizer, **limits).with_corrections([row([5, 6, 7], text, reply)])
+    prompt = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    (found,) = answers(tokenizer, **limits).with_corrections([row(prompt, text, reply)])
     assert found.correction is None
     assert found.unused == (reason,)
 

@@ -128,9 +128,13 @@ def test_branches_do_not_earn_each_other_s_rewards_whether_or_not_their_trunk_ha
     """A conversation of three turns, and two edits of it: of the second message and of the third."""
     trunk = row(1, [1], [2], run="r"), row(2, [1, 2, 3], [4], run="r"), row(3, [1, 2, 3, 4, 5], [6], run="r")
     edits = row(4, [1, 2, 7], [8], run="r", reward=1.0), row(5, [1, 2, 3, 4, 9], [8], run="r", reward=-1.0)
-    spoken = trajectories_of([*(replace(one, reward=of_trunk) for one in trunk), *edits])[of_trunk is None :][0]
-    assert {tuple(one.row_ids): returns(one) for one in spoken.sequences[-2:]} == {(4,): [1.0], (5,): [-1.0]}
-    assert spoken.has_alternatives
+    spoken, *silent = trajectories_of([*(replace(one, reward=of_trunk) for one in trunk), *edits])
+    found = {
+        name: returns(one)[end] for one in spoken.sequences for name, end in zip(one.row_ids, one.ends, strict=True)
+    }
+    assert found == ({1: 0, 2: 0, 3: 0, 4: 1, 5: -1} if of_trunk == 0 else {1: -1, 2: -1, 4: 1, 5: -1})
+    assert [one.sequences[0].row_ids for one in silent] == ([] if of_trunk == 0 else [[3]])
+    assert set(spoken.lineage.sides) > {None}
     assert spoken.unmerged.keys() == {"branch"}
 
 

@@ -111,6 +111,22 @@ def test_of_each_key_the_last_comment_counts():
     assert text(got.hint) == "<|im_start|>system\n(c)\n(b)\n<|im_end|>\n"
 
 
+def test_of_each_key_the_last_words_on_a_turn_and_those_on_the_whole_count():
+    said = (comment("turn"), Signal("comment", text="run", scope="run"), Signal("comment", text="slow", scope="run"))
+    [got] = writer().write([row(1, "question", "answer", *said)])
+    assert text(got.hint) == "<|im_start|>system\n(turn)\n(slow)\n<|im_end|>\n"
+
+
+def test_a_correction_of_a_turn_precedes_the_key_s_correction_of_the_whole():
+    """That of the whole is about its last reply."""
+    own, whole = Signal("correction", text="turn"), Signal("correction", text="run", scope="run")
+    first, last = writer().write([row(1, "question", "answer", own, whole), row(2, "question", "answer", whole)])
+    assert text(first.hint) == "<|im_start|>system\n[turn]\n<|im_end|>\n"
+    assert text(last.hint) == "<|im_start|>system\n[run]\n<|im_end|>\n"
+    [both] = writer().write([row(1, "question", "answer", own, replace(whole, key_name="other"))])
+    assert text(both.hint) == "<|im_start|>system\n[turn]\n[run]\n<|im_end|>\n"
+
+
 def test_the_tokens_of_the_next_message_are_those_of_the_next_rows_prompt():
     first, second = turns("\n<|im_start|>user\nno, sums<|im_end|>\n<|im_start|>assistant\n")
     prompt = second.tokens.prompt_ids.copy()

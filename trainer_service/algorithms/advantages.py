@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from shared.config import SurrogateConfig
@@ -123,13 +125,13 @@ def turn_costs(trajectory: Trajectory, own: list[int], penalties: list[Floats]) 
 
 
 def _in_other_sequences(trajectory: Trajectory, costs: list[float]) -> list[float]:
-    """For each turn: what later turns in other sequences cost, without those of alternatives.
+    """For each turn: what the turns that it led to cost, without the later ones of its own sequence.
 
     As differences: the sum of the results from a turn to the end of its sequence is what they cost after that turn.
     """
     own, following = defaultdict[int, float](float), defaultdict[int, float](float)
     found = []
-    turns = zip(trajectory.turns, costs, trajectory.totals(costs), strict=True)
+    turns = zip(trajectory.turns, costs, trajectory.lineage.totals(costs), strict=True)
     for number, cost, total in reversed(list(turns)):
         own[number] += cost
         found.append(total - own[number] - following[number])
@@ -144,13 +146,32 @@ def numbers_of(units: list[Unit]) -> dict[int, int]:
 
 def given_rewards(batch: Batch, units: list[Unit], config: SurrogateConfig, memory: Memory) -> list[Floats]:
     """Return rewards of the units' sequences, [A] each, with bounded outliers and, if configured, a common scale."""
-    sequences = pick(batch.sequences, units)
+    sequences, unit = pick(batch.sequences, units), reward_scale(batch, units, config, memory).unit
     rewards = bound_outliers([s.rewards for s in sequences], [s.ends for s in sequences], config.outlier_bound)
+    return rewards if unit == 1.0 else [r / np.float32(unit) for r in rewards]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What returns are brought to before they are compared."""
+
+    low: float
+    high: float
+    unit: float
+
+    def of(self, value: float) -> float:
+        return min(max(value, self.low), self.high) / self.unit
+
+
+def reward_scale(batch: Batch, units: list[Unit], config: SurrogateConfig, memory: Memory) -> Scale:
+    """Return the bounds of the returns of the units' turns and, if configured, their deviation. Changes `memory`."""
+    earned = [_earned(sequence.rewards, sequence.ends) for sequence in pick(batch.sequences, units)]
+    low, high = _bounds(earned, config.outlier_bound)
     if not config.normalize_rewards:
-        return rewards
-    earned = [r[s.ends][::-1].cumsum() for r, s in zip(rewards, sequences, strict=True)]  # whether or not turns merged
-    _, std = running_moments(memory.setdefault("rewards", {}), earned, _REWARDS)
-    return rewards if is_zero(std, 0.0) else [r / np.float32(std) for r in rewards]
+        return Scale(low, high, 1.0)
+    bounded = [one.clip(low, high).astype(np.float32) for one in earned]  # whether or not turns merged
+    _, std = running_moments(memory.setdefault("rewards", {}), bounded, _REWARDS)
+    return Scale(low, high, 1.0 if is_zero(std, 0.0) else std)
 
 
 def kl_penalties(units: list[Unit], precomputed: Precomputed, config: SurrogateConfig) -> list[Floats]:
@@ -167,16 +188,25 @@ def bound_outliers(rewards: list[Floats], ends: list[list[int]], bound: float | 
     ends: of each array, the indices of rewards, one of each turn. Distances of 0, up to rounding, are ignored: if most
     returns are equal, the few others are no outliers.
     """
-    earned = [r[places][::-1].cumsum(dtype=np.float64)[::-1] for r, places in zip(rewards, ends, strict=True)]
+    earned = [_earned(r, places) for r, places in zip(rewards, ends, strict=True)]
+    low, high = _bounds(earned, bound)
+    bounded = [r.copy() for r in rewards]
+    for r, places, own in zip(bounded, ends, earned, strict=True):
+        if ((own < low) | (own > high)).any():
+            r[places] = -np.diff(own.clip(low, high), append=0.0)
+    return bounded
+
+
+def _earned(rewards: Floats, places: list[int]) -> npt.NDArray[np.float64]:
+    """Return the returns of a sequence's turns. places: the indices of their rewards."""
+    earned: npt.NDArray[np.float64] = rewards[places][::-1].cumsum(dtype=np.float64)[::-1]
+    return earned
+
+
+def _bounds(earned: list[npt.NDArray[np.float64]], bound: float | None) -> tuple[float, float]:
     given = np.concatenate(earned)
     centre = float(np.median(given))
     distances = np.abs(given - centre)
     distances = distances[distances >= _SAME * max(1.0, abs(centre))]
-    if bound is None or not len(distances):
-        return rewards
-    width = bound * float(np.median(distances))
-    bounded = [r.copy() for r in rewards]
-    for r, places, own in zip(bounded, ends, earned, strict=True):
-        if (np.abs(own - centre) > width).any():
-            r[places] = -np.diff(own.clip(centre - width, centre + width), append=0.0)
-    return bounded
+    width = math.inf if bound is None or not len(distances) else bound * float(np.median(distances))
+    return centre - width, centre + width

@@ -28,23 +28,21 @@ import numpy as np
 from shared.config import GroupConfig, SPOConfig, SurrogateConfig
 from trainer_service.algorithms.advantages import (
     Span,
-    given_rewards,
     is_zero,
     kl_penalties,
     numbers_of,
     returns,
+    reward_scale,
     running_moments,
     turn_costs,
 )
 from trainer_service.algorithms.seam import Batch, Figures, Floats, Memory, Precomputed, Unit, pick
 from trainer_service.trajectories import Trajectory
 
-Part = tuple[int, list[Span]]  # number of turns before it; its spans
-
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one score is for: a trajectory, one of its alternatives, or a turn."""
+    """What one score is for: a trajectory, an alternative to some of its turns, or a turn."""
 
     group: Hashable  # attempts of one group are compared
     levels: tuple[str, ...]  # keys in a tracker: all, its system prompt, its task
@@ -66,11 +64,12 @@ def attempts(
 
     Attempts at one task form a group. Without a task, the alternatives of a trajectory form one, and so do trajectories
     that start with choices of one message for one prompt. Turns of a group are compared if equally many turns precede
-    them in their trajectories. Alternatives that share one outcome and have no rewards of their own are one attempt.
+    them in their trajectories. Alternatives that share one outcome, without rewards for turns, are one attempt.
     """
-    rewards = given_rewards(batch, units, config, memory)
-    penalties = kl_penalties(units, precomputed, config) or [np.zeros_like(one) for one in rewards]
-    earned = [returns(one, 1.0) for one in rewards]
+    scale = reward_scale(batch, units, config, memory)
+    sequences = pick(batch.sequences, units)
+    penalties = kl_penalties(units, precomputed, config) or [np.zeros_like(one.rewards) for one in sequences]
+    earned = [returns(one.rewards, 1.0) for one in sequences]
     number = numbers_of(units)
     found: list[Attempt] = []
     for position, (trajectory, places) in enumerate(zip(batch.trajectories, batch.members, strict=True)):
@@ -80,42 +79,33 @@ def attempts(
         prompt = trajectory.sequences[0].token_ids[: int(trajectory.sequences[0].actions[0])].tolist()
         levels = ("", _digest("prompt", prompt[:prompt_tokens]), *(() if task is None else (_digest("task", task),)))
         group = task or (trajectory.msg_id or position, _digest("prompt", prompt))
-        own = [number[place] for place in places]
-        turns, costs = turn_costs(trajectory, own, penalties)
-        paid = _by_first_action(turns, trajectory.totals(costs))
-        before = {} if by_turn else _by_first_action(turns, _before_forks(trajectory, turns, costs, rewards))
-        for turn, spans in _parts(trajectory, own, rewards, by_turn=by_turn):
-            first, begin, _ = spans[0]
-            score = float(earned[first][begin]) - paid[first, begin] + before.get((first, begin), 0.0)
-            found.append(Attempt((group, turn), levels, score, spans))
+        spans, costs = turn_costs(trajectory, [number[place] for place in places], penalties)
+        paid, before = trajectory.lineage.totals(costs), [0.0] * len(spans)
+        if not by_turn:  # the score of an alternative is that of the trajectory with it
+            paid = [own + earlier for own, earlier in zip(paid, trajectory.lineage.before(costs), strict=True)]
+            before = trajectory.lineage.before([reward or 0.0 for reward in trajectory.turn_rewards])
+        for depth, turns in _parts(trajectory, by_turn=by_turn):
+            one, begin, _ = spans[turns[0]]
+            score = scale.of(float(earned[one][begin]) + before[turns[0]]) - paid[turns[0]]
+            found.append(Attempt((group, depth), levels, score, [spans[turn] for turn in turns]))
     return found
 
 
-def _by_first_action(turns: list[Span], values: list[float]) -> dict[tuple[int, int], float]:
-    return {(one, begin): value for (one, begin, _), value in zip(turns, values, strict=True)}
+def _parts(trajectory: Trajectory, *, by_turn: bool) -> list[tuple[int, list[int]]]:
+    """Return the turns that have a score together, each time with the number of turns before them.
 
-
-def _before_forks(trajectory: Trajectory, turns: list[Span], costs: list[float], rewards: list[Floats]) -> list[float]:
-    """For each turn: what the turns that its sequence forks off after earned, minus their KL penalties."""
-    brought = [
-        float(rewards[one][begin:end].sum()) - cost for (one, begin, end), cost in zip(turns, costs, strict=True)
-    ]
-    trunks = [trajectory.trunks[number] for number in trajectory.turns]
-    return [sum((brought[turn] for turn in trunk), 0.0) for trunk in trunks]
-
-
-def _parts(trajectory: Trajectory, own: list[int], rewards: list[Floats], *, by_turn: bool) -> list[Part]:
-    """Return what has its own score in a trajectory: the number of turns before it, and its spans."""
-    one_outcome = all(reward is None for reward in trajectory.turn_rewards)
-    if not by_turn:
-        spans = [(one, 0, len(rewards[one])) for one in own]
-        together = one_outcome or not trajectory.has_alternatives
-        return [(0, spans)] if together else [(0, [span]) for span in spans]
-    parts: dict[Hashable, Part] = {}
-    for depth, (number, begin, end) in zip(trajectory.turn_depths(), trajectory.turn_spans(), strict=True):
-        key = (trajectory.families[number], depth) if one_outcome else (own[number], begin)
-        parts.setdefault(key, (depth, []))[1].append((own[number], begin, end))
-    return list(parts.values())
+    These are the main path of a trajectory, through all of its trees, and each side path; or each turn.
+    """
+    lineage, one_outcome = trajectory.lineage, all(reward is None for reward in trajectory.turn_rewards)
+    depths = [int(depth) for depth in lineage.before([1.0] * len(trajectory.turns))]
+    parts: dict[Hashable, list[int]] = {}
+    for turn, side in enumerate(lineage.sides):
+        if one_outcome:  # what alternatives earned is the same, so each would be the other's baseline
+            part: Hashable = (lineage.trees[turn], depths[turn]) if by_turn else None
+        else:
+            part = turn if by_turn else side
+        parts.setdefault(part, []).append(turn)
+    return [(depths[turns[0]] if by_turn else 0, turns) for turns in parts.values()]
 
 
 def group_advantages(
