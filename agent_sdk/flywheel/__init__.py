@@ -27,7 +27,7 @@ from flywheel.errors import (
     Unreachable,
     UnsafeTool,
 )
-from flywheel.evaluation import Comparison, aevaluate, compare, evaluate
+from flywheel.evaluation import Comparison, acompare, aevaluate, compare, evaluate
 from flywheel.framework_tools import guard
 from flywheel.judge import LLMJudge, Verdict
 from flywheel.learning import alearn, learn
@@ -96,6 +96,7 @@ __all__ = [
     "UnsafeTool",
     "Verdict",
     "Version",
+    "acompare",
     "aevaluate",
     "alearn",
     "async_http_client",

@@ -105,7 +105,11 @@ class AsyncClient(Base):
         await self.drive(wire.get_ready(timeout_s))
 
     def run(self, task_id: str | None = None, run_id: str | int | None = None, *, credit: Credit = "once") -> AsyncRun:
-        """A run of one attempt at a task: `async with client.run() as run:`. Without ids: run "0" of a new task."""
+        """A run of one attempt at a task: `async with client.run() as run:`.
+
+        Without ids, it is run "0" of a new task; with a task alone, a new run of that task. Both ids name one run,
+        which can be entered again, for example by another process.
+        """
         return AsyncRun(self.explorer, task_id, run_id, credit)
 
     async def prefer(self, better: str, worse: str | Sequence[str]) -> Receipts:

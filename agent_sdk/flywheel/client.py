@@ -173,7 +173,11 @@ class Client(Base):
         self.drive(wire.get_ready(timeout_s))
 
     def run(self, task_id: str | None = None, run_id: str | int | None = None, *, credit: Credit = "once") -> SyncRun:
-        """A run of one attempt at a task: `with client.run() as run:`. Without ids: run "0" of a new task."""
+        """A run of one attempt at a task: `with client.run() as run:`.
+
+        Without ids, it is run "0" of a new task; with a task alone, a new run of that task. Both ids name one run,
+        which can be entered again, for example by another process.
+        """
         return SyncRun(self.explorer, task_id, run_id, credit)
 
     def prefer(self, better: str, worse: str | Sequence[str]) -> Receipts:

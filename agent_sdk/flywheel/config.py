@@ -107,8 +107,17 @@ class LearnConfig:
                 raise ConfigError(f"{name}={value!r}: give a whole number of {least} or more")
         for name in ("max_ready_rows", "patience_s", "timeout_s", "on_timeout", "seconds"):
             is_needed = name in ("patience_s", "timeout_s")
-            if not isinstance(value := getattr(self, name), Real if is_needed else (Real, type(None))):
+            value = getattr(self, name)
+            if not isinstance(value, Real if is_needed else (Real, type(None))) or value != value:  # a NaN
                 raise ConfigError(f"{name}={value!r}: give a number")
+        for name, kind, wanted in (
+            ("name", str, "a text"),
+            ("params", Mapping, "a mapping of fields of chats"),
+            ("eval_params", Mapping, "a mapping of fields of chats"),
+            ("stop", (EarlyStop, type(None)), "an EarlyStop, or None"),
+        ):
+            if not isinstance(value := getattr(self, name), kind):
+                raise ConfigError(f"{name}={value!r}: give {wanted}")
         share: Any = self.max_failed_share
         if not isinstance(share, Real) or not 0 <= float(share) <= 1:
             raise ConfigError(f"max_failed_share={share!r}: give a share from 0 to 1")

@@ -15,8 +15,8 @@ from typing import Any
 
 from flywheel.async_client import AsyncClient
 from flywheel.config import LearnConfig
-from flywheel.errors import ConfigError, JudgeFailed, NothingRecorded, TimedOut, TooManyFailures
-from flywheel.feedback import Feedback, send_all
+from flywheel.errors import ConfigError, JudgeFailed, TimedOut, TooManyFailures
+from flywheel.feedback import Feedback, nothing_recorded, send_all
 from flywheel.journal import Journal
 from flywheel.reward import Reward
 from flywheel.run import AsyncRun
@@ -162,7 +162,7 @@ class Attempts:
         await self.journal.write(self._line(place, run, reward, outcome, time.monotonic() - began, feedback))
         if not await self.client.drive(send_all(feedback, self.client.explorer.retry_s)):
             await self.journal.write({"kind": "void", "place": place})
-            return NothingRecorded(f"run {run.run_id} of {run.task_id}: the explorer recorded no chat of it")
+            return nothing_recorded(run)
         self.journal.note({"kind": "sent", "place": place})
         self.counted += 1
         return None
@@ -181,7 +181,7 @@ class Attempts:
             "place": place,
             "outcome": outcome,
             "run_id": run.run_id if run else None,
-            "reward": reward.value if reward else None,
+            "reward": reward.figure if reward else None,
             "metrics": dict(reward.metrics) if reward else {},
             "chats": run.chats if run else 0,
             "seconds": round(seconds, 3),

@@ -172,7 +172,7 @@ class TooManyFailures(LearnError):
 
 
 class JournalMismatch(LearnError):
-    """The folder contains the journal of another workflow, task set or seed, or another learn uses it.
+    """The folder contains the journal of another workflow, task set, seed or server, or another learn uses it.
 
     >>> issubclass(JournalMismatch, LearnError)
     True

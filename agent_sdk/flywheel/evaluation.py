@@ -13,6 +13,7 @@ from typing import Any
 from flywheel.addresses import origin_of
 from flywheel.async_client import AsyncClient
 from flywheel.errors import ConfigError, NothingCompared, describe
+from flywheel.loops import run_alone
 from flywheel.model import Model
 from flywheel.report import Evaluation
 from flywheel.run import AsyncRun
@@ -55,7 +56,7 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
             try:
                 result = await within(trial.workflow(task.task, run.model, run), trial.timeout_s)
                 reward = await score(result, trial.judge, task.task, run, trial.timeout_s)
-                if reward is None or reward.value is None:
+                if reward is None or reward.figure is None:
                     causes["no reward"] += 1
             except ConfigError:
                 raise
@@ -65,9 +66,9 @@ async def try_version(client: AsyncClient, trial: Trial, tasks: list[NamedTask],
             finally:
                 current_run.reset(token)
                 current_pin.reset(pinning)
-        if reward is None or reward.value is None:
+        if reward is None or reward.figure is None:
             return task.digest, None, {}
-        return task.digest, reward.value, reward.metrics
+        return task.digest, reward.figure, reward.metrics
 
     jobs = [asyncio.ensure_future(one(task)) for task in tasks for _ in range(trial.runs_per_task)]
     try:
@@ -194,7 +195,7 @@ def evaluate(workflow: Function, tasks: str | Path | Iterable[Task], **options: 
     Traceback (most recent call last):
     flywheel.errors.ConfigError: no task in []: give at least one
     """
-    return asyncio.run(aevaluate(workflow, tasks, **options))
+    return run_alone(aevaluate(workflow, tasks, **options), "flywheel.aevaluate")
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,20 @@ def _failed(found: Evaluation) -> str:
     return f"{model}: {found.failed} of {found.n + found.failed} runs gave no reward{cause}"
 
 
+async def acompare(
+    workflow: Function, tasks: str | Path | Iterable[Task], a: Model | int, b: Model | int, **options: Any
+) -> Comparison:
+    """Like compare, within a running event loop.
+
+    >>> import inspect
+    >>> inspect.iscoroutinefunction(acompare)
+    True
+    """
+    named = tasks if isinstance(tasks, (str, Path)) else list(tasks)
+    first = await aevaluate(workflow, named, model=a, **options)
+    return Comparison.of(first, await aevaluate(workflow, named, model=b, **options))
+
+
 def compare(
     workflow: Function, tasks: str | Path | Iterable[Task], a: Model | int, b: Model | int, **options: Any
 ) -> Comparison:
@@ -253,5 +268,4 @@ def compare(
     Traceback (most recent call last):
     flywheel.errors.ConfigError: no task in []: give at least one
     """
-    named = tasks if isinstance(tasks, (str, Path)) else list(tasks)
-    return Comparison.of(evaluate(workflow, named, model=a, **options), evaluate(workflow, named, model=b, **options))
+    return run_alone(acompare(workflow, tasks, a, b, **options), "flywheel.acompare")

@@ -47,7 +47,8 @@ class Journal:
 
     `work` identifies the work; `session` counts the starts; `token` distinguishes its runs from those of other
     journals. From earlier starts: `ended`, the places of ended runs; `unsent`, lines whose feedback may not have
-    arrived; `uncommitted`, tasks of ended runs that may not be committed; and `evaluations`.
+    arrived; `uncommitted`, tasks of ended runs that may not be committed; `evaluations`; and `ledger`, when version 0
+    of their ledger was made, if it was known.
     """
 
     def __init__(self, path: Path, work: dict[str, Any], resume: bool) -> None:
@@ -56,6 +57,7 @@ class Journal:
         self.unsent: dict[str, dict[str, Any]] = {}
         self.uncommitted: set[str] = set()
         self.evaluations: list[dict[str, Any]] = []
+        self.ledger: float | None = None
         self.session = 1
         self.token = ""  # empty in journals from before tokens existed
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,6 +115,23 @@ class Journal:
             self.unsent.pop(place, None)
         elif kind == "evaluation":
             self.evaluations.append(line)
+        elif kind == "ledger":
+            self.ledger = line["made"]
+
+    def check_ledger(self, made: float | None, url: str) -> None:
+        """Note whose ledger has the runs. Raises JournalMismatch if earlier starts had another one.
+
+        made: when its version 0 was made; None: it has none, which says nothing.
+        """
+        if made is None or made == self.ledger:
+            return
+        if self.ledger is not None:
+            raise JournalMismatch(
+                f"the runs of {self.path} are in the ledger of another server than {url}, whose version 0 was made at "
+                f"{self.ledger!r}, not at {made!r} (Unix seconds): give another folder, or the server of these runs"
+            )
+        self.ledger = made
+        self.note({"kind": "ledger", "made": made})
 
     def note(self, line: dict[str, Any]) -> None:
         """Queue a line whose loss would do no harm."""

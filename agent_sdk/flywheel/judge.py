@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flywheel.errors import ConfigError, JudgeFailed
+from flywheel.loops import run_alone
 from flywheel.model import Model, outside_runs
 from flywheel.reward import Reward
 
@@ -76,8 +77,8 @@ class LLMJudge:
         return Reward(verdict.reward, dict(verdict.scores), reasons or None)
 
     def judge(self, question: str, answer: str) -> Verdict:
-        """Score one answer. Raises JudgeFailed."""
-        return asyncio.run(self.ajudge(question, answer))
+        """Score one answer. Raises JudgeFailed; ConfigError in a running event loop, where ajudge is to be awaited."""
+        return run_alone(self.ajudge(question, answer), "judge.ajudge")
 
     async def ajudge(self, question: str, answer: str) -> Verdict:
         """Score one answer, for asyncio. Raises JudgeFailed."""

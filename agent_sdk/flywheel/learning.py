@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,10 @@ from flywheel.config import LearnConfig
 from flywheel.episode import Attempts, Failures
 from flywheel.evaluation import Trial
 from flywheel.journal import Journal
+from flywheel.loops import CtrlC, run_alone
 from flywheel.pace import Pacer
 from flywheel.report import Evaluation, Report, summarize
-from flywheel.schedule import Learning, show
+from flywheel.schedule import Learning, check_ledger, show
 from flywheel.tasks import NamedTask, Task, digest_of, load_tasks
 from flywheel.threads import DaemonThreads
 from flywheel.workflow import Caller, Function, name_of
@@ -60,6 +59,8 @@ async def alearn(
         trial = Trial(flows[1], judges[1], how.eval_runs, how.at_once, how.timeout_s, how.eval_params)
         patience = {"patience_s": how.patience_s, "engine_patience_s": how.timeout_s}
         pacer = Pacer(talker, how.max_ready_rows, how.require_trainer, **patience)
+        if journal.ledger is not None:
+            await check_ledger(attempts)  # before anything is sent, also to the report
         return await _learn(Learning(how, attempts, trial, pacer, held_out), named, home)
     finally:
         journal.close()
@@ -77,7 +78,7 @@ async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Repo
     shown = asyncio.create_task(show(learning)) if how.progress else None
     timer = None if how.seconds is None else asyncio.get_running_loop().call_later(how.seconds, learning.end, "time")
     try:
-        with _CtrlC(learning):
+        with CtrlC(partial(_stop, learning)):
             await learning.go(tasks)
     except Exception as exc:
         learning.report.stopped = f"failed: {type(exc).__name__}"
@@ -93,35 +94,10 @@ async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Repo
     return learning.report
 
 
-class _CtrlC(contextlib.AbstractContextManager[None]):
-    """Ctrl-C stops starting runs; a second one interrupts."""
-
-    def __init__(self, learning: Learning) -> None:
-        self._learning = learning
-        self._loop = asyncio.get_running_loop()
-        self._before: Any = None  # the handler of SIGINT that the program had
-        self._is_set = False
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # Windows' event loops do not support signals
-                self._loop.add_signal_handler(signal.SIGINT, self._stop)
-                self._is_set, self._before = True, before
-
-    def _stop(self) -> None:
-        self._learning.interrupt()
-        if self._learning.how.progress:
-            sys.stderr.write("\nstopping: what runs is finished; Ctrl-C once more breaks it off\n")
-        self._loop.remove_signal_handler(signal.SIGINT)
-        if callable(self._before):  # asyncio's cancels the main task; else the next one interrupts
-            signal.signal(signal.SIGINT, self._before)
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_set:
-            self._loop.remove_signal_handler(signal.SIGINT)
-            if self._before is not None:  # else it is not Python's
-                signal.signal(signal.SIGINT, self._before)
+def _stop(learning: Learning) -> None:
+    learning.interrupt()
+    if learning.how.progress:
+        sys.stderr.write("\nstopping: what runs is finished; Ctrl-C once more breaks it off\n")
 
 
 def learn(workflow: Function, tasks: str | Path | Iterable[Task], **options: Any) -> Report:
@@ -140,4 +116,4 @@ def learn(workflow: Function, tasks: str | Path | Iterable[Task], **options: Any
     Traceback (most recent call last):
     flywheel.errors.ConfigError: no task in []: give at least one
     """
-    return asyncio.run(alearn(workflow, tasks, **options))
+    return run_alone(alearn(workflow, tasks, **options), "flywheel.alearn")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import contextvars
+import functools
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flywheel.model import Model
+from flywheel.threads import DaemonThreads
+from flywheel.workflow import without_stop
 
 # In the errors of OpenAI's API and vLLM (vllm/renderers/params.py), and of vLLM for a prompt that just fits
 # (vllm/v1/engine/input_processor.py; vllm/sampling_params.py, which gets the rest of the context as max_tokens).
@@ -23,6 +29,9 @@ class TextEnvironment(Protocol):
     ...     def step(self, action):
     ...         return f"you said {action}", 1.0, True, False, {}
     >>> environment: TextEnvironment = Echo()
+
+    Both methods are called in the event loop of all runs, unless `play` is given `in_thread=True`: until one returns,
+    no other run proceeds, and neither time limits nor Ctrl-C take effect.
     """
 
     def reset(self) -> tuple[str, Any] | str:
@@ -76,14 +85,17 @@ async def play(
     system: str | None = None,
     seed: int | None = None,
     max_turns: int = 30,
+    in_thread: bool = False,
     **params: Any,
 ) -> Played:
     """Let a model act in an environment.
 
     It acts until the episode ends, for max_turns, or until the history fills the model's context.
 
-    seed: passed to `reset`. params: fields of the chats. Raises TypeError if `step` returns anything else than four or
-    five values; openai.OpenAIError if a chat fails, also if the context does not hold the first observation.
+    seed: passed to `reset`. in_thread: whether the environment is called in a thread of this episode, with the caller's
+    context, so that one that is slow or hangs delays no other run; episodes must share nothing then that is not
+    thread-safe. params: fields of the chats. Raises TypeError if `step` returns anything else than four or five values;
+    openai.OpenAIError if a chat fails, also if the context does not hold the first observation.
 
     >>> import inspect
     >>> inspect.iscoroutinefunction(play)
@@ -91,10 +103,12 @@ async def play(
     """
     import openai
 
-    observation, info = _reset(environment, seed)
     messages = [{"role": "system", "content": system}] if system else []
     reward, turns, terminated, truncated = 0.0, 0, False, False
-    async with model.async_openai() as client:
+    async with contextlib.AsyncExitStack() as stack:
+        call = stack.enter_context(_calls(in_thread))
+        observation, info = await call(_reset, environment, seed)
+        client = await stack.enter_async_context(model.async_openai())
         while turns < max_turns and not (terminated or truncated):
             messages.append({"role": "user", "content": observation})
             try:
@@ -105,10 +119,30 @@ async def play(
                 break
             said = reply.choices[0].message.content or ""
             messages.append({"role": "assistant", "content": said})
-            observation, earned, terminated, truncated, info = _step(environment, said)
+            observation, earned, terminated, truncated, info = await call(_step, environment, said)
             reward += earned
             turns += 1
     return Played(reward, turns, terminated, info, messages)
+
+
+@contextlib.contextmanager
+def _calls(in_thread: bool) -> Iterator[Callable[..., Awaitable[Any]]]:
+    """Yield what calls a function for one episode: here, or in one thread, as some games and databases require."""
+    if not in_thread:
+        yield _call_here
+        return
+    context = contextvars.copy_context()  # what `reset` sets in it, `step` sees
+    with DaemonThreads(1, "flywheel-play") as thread:
+
+        async def call(function: Callable[..., Any], *values: Any) -> Any:
+            job = functools.partial(function, *values)
+            return await asyncio.get_running_loop().run_in_executor(thread, context.run, without_stop, job)
+
+        yield call
+
+
+async def _call_here(function: Callable[..., Any], *values: Any) -> Any:
+    return function(*values)
 
 
 def _reset(environment: Any, seed: int | None) -> tuple[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,8 @@ from typing import Any
 
 from flywheel.journal import read_lines
 from flywheel.page import page
+
+log = logging.getLogger("flywheel")
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def episodes(journal: Path) -> Iterator[dict[str, Any]]:
 
 
 def summarize(report: Report, journal: Path) -> Report:
-    """Fill in the totals of the journal, over all starts."""
+    """Fill in the totals of the journal, over all starts. Warns if no run was rewarded."""
     outcomes: Counter[str] = Counter()
     rewards = []
     for episode in episodes(journal):
@@ -101,6 +104,9 @@ def summarize(report: Report, journal: Path) -> Report:
     report.runs, report.rewarded = sum(outcomes.values()), len(rewards)
     report.dropped = outcomes["dropped"]
     report.failures = dict(Counter(line["cause"] for line in read_lines(journal) if line["kind"] == "failed"))
+    if outcomes and not (rewards or outcomes["rewarded"]):
+        failed = f"attempts failed by {report.failures}" if report.failures else "the workflow or judge gave none"
+        log.warning("none of the %d runs was rewarded, so nothing is learned from them: %s", report.runs, failed)
     if rewards:
         report.reward_first = sum(rewards[:tenth]) / tenth
         report.reward_last = sum(rewards[-tenth:]) / tenth

@@ -17,6 +17,9 @@ _MAX_COMMENT_BYTES = 64 * 1024  # of the explorer
 class Reward:
     """A return value for reward functions: a number, its parts, a comment. value None: only metrics.
 
+    shown: with value None, the reward in reports and evaluations, where the explorer makes it from the metrics. It is
+    not sent.
+
     >>> Reward(0.8, {"steps": 4}).value
     0.8
     """
@@ -24,6 +27,12 @@ class Reward:
     value: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     comment: str | None = None
+    shown: float | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def figure(self) -> float | None:
+        """The reward in reports and evaluations."""
+        return self.shown if self.value is None else self.value
 
 
 def read_reward(result: object, where: str = "the reward function") -> Reward | None:
@@ -41,12 +50,13 @@ def read_reward(result: object, where: str = "the reward function") -> Reward | 
         return None
     if isinstance(result, Reward):
         parts = {name: _number(value, f"{where}, {name}") for name, value in result.metrics.items()}
-        found = Reward(None if result.value is None else _number(result.value, where), parts, result.comment)
+        value, shown = (None if one is None else _number(one, where) for one in (result.value, result.shown))
+        found = Reward(value, parts, result.comment, shown)
     elif isinstance(result, Mapping):
         found = _read_mapping(result, where)
     else:
         found = Reward(_number(result, where))
-    for name, value in {"reward": found.value, **found.metrics}.items():
+    for name, value in {"reward": found.figure, **found.metrics}.items():
         if value is not None and not math.isfinite(value):
             raise ConfigError(f"{where} gave {name}={value}: a reward is a finite number, or None for none")
     return None if found == Reward(None) else found

@@ -136,6 +136,7 @@ class Weighted:
     """Combines named parts to one reward: the weighted sum of the parts; parts without a weight are only metrics.
 
     rule "server" sends only the parts: the explorer weights them by its `reward.metrics`, which may change later.
+    Reports and evaluations show the reward by the weights given here.
 
     >>> rule = Weighted({"correctness": 3.0, "steps": -0.1, "format": 0.5})
     >>> rule({"correctness": 1.0, "steps": 4.0, "format": 1.0}).value
@@ -151,7 +152,7 @@ class Weighted:
             raise ConfigError(f"parts {missing} are missing: give each part of {sorted(self.weights)}")
         metrics = {name: float(value) for name, value in parts.items()}
         total = round(math.fsum(weight * metrics[name] for name, weight in self.weights.items()), 12)
-        return Reward(total if self.rule == "here" else None, metrics)
+        return Reward(total, metrics) if self.rule == "here" else Reward(None, metrics, shown=total)
 
 
 @dataclass(frozen=True)

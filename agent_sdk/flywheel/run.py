@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from flywheel.addresses import origin_of
 from flywheel.credit import Credit, check_credit, outcome_bodies
-from flywheel.errors import ConfigError, NothingRecorded
-from flywheel.feedback import Feedback, keyed, send_all
+from flywheel.errors import ConfigError
+from flywheel.feedback import Feedback, keyed, nothing_recorded, send_all
 from flywheel.model import Model, path_url
 from flywheel.reward import Reward, cut_comment
 from flywheel.tasks import new_task_id
@@ -46,7 +46,8 @@ class Run:
     def __init__(self, explorer: Explorer, task_id: str | None, run_id: str | int | None, credit: Credit) -> None:
         check_credit(credit)
         self.task_id = new_task_id() if task_id is None else str(task_id)
-        self.run_id = "0" if run_id is None else str(run_id)
+        fresh = "0" if task_id is None else uuid.uuid4().hex[:12]  # a name may come again, and is another attempt then
+        self.run_id = fresh if run_id is None else str(run_id)
         self.msg_ids: list[str] = []  # of replies that this process saw, in order
         self.unrecorded = 0  # replies that were not to be recorded, or have no id
         self.is_away = False  # set by the transport: no engine, or no explorer, answered the last chat
@@ -254,18 +255,11 @@ class Run:
         """Send the feedback. Raises NothingRecorded if the explorer knows no chat of this run."""
         feedback = self.feedback()
         if not (yield from send_all(feedback, self._explorer.retry_s)):
-            raise self._nothing_recorded()
+            raise nothing_recorded(self)
         if feedback or self.chats:
             return
         if (yield from get_run(self.task_id, self.run_id, self._explorer.retry_s)) == []:
-            raise self._nothing_recorded()
-
-    def _nothing_recorded(self) -> NothingRecorded:
-        return NothingRecorded(
-            f"task {self.task_id!r}, run {self.run_id!r}: the explorer recorded no chat of it; this process saw "
-            f"{len(self.msg_ids)} recorded and {self.unrecorded} unrecorded replies. Does the agent use run.model, "
-            f"or flywheel.http_client() with base URL {self._explorer.url}/v1? Is `store` false? Does it hide errors?"
-        )
+            raise nothing_recorded(self)
 
 
 class SyncRun(Run):

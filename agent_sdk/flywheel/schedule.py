@@ -16,6 +16,7 @@ from flywheel.feedback import send_all
 from flywheel.pace import Pacer
 from flywheel.report import Evaluation, Report
 from flywheel.tasks import NamedTask, shuffled
+from flywheel.wire import get_ledger_made
 
 _BREAK_OFF_S = 10.0  # how long runs in flight may take to finish after a failure
 
@@ -70,6 +71,7 @@ class Learning:
         try:
             await self._send_again()
             await self.pacer.until_served(self.stopping)
+            await check_ledger(self.attempts)
             await self._evaluate()
             for epoch in range(self.how.epochs):
                 for task in shuffled(tasks, self.how.seed, epoch):
@@ -94,7 +96,7 @@ class Learning:
         """
         client, journal = self.attempts.client, self.attempts.journal
         for place, line in list(journal.unsent.items()):
-            # if no target is known, the ledger was emptied since, and nothing can be rewarded
+            # if no target is known, its rows have expired, or the ledger was emptied, and nothing can be rewarded
             try:
                 await client.drive(send_all(line["feedback"], client.explorer.retry_s))
                 journal.note({"kind": "sent", "place": place})
@@ -224,6 +226,12 @@ class Learning:
         stop = self.how.stop
         if stop is not None and stop.says_stop([one.mean for one in self.report.evaluations if one.n]):
             self.end("early")
+
+
+async def check_ledger(attempts: Attempts) -> None:
+    """Note in which ledger the runs are. Raises JournalMismatch if those of earlier starts are in another one."""
+    client = attempts.client
+    attempts.journal.check_ledger(await client.drive(get_ledger_made(client.explorer.retry_s)), client.url)
 
 
 def _evaluation_line(found: Evaluation) -> str:

@@ -35,18 +35,26 @@ class NamedTask(NamedTuple):
 def load_tasks(source: str | Path | Iterable[Task]) -> list[NamedTask]:
     """Load tasks from a .jsonl or .csv file, or any iterable of mappings: a list, a generator, a Hugging Face dataset.
 
-    Raises ConfigError for an unreadable file, naming the line, and if there is no task.
+    Raises ConfigError for an unreadable file, naming the line, for a task that is no JSON, and if there is no task.
 
     >>> [named.task for named in load_tasks([{"question": "1+1", "answer": "2"}])]
     [{'question': '1+1', 'answer': '2'}]
     """
-    rows = _read_file(Path(source)) if isinstance(source, (str, Path)) else source
+    try:
+        rows = iter(_read_file(Path(source)) if isinstance(source, (str, Path)) else source)
+    except TypeError as exc:
+        raise ConfigError(f"tasks={source!r}: give a .jsonl or .csv file, or mappings, such as a list of them") from exc
     seen: Counter[str] = Counter()
     found = []
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise ConfigError(f"task {number} is a {type(row).__name__}: give mappings, such as {{'question': …}}")
-        text = json.dumps(row, sort_keys=True, default=_stable)
+        try:
+            text = json.dumps(row, sort_keys=True, default=_stable)
+        except (TypeError, ValueError) as exc:
+            raise ConfigError(
+                f"task {number} has no form in JSON ({exc}): give it, and mappings in it, texts as keys"
+            ) from exc
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         seen[digest] += 1
         found.append(NamedTask(digest if seen[digest] == 1 else f"{digest}.{seen[digest]}", row))

@@ -239,6 +239,12 @@ def get_versions(retry_s: float) -> Steps[list[Version]]:
         query = {"before": str(content["next"])}
 
 
+def get_ledger_made(retry_s: float) -> Steps[float | None]:
+    """GET /versions: when version 0 was made; None without one."""
+    content = yield from call_json(Ask("GET", "/versions", query={"before": "1"}), retry_s)
+    return next((v["created_at"] for v in content["versions"]), None)
+
+
 def get_status(retry_s: float) -> Steps[Status]:
     """GET /status."""
     return Status((yield from call_json(Ask("GET", "/status"), retry_s)))

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from flywheel.errors import ConfigError, JudgeFailed, RunError, TimedOut
@@ -68,11 +68,11 @@ class Caller:
             return await _without_exit(call())
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
-        result = await loop.run_in_executor(self._pool, context.run, _without_stop, call)
+        result = await loop.run_in_executor(self._pool, context.run, without_stop, call)
         return await _without_exit(result) if inspect.isawaitable(result) else result
 
 
-def _without_stop(call: Callable[[], Any]) -> Any:
+def without_stop(call: Callable[[], Any]) -> Any:
     """Return the result of a call. A future cannot store StopIteration: awaiting it would never end."""
     try:
         return call()
@@ -172,7 +172,7 @@ async def score(result: Any, judge: Caller | None, task: Any, run: Any, timeout_
         except TimedOut as exc:
             raise JudgeFailed(f"the judge gave no verdict: {exc}") from exc
         if judged is not None and isinstance(result, Result):
-            judged = Reward(judged.value, {**result.metrics, **judged.metrics}, judged.comment)
+            judged = replace(judged, metrics={**result.metrics, **judged.metrics})
             return read_reward(judged, "the workflow")
         return judged
     if isinstance(result, Result):

@@ -14,6 +14,7 @@ import pytest
 from examples.run import SERVED, Example, Shuffled, of_version_in_service, parser, run
 from examples.serving import MARKER
 from tests.sdk.conftest import rows, say_async
+from tests.support.servers import RunningExplorer, make_config
 from tests.support.time_limits import end_when
 
 
@@ -56,6 +57,31 @@ def test_an_example_ends_with_a_line_of_json_and_a_report(explorer, tmp_path, ca
     assert (report["stopped"], len(report["evaluations"])) == ("time", 2)
     assert "<svg" in (tmp_path / "root/report.html").read_text()
     assert play(explorer, tmp_path, "--held-out", "1") == 0, "the same folder is made anew"
+
+
+def test_an_example_waits_for_a_server_whose_engine_still_starts(scripted_engine, tmp_path, capsys, monkeypatch):
+    wait_ready = flywheel.Client.wait_ready
+
+    def start_engine(client: flywheel.Client, timeout_s: float) -> None:
+        scripted_engine.script.healthy = True
+        wait_ready(client, timeout_s)
+
+    monkeypatch.setattr(flywheel.Client, "wait_ready", start_engine)
+    scripted_engine.script.healthy = False
+    starting = RunningExplorer(make_config(tmp_path, [scripted_engine.url], engine_wait_s=0.1))
+    try:
+        assert play(starting, tmp_path) == 0
+    finally:
+        starting.stop()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["before"]["n"], found["before"]["failed"]) == (2, 0)
+
+
+def test_an_example_without_a_reward_before_learning_does_not_learn(explorer, scripted_engine, tmp_path, capsys):
+    scripted_engine.script.refused.add("/v1/chat/completions")
+    assert play(explorer, tmp_path) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("sums: before learning, none of 2 runs gave a reward: InternalServerError"), last
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "few"])
@@ -147,6 +173,9 @@ class Serving:
         version = self._versions.pop(0) if len(self._versions) > 1 else self._versions[0]
         return flywheel.Status({"versions": {"serving": version}})
 
+    def wait_ready(self, timeout_s: float) -> None:
+        """It serves."""
+
     def model(self, version: int) -> int:
         return version
 
@@ -158,6 +187,6 @@ def test_an_evaluation_that_a_new_version_interrupted_is_repeated():
         evaluated.append(version)
         return SimpleNamespace(failed=0 if version == 9 else 3)
 
-    assert of_version_in_service(Serving(7, 8, 8, 9, 9), evaluation).failed == 0  # type: ignore[arg-type]
+    assert of_version_in_service(Serving(7, 7, 8, 8, 9, 9), evaluation).failed == 0  # type: ignore[arg-type]
     assert evaluated == [7, 8, 9]
     assert of_version_in_service(Serving(7), evaluation).failed == 3, "nothing else came into service"

@@ -83,7 +83,7 @@ def test_a_run_that_an_agent_begins_is_recorded_and_rewarded_in_production_alone
     http = flywheel.http_client()
 
     def agent(request: str, model: flywheel.Model | None) -> str:
-        with client.run(request) as run:
+        with client.run(request, "0") as run:
             say(run.model if model is None else model, "by the model")
             say(run.model), say(run.child("a").model), say(client.model())
             post(http, explorer)
@@ -116,7 +116,7 @@ def test_a_run_that_an_agent_begins_in_a_shadow_run_has_no_path_that_would_be_re
 
 
 def test_a_run_of_production_cannot_be_entered_by_a_shadow_run(explorer, client):
-    production = client.run("production")
+    production = client.run("production", "0")
 
     def agent(request: str, model: flywheel.Model | None) -> str:
         with production:
@@ -193,3 +193,16 @@ def test_a_run_that_a_workflow_of_learn_begins_is_one_of_its_own(explorer, clien
 
     learn(explorer, tmp_path, workflow, TASKS[:1])
     assert {(row.task_id.partition("/")[0], row.reward) for row in rows(explorer)} == {("own 0", -1.0), ("learn", 1.0)}
+
+
+def test_a_workflow_of_learn_whose_chats_are_all_in_a_run_of_its_own_is_told_which_model_to_use(
+    explorer, client, tmp_path, caplog
+):
+    def workflow(task: Any) -> float:
+        with client.run() as run:
+            say(run.model)
+        return 1.0
+
+    report = learn(explorer, tmp_path, workflow, TASKS[:1], retries=0, max_failed_share=1.0)
+    assert report.failures == {"NothingRecorded": 1}
+    assert "another run by client.run()" in caplog.text and "run.child()" in caplog.text

@@ -10,16 +10,17 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import flywheel
 import pytest
 from flywheel.errors import JournalMismatch
 from flywheel.journal import Journal, read_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sdk.conftest import rows, said
+from tests.sdk.conftest import TASKS, learn, rows, said
 from tests.support.forms import FULL
 from tests.support.processes import REPOSITORY
-from tests.support.servers import wait_until
+from tests.support.servers import RunningExplorer, make_config, publish, wait_until
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,6 +69,23 @@ def test_a_folder_in_which_this_process_learns_is_refused_until_that_has_ended(t
             Journal(name, {}, resume=True)
     journal.close()
     Journal(path, {}, resume=True).close()
+
+
+def test_a_folder_whose_runs_another_server_has_is_refused(explorer, scripted_engine, tmp_path):
+    publish(explorer, 0)
+    assert learn(explorer, tmp_path, tasks=TASKS[:2]).rewarded == 2
+    journal, report = tmp_path / "runs/journal.jsonl", tmp_path / "runs/report.json"
+    before = journal.read_bytes(), report.read_bytes()
+    emptied = RunningExplorer(make_config(tmp_path / "new", [scripted_engine.url])).wait_ready()
+    try:
+        publish(emptied, 0)
+        with pytest.raises(flywheel.JournalMismatch, match=f"another server than {emptied.url}.*another folder"):
+            learn(emptied, tmp_path, tasks=TASKS[:2])
+        assert rows(emptied) == []
+    finally:
+        emptied.stop()
+    assert report.read_bytes() == before[1] and journal.read_bytes().startswith(before[0])
+    assert learn(explorer, tmp_path, tasks=TASKS[:2]).runs == 2
 
 
 def test_kill_9_at_random_moments_counts_each_run_once_and_rewards_no_broken_run(explorer, tmp_path):

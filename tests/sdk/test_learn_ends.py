@@ -105,6 +105,30 @@ def test_after_a_second_ctrl_c_what_runs_has_at_most_a_moment_to_end(explorer, t
     assert json.loads((tmp_path / "runs/report.json").read_text())["stopped"] == "interrupted"
 
 
+@pytest.mark.parametrize("ended", ["neither", "the second"])
+async def test_ctrl_c_stops_every_learn_of_a_program_that_has_not_ended(explorer, tmp_path, ended):
+    reached = [asyncio.Event(), asyncio.Event()]
+
+    async def one(number: int, tasks: Any) -> flywheel.Report:
+        async def workflow(task: Any, model: flywheel.Model) -> float:
+            await say_async(model)
+            reached[number].set()
+            return 1.0
+
+        given = {"folder": tmp_path / str(number), "name": str(number), "at_once": 1, **COLLECT}
+        return await flywheel.alearn(workflow, tasks, url=explorer.url, **given)
+
+    many = [{"n": n} for n in range(300)]
+    first = asyncio.create_task(one(0, many))
+    second = asyncio.create_task(one(1, many if ended == "neither" else many[:1]))
+    await asyncio.gather(*(event.wait() for event in reached))
+    if ended == "the second":
+        await second
+    signal.raise_signal(signal.SIGINT)
+    assert (await first).stopped == "interrupted"
+    assert (await second).stopped == ("interrupted" if ended == "neither" else "done")
+
+
 class Away(flywheel.AsyncClient):
     """Nobody hears how the explorer is."""
 

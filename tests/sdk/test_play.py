@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import flywheel
 import openai
 import pytest
+from flywheel.transport import current_run
 
 from tests.sdk.conftest import rows
-from tests.support.time_limits import end_when
+from tests.support.time_limits import end_when, limit_when
 
 
 class Countdown:
@@ -101,6 +103,57 @@ async def test_a_step_that_returns_something_else_is_named(explorer):
     async with flywheel.AsyncClient(explorer.url) as client:
         with pytest.raises(TypeError, match=r"Odd.step returned .* 5 values"):
             await flywheel.play(Odd(1), client.model())
+
+
+class Held(Countdown):
+    """An environment whose step, in one task, does not return before it is released."""
+
+    def __init__(self, released: threading.Event | None, held: list[int]) -> None:
+        super().__init__(1)
+        self.released, self.held, self.threads = released, held, set()
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.threads.add((threading.current_thread().name, threading.get_ident()))
+        return super().reset(seed=seed)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.threads.add((threading.current_thread().name, threading.get_ident()))
+        if self.released is not None:
+            self.held.append(1)
+            self.released.wait(120)
+        return super().step(action)
+
+
+def test_a_step_in_a_thread_that_hangs_costs_its_own_run_alone(explorer, monkeypatch):
+    released, held, played = threading.Event(), [], []
+    limit_when(monkeypatch, "evaluation", lambda: held and len(played) == 2)
+
+    async def workflow(task: Any, model: flywheel.Model) -> float:
+        environment = Held(None if task["n"] else released, held)
+        reward = (await flywheel.play(environment, model, in_thread=True)).reward
+        [(name, _)] = environment.threads  # one for reset and each step
+        played.append(name)
+        return reward
+
+    tasks = [{"n": n} for n in range(3)]
+    found = flywheel.evaluate(workflow, tasks, model=0, url=explorer.url, timeout_s=0.2)
+    assert (found.n, found.failed, found.mean, released.is_set()) == (2, 1, 0.5, False)
+    assert all(name.startswith("flywheel-play") for name in played)
+    released.set()
+
+
+async def test_an_environment_in_a_thread_sees_the_callers_context_and_its_error_is_raised(explorer):
+    class Asking(Countdown):
+        def step(self, action: str) -> Any:
+            seen.append(current_run.get())
+            return next(iter(()))
+
+    seen: list[Any] = []
+    async with flywheel.AsyncClient(explorer.url) as client:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            async with client.run() as run:
+                await flywheel.play(Asking(1), run.model, in_thread=True)
+    assert seen == [run]
 
 
 def test_learn_ends_at_its_time_limit_and_finishes_running_runs(explorer, tmp_path, monkeypatch):

@@ -29,6 +29,17 @@ def test_a_run_s_chats_are_attributed_and_rewarded(client, explorer):
     assert rows(explorer)[0].reward == -1.0
 
 
+def test_each_attempt_at_a_named_task_is_a_run_of_its_own(client, explorer):
+    for reward in (0.0, 1.0, 0.5):
+        with client.run(task_id="t-17") as run:
+            say(run.model)
+            run.reward(reward)
+    found = rows(explorer)
+    assert [(row.task_id, row.reward) for row in found] == [("t-17", 0.0), ("t-17", 1.0), ("t-17", 0.5)]
+    assert len({row.run_id for row in found}) == 3
+    assert client.run().run_id == "0", "of a new task"
+
+
 def test_streams_are_attributed_too(client, explorer):
     with client.run() as run:
         stream = run.model.openai().chat.completions.create(model="agent", messages=HI, stream=True)
@@ -91,7 +102,7 @@ def test_chats_of_an_untrained_model_are_not_recorded(client, explorer, scripted
 
 
 def test_a_child_has_rewards_of_its_own(client, explorer):
-    with client.run("game") as game:
+    with client.run("game", 0) as game:
         for name, reward in (("wolf-1", 1.0), ("wolf-2", -1.0)):
             wolf = game.child(name)
             say(wolf.model)
@@ -100,7 +111,7 @@ def test_a_child_has_rewards_of_its_own(client, explorer):
 
 
 def test_a_parent_whose_program_chatted_is_rewarded_beside_its_children(client, explorer):
-    with client.run("game") as game:
+    with client.run("game", 0) as game:
         with openai.OpenAI(base_url=game.path_url, api_key="k") as program:
             program.chat.completions.create(model="agent", messages=HI)
         say(game.child("wolf-1").model)
@@ -206,4 +217,4 @@ def test_a_run_may_have_a_name_that_no_header_can_carry(client, explorer, name):
 )
 def test_an_address_names_a_run_once_before_the_explorer_s_route(client, path, sent):
     request = httpx.Request("POST", client.url + path)
-    assert Chats(client.run("a\nb"), {}, {}).prepare(request)[0].url.raw_path == sent.encode()
+    assert Chats(client.run("a\nb", 0), {}, {}).prepare(request)[0].url.raw_path == sent.encode()

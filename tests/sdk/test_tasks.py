@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def test_tasks_with_other_sets_have_other_names():
     assert len({task.digest.partition(".")[0] for task in load_tasks(rows)}) == 3
 
 
+@pytest.mark.parametrize(
+    ("tasks", "reason"),
+    [
+        ([{1: "a", "b": 2}], "task 0 .* texts as keys"),
+        ([{"a": 1}, {"b": {(1, 2): 3}}], "task 1 .* texts as keys"),
+        (None, "tasks=None"),
+        (5, "tasks=5"),
+    ],
+)
+def test_tasks_that_cannot_be_named_are_refused(tasks, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load_tasks(tasks)
+
+
 @pytest.mark.parametrize("content", [None, b"{", b"[1]", b"\xff", b'{"stop": {"patience": 1, "no": 2}}'])
 def test_options_that_cannot_be_read_are_named(tmp_path, content):
     file = tmp_path / "options.json"
@@ -80,7 +95,8 @@ def test_options_that_cannot_be_read_are_named(tmp_path, content):
     "option",
     [
         {"runs_per_task": "8"}, {"epochs": 1.5}, {"max_failed_share": "0.2"}, {"retries": -1}, {"seconds": "60"},
-        {"timeout_s": "600"}, {"max_ready_rows": [8]}, {"timeout_s": None}, {"patience_s": None},
+        {"timeout_s": "600"}, {"max_ready_rows": [8]}, {"timeout_s": None}, {"patience_s": None}, {"name": 5},
+        {"stop": 3}, {"eval_params": None}, {"params": 5}, {"seconds": math.nan},
     ],
 )  # fmt: skip
 def test_an_option_of_a_wrong_type_is_named(tmp_path, option):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from decimal import Decimal
 
@@ -12,7 +13,7 @@ from flywheel.journal import read_lines
 from flywheel.reward import read_reward
 from flywheel.wire import encode, feedback_body
 
-from tests.sdk.conftest import TASKS, learn, rows, say
+from tests.sdk.conftest import COLLECT, TASKS, count, learn, rows, say
 
 
 def test_the_numbers_of_a_reward_may_be_of_numpy():
@@ -23,7 +24,7 @@ def test_the_numbers_of_a_reward_may_be_of_numpy():
 
 @pytest.mark.parametrize("number", [np.float64(1), np.float32(1), np.int64(1), np.bool_(True)])
 def test_a_run_s_reward_may_be_a_number_of_numpy(number):
-    run = flywheel.Client("http://127.0.0.1:9").run("t")
+    run = flywheel.Client("http://127.0.0.1:9").run("t", "0")
     run.reward(number, metrics={"steps": number})
     [(_, body)] = run.feedback()
     assert encode(body) == b'{"task_id":"t","run_id":"0","reward":1.0,"metrics":{"steps":1.0}}'
@@ -82,6 +83,37 @@ def test_a_handler_of_ctrl_c_is_as_before_after_learn(explorer, tmp_path):
     before = signal.signal(signal.SIGINT, own)
     try:
         learn(explorer, tmp_path, tasks=TASKS[:1])
+        assert signal.getsignal(signal.SIGINT) is own
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+async def test_a_loop_s_handler_of_ctrl_c_is_called_after_alearn(explorer, tmp_path):
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    try:
+        await flywheel.alearn(count, TASKS[:1], url=explorer.url, folder=tmp_path / "runs", **COLLECT)
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.wait_for(stop.wait(), 10)
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+async def test_a_handler_of_ctrl_c_that_is_set_while_alearn_runs_stays(explorer, tmp_path):
+    def own(*_: object) -> None:
+        """What the program does at Ctrl-C."""
+
+    def sets(task, model):
+        say(model)
+        asyncio.run_coroutine_threadsafe(set_own(), loop).result()
+        return 1.0
+
+    async def set_own() -> None:
+        signal.signal(signal.SIGINT, own)
+
+    before, loop = signal.getsignal(signal.SIGINT), asyncio.get_running_loop()
+    try:
+        await flywheel.alearn(sets, TASKS[:1], url=explorer.url, folder=tmp_path / "runs", **COLLECT)
         assert signal.getsignal(signal.SIGINT) is own
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,0 +1,73 @@
+"""The program's event loop: the sync forms of async functions, and Ctrl-C while learn runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar, TypeVar
+
+from flywheel.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def run_alone(call: Coroutine[Any, Any, T], instead: str) -> T:
+    """Return the result of a call in an event loop of its own. instead: the form for a program whose loop runs."""
+    try:
+        return asyncio.run(call)
+    except RuntimeError as exc:
+        if inspect.getcoroutinestate(call) != inspect.CORO_CREATED:
+            raise
+        call.close()
+        raise ConfigError(f"an event loop runs here, as in a notebook: write `await {instead}(…)` instead") from exc
+
+
+class CtrlC(contextlib.AbstractContextManager[None]):
+    """Ctrl-C calls the `stop` of each block in progress, in its loop; the next one goes to the program's own handler.
+
+    A process has one handler of SIGINT, so all blocks share it. Handlers that the program gave to its event loop stay
+    there, and are called, too.
+    """
+
+    _blocks: ClassVar[list[CtrlC]] = []  # in progress, in the main thread
+    _before: ClassVar[Any] = None  # the program's handler
+    _placed: ClassVar[Any] = None  # the one in its place
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> None:
+        found = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or found is None:
+            return  # only the main thread sets handlers; and one that is not Python's could not be put back
+        if not CtrlC._blocks or found is not CtrlC._placed:
+            CtrlC._before = found
+        self._blocks.append(self)
+        self._place(CtrlC._press)
+
+    @classmethod
+    def _place(cls, handler: Any) -> None:
+        cls._placed = handler
+        signal.signal(signal.SIGINT, handler)
+
+    @staticmethod
+    def _press(*_: object) -> None:
+        for block in CtrlC._blocks:
+            if not block._loop.is_closed():
+                block._loop.call_soon_threadsafe(block._stop)
+        # asyncio's cancels the main task; if the program ignored SIGINT, the next one interrupts
+        CtrlC._place(CtrlC._before if callable(CtrlC._before) else signal.default_int_handler)
+
+    def __exit__(self, *_: object) -> None:
+        if self not in self._blocks:
+            return
+        self._blocks.remove(self)
+        if (
+            not self._blocks and signal.getsignal(signal.SIGINT) is CtrlC._placed
+        ):  # else the program has set another one
+            signal.signal(signal.SIGINT, CtrlC._before)
