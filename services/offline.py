@@ -39,7 +39,8 @@ def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int
         raise StartupError(f"the folder of --out {out} does not exist; make it")
     rows = _read(config, file, Path(config.model.path))
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as root:
-        trainer = config.trainer.model_copy(update={"save_every": _NEVER})
+        watch = config.trainer.watch.model_copy(update={"port": None})  # a trainer that runs may listen there
+        trainer = config.trainer.model_copy(update={"save_every": _NEVER, "watch": watch})
         versions = config.versions.model_copy(update={"delta": False})
         update = {"root_dir": root, "database_url": None, "trainer": trainer, "versions": versions}
         alone = config.model_copy(update=update)

@@ -2,7 +2,7 @@
 
 Rows with tokens are recorded unchanged. In other rows the last message is the reply: the engine's chat template
 produces the tokens, once, and the engine computes their logprobs by the newest version that it holds, which the row
-names.
+names. No version sampled such a reply.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from shared.experience import Sample, Sampling, Tokens, choice_name
 from shared.ledger import transitions
 from shared.ledger.conditions import split_name
 from shared.ledger.given import (
+    NOT_OURS,
     UNUSABLE,
     Trained,
     choice_of,
@@ -42,16 +43,16 @@ from shared.ledger.given import (
     time_of,
     tokens_of,
     trained_of,
+    version_end_of,
 )
 from shared.ledger.queries import known_choices
 from shared.reward import Kind, Scope, Signal
+from shared.tokenizer import tokenizer_digest
 from shared.versions import version_path
 
 TIMEOUT_S = 120.0
 SignalsByKey = list[tuple[tuple[str | None, Scope], list[Signal]]]  # oldest first; by key, None: no key
 _DEMONSTRATION = Signal("demonstration")
-
-
 Ends = frozenset[int]  # tokens that end a reply
 
 
@@ -67,17 +68,23 @@ class ImportedRow(NamedTuple):
 class SampleReader:
     """Converts rows to samples. Uses the first engine to tokenize rows without tokens."""
 
-    def __init__(self, config: Config, versions: Iterable[int]) -> None:
-        """versions: those that a row may name. Other rows with tokens count as sampled by the newest of them."""
+    def __init__(self, config: Config, versions: Iterable[int], published: Iterable[int] = ()) -> None:
+        """versions: those that may serve. published: all of this ledger, which rows with tokens may name.
+
+        Other rows with tokens get the newest version, but do not count as sampled by it.
+        """
         self._config = config
         self._versions = frozenset(versions)
+        self._published = self._versions.union(published)
         self._newest = max(self._versions, default=0)
-        self._ends = _end_tokens(config.root / version_path(0), Path(config.model.path))
+        folders = (config.root / version_path(0), Path(config.model.path))
+        self._ends = _end_tokens(*folders)
+        self._tokenizer = next(filter(None, map(tokenizer_digest, folders)), None)  # None: it is not known
         self.reasons: set[str] = set()  # reasons why rows were left out
         self._alike: Counter[bytes] = Counter()  # rows without a message id, by content
 
     async def read(self, rows: list[dict[str, Any]]) -> list[ImportedRow]:
-        """Return each usable row. Raises StartupError if a required engine fails."""
+        """Return each usable row. Raises StartupError if a required engine fails, or for another model's tokens."""
         samples: list[ImportedRow] = []
         async with open_client() as client:
             url, name = self._config.explorer.engines[0].url, self._config.model.name
@@ -94,13 +101,12 @@ class SampleReader:
 
     async def _sample(self, row: dict[str, Any], engine: EngineAdmin) -> Sample:
         names, created_at, (messages, tools) = names_of(row), time_of(row, time.time()), conversation_of(row)
-        (msg_id, choice), version = choice_of(row, names["msg_id"] or ""), number_of(row, "version")
-        if row.get("version") is None or version not in self._versions:
-            version = self._newest
+        (msg_id, choice), (version, version_end) = choice_of(row, names["msg_id"] or ""), self._versions_of(row)
         if row.get("prompt_ids") is not None:
+            self._require_same_tokenizer(row)
             tokens, sampling = tokens_of(row)
         elif messages and messages[-1].get("role") == "assistant":
-            name, version = await self._held_by(engine)
+            (name, version), version_end = await self._held_by(engine), NOT_OURS
             tokens, sampling = await _render(engine, messages, tools, self._ends, name), Sampling()
         else:
             raise ValueError("a row needs prompt_ids, reply_ids and logprobs, or messages that end with the model's")
@@ -114,7 +120,7 @@ class SampleReader:
             msg_id=msg_id,
             choice=choice,
             version=version,
-            version_end=version,
+            version_end=version_end,
             tokens=tokens,
             sampling=sampling,
             finish_reason=names["finish_reason"] or "stop",
@@ -129,6 +135,25 @@ class SampleReader:
             exchange=exchange,
             extends=extends,
         )
+
+    def _versions_of(self, row: dict[str, Any]) -> tuple[int, int]:
+        """Return the versions of this ledger that sampled the first and the last token. Raises ValueError.
+
+        Without such a first one: the newest version, and NOT_OURS.
+        """
+        first, last = number_of(row, "version"), version_end_of(row)
+        if row.get("version") is None or first not in self._published:
+            return self._newest, NOT_OURS
+        return first, last if last in self._published else NOT_OURS
+
+    def _require_same_tokenizer(self, row: dict[str, Any]) -> None:
+        """Raise StartupError for a row whose tokens are of another tokenizer than the model's, if both are known."""
+        theirs, ours = row.get("tokenizer"), self._tokenizer
+        if None not in (theirs, ours) and theirs != ours:
+            raise StartupError(
+                f"row {row.get('msg_id')!r}: its tokens are of the tokenizer {theirs}, and the model of this ledger "
+                f"has {ours}; export the rows without --tokens, and the engine makes tokens of their messages"
+            )
 
     async def _held_by(self, engine: EngineAdmin) -> tuple[str | None, int]:
         """Return the name of an adapter at the engine, and the newest version that the engine holds.

@@ -119,7 +119,7 @@ MAY_SERVE = (VersionState.PUBLISHED, VersionState.SERVING, VersionState.RETIRED)
 
 
 class CorruptTokens(FlywheelError):
-    """A row's token arrays cannot be read or do not agree. The row is quarantined with this reason."""
+    """A row's token arrays cannot be read or do not agree. Rows are counted by this reason, so it states no lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +145,17 @@ class Tokens:
         vocabulary: number of token ids of the model; max_tokens: of prompt and reply; None: not checked.
         """
         if len(self.reply_ids) != len(self.logprobs):
-            raise CorruptTokens(f"{len(self.reply_ids)} reply tokens but {len(self.logprobs)} logprobs")
+            raise CorruptTokens("it does not have one logprob for each reply token")
         if not len(self.prompt_ids) or not len(self.reply_ids):
-            raise CorruptTokens(f"{len(self.prompt_ids)} prompt tokens and {len(self.reply_ids)} reply tokens")
+            raise CorruptTokens(f"it has no {'reply' if len(self.prompt_ids) else 'prompt'} tokens")
         if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-3).any():
             raise CorruptTokens("a logprob is not a finite number of at most 0")
         ids = (self.prompt_ids, self.reply_ids)
         if vocabulary is not None and any(part.min() < 0 or part.max() >= vocabulary for part in ids):
             raise CorruptTokens(f"a token id is outside of the model's vocabulary of {vocabulary}")
-        length = sum(map(len, ids))
-        if max_tokens is not None and length > max_tokens:
-            most = f"at most {max_tokens} are trained on (trainer.max_trajectory_tokens, else the model's context)"
-            raise CorruptTokens(f"it has {length} tokens; {most}")
+        if max_tokens is not None and sum(map(len, ids)) > max_tokens:
+            most = f"the {max_tokens} that are trained on (trainer.max_trajectory_tokens, else the model's context)"
+            raise CorruptTokens(f"it has more tokens than {most}")
 
     def encode(self) -> bytes:
         """Encode the arrays as bytes: 16 bytes of header, 2 to 4 for each id, 4 for each logprob."""
@@ -171,14 +170,14 @@ class Tokens:
     def decode(cls, data: bytes) -> Tokens:
         """The inverse of `encode`. Raises CorruptTokens for bytes that `encode` did not write."""
         if len(data) < cls._HEADER.size:
-            raise CorruptTokens(f"{len(data)} bytes are no token arrays")
+            raise CorruptTokens("its bytes are no token arrays")
         magic, layout, width, n_prompt, n_reply = cls._HEADER.unpack_from(data)
         width = 4 if layout == 1 else width
         if magic != cls._MAGIC or layout not in (1, cls._LAYOUT) or width not in (2, 3, 4):
             raise CorruptTokens(f"unknown layout {magic!r} {layout} {width}")
         n_ids = n_prompt + n_reply
         if len(data) != cls._HEADER.size + width * n_ids + 4 * n_reply:
-            raise CorruptTokens(f"{len(data)} bytes for {n_prompt} prompt and {n_reply} reply tokens")
+            raise CorruptTokens("its token arrays are not as long as their header says")
         low = np.frombuffer(data, dtype=np.uint8, offset=cls._HEADER.size, count=width * n_ids).reshape(n_ids, width)
         ids = np.zeros((n_ids, 4), dtype=np.uint8)
         ids[:, :width] = low
@@ -215,7 +214,7 @@ class Sample:
     msg_id: str
     choice: int
     version: int  # sampled the first token
-    version_end: int  # sampled the last token
+    version_end: int  # sampled the last token; -1: no version of this ledger did
     tokens: Tokens
     sampling: Sampling
     finish_reason: str | None

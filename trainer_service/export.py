@@ -18,7 +18,18 @@ from shared.config import Config, TrainerConfig
 from shared.errors import StartupError
 from shared.experience import Experience, Other, State, TrajectoryKey, choice_name, trajectory_key
 from shared.ledger.conditions import split_name
-from shared.ledger.given import UNUSABLE, choice_of, names_of, number_of, read_rows, signals_of, time_of, tokens_of
+from shared.ledger.given import (
+    UNUSABLE,
+    choice_of,
+    names_of,
+    number_of,
+    quarantine_of,
+    read_rows,
+    signals_of,
+    time_of,
+    tokens_of,
+    version_end_of,
+)
 from shared.ledger.queries.lease import check_rewards, rewarded_rows
 from shared.ledger.queries.preferences import prefer
 from shared.log import StageLogger
@@ -37,16 +48,14 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
     """
     ours = tokenizer_digest(model)
     rows, left_out, said = [], Counter[str](), Counter[str]()
+    others: list[Experience] = []  # discarded ones, over which a reply may be preferred
     lost: set[tuple[TrajectoryKey, Signal]] = set()  # corrections of wholes whose last reply is left out
     for number, row in enumerate(read_rows(file), start=1):
-        theirs = row.get("tokenizer")
-        if theirs is not None and theirs != ours:
-            raise StartupError(
-                f"{file}, row {number}: its tokens are of the tokenizer {theirs}, and {model} has {ours}; set "
-                "model.path to the model that the export is of"
-            )
+        _require_tokenizer(f"{file}, row {number}", row, ours, model)
         if row.get("state") == State.DISCARDED:
             reason: str = State.DISCARDED
+            with suppress(*UNUSABLE):
+                others += [] if quarantine_of(row) else [_experience(number, row, config)[0]]
         elif row.get("prompt_ids") is None:
             reason = "without tokens"
         else:
@@ -64,7 +73,7 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
         raise StartupError(f"{file}: no row has tokens ({_shown(left_out)}); export it again with --tokens")
     rows = [(_without(row, lost), teaches) for row, teaches in rows]
     spoken_of = {trajectory_key(row) for row, teaches in rows if teaches}
-    chosen = [row for row in _with_preferences(_acting(rows)) if trajectory_key(row) in spoken_of]
+    chosen = [row for row in _with_preferences(_acting(rows), others) if trajectory_key(row) in spoken_of]
     left_out["of which nothing was said that is learned from"] += len(rows) - len(chosen)
     log.info("rows read", file=str(file), rows=len(chosen), left_out=_shown(left_out))
     if not chosen:
@@ -73,6 +82,15 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
             f"trainer.algorithm (its rows have {counted(said)}; {learns_from(config.trainer)})"
         )
     return chosen
+
+
+def _require_tokenizer(place: str, row: dict[str, Any], ours: str | None, model: Path) -> None:
+    theirs = row.get("tokenizer")
+    if theirs is not None and theirs != ours:
+        raise StartupError(
+            f"{place}: its tokens are of the tokenizer {theirs}, and {model} has {ours}; set model.path to the model "
+            "that the export is of"
+        )
 
 
 def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Experience, int]:
@@ -94,6 +112,7 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
         run_id=names["run_id"],
         conversation_id=names["conversation_id"] or choice_name(msg_id, choice),
         version=number_of(row, "version"),
+        version_end=version_end_of(row),
         reward=credit.reward,
         created_at=time_of(row, 0.0),
         tokens=tokens,
@@ -125,13 +144,14 @@ def _acting(rows: list[tuple[Experience, int]]) -> list[Experience]:
     return [row if row.id in rewarded else replace(row, acts=unrewarded, outcome=None) for row, _ in rows]
 
 
-def _with_preferences(rows: list[Experience]) -> list[Experience]:
-    """Add to the rows the replies in the file that they are preferred over."""
+def _with_preferences(rows: list[Experience], discarded: list[Experience]) -> list[Experience]:
+    """Add to the rows the replies in the file that they are preferred over, also discarded ones."""
     found: dict[str, list[Experience]] = {}
-    for row in rows:
+    for row in [*rows, *discarded]:
         found.setdefault(row.msg_id, []).append(row)
-    others = {row.id: Other(choice_name(row.msg_id, row.choice), row.tokens, row.sampling) for row in rows}
-    return prefer(rows, found, others, {})
+    every = (row for choices in found.values() for row in choices)
+    others = {row.id: Other(choice_name(row.msg_id, row.choice), row.tokens, row.sampling) for row in every}
+    return prefer(rows, found, others, {(row.msg_id, row.choice): row.signals for row in discarded})
 
 
 def _shown(counts: Counter[str]) -> str:

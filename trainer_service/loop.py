@@ -50,7 +50,7 @@ class Progress:
     step: int = 0  # number of updates applied to the weights in memory
     version: int = 0  # the last published version, or the version that training started from
     batch_ids: list[int] = field(default_factory=list)  # trained on since that version; their rows are still leased
-    trained_on: set[int] = field(default_factory=set)  # ids of rows in updates since that version, also rehearsed ones
+    trained_on: set[int] = field(default_factory=set)  # ids of the rows that updates since that version have read
     held: dict[int, list[int]] = field(default_factory=dict)  # versions not in a saved state yet, with their batches
     stats: Stats = field(default_factory=dict)
 
@@ -156,7 +156,7 @@ class Trainer:
         progress = self._progress
         self._mark_updating(lease, True)
         progress.batch_ids.append(lease.batch_id)
-        progress.trained_on.update(row.id for row in lease.rows)
+        progress.trained_on |= self._write(partial(queries.ids_read, rows=lease.rows))
         ahead = len(progress.batch_ids) - 1
         progress.stats = self._learner.train(rows, step=progress.step, version=progress.version, ahead=ahead)
         self._mark_updating(lease, False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from shared.errors import StartupError
 from shared.experience import Experience
@@ -44,8 +45,7 @@ class OfflineTrainer(Trainer):
                 self._breaker.require_free()
                 rows = self._require_known(rows)
                 self._update_all(rows, epochs, stop)
-                choices = {(row.msg_id, row.choice) for row in rows}
-                self._progress.trained_on = self._write(lambda connection: queries.ids_of(connection, choices))
+                self._progress.trained_on = self._write(partial(queries.ids_read, rows=rows))
                 self._publish()
                 if lasts:
                     self._save_unsaved_versions()
@@ -133,11 +133,16 @@ def within_context(rows: list[Experience], context: int) -> list[Experience]:
 
 
 def _require_known_ids(rows: list[Experience], vocabulary: int) -> None:
-    """Raise StartupError for a token id that the model does not have: the rows belong to another model."""
+    """Raise StartupError for a token id that the model does not have: the rows belong to another model.
+
+    The replies that the rows are preferred over are read, too.
+    """
     for row in rows:
-        largest = max(int(row.tokens.prompt_ids.max()), int(row.tokens.reply_ids.max()))
-        if largest >= vocabulary:
-            raise StartupError(
-                f"row {row.id}: the token id {largest} is outside of the model's vocabulary of {vocabulary}; set "
-                "model.path to the model that the export is of"
-            )
+        others = ((f"reply {other.name}", other.tokens) for other in row.preferred_over)
+        for name, tokens in ((f"row {row.id}", row.tokens), *others):
+            largest = max(int(tokens.prompt_ids.max()), int(tokens.reply_ids.max()))
+            if largest >= vocabulary:
+                raise StartupError(
+                    f"{name}: the token id {largest} is outside of the model's vocabulary of {vocabulary}; set "
+                    "model.path to the model that the export is of"
+                )

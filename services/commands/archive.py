@@ -37,13 +37,15 @@ def run(args: Namespace) -> int:
     config = read_config(args)
     _check(args)
     from shared.ledger.connect import Ledger
+    from shared.tokenizer import tokenizer_digest
+    from shared.versions import version_path
 
     console = open_console(stderr=True, markup=False)
-    moved = 0
+    moved, tokenizer = 0, tokenizer_digest(config.root / version_path(0))
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
         try:
             args.to.mkdir(parents=True, exist_ok=True)
-            for file, rows in _move(ledger, args.to, args.older_than_days, args.keep_gb):
+            for file, rows in _move(ledger, args.to, tokenizer, args.older_than_days, args.keep_gb):
                 moved += rows
                 console.print(f"{moved} rows archived; {file}")
         except OSError as exc:
@@ -63,9 +65,11 @@ def _check(args: Namespace) -> None:
 
 
 def _move(
-    ledger: Ledger, folder: Path, older_than_days: float | None, keep_gb: float | None
+    ledger: Ledger, folder: Path, tokenizer: str | None, older_than_days: float | None, keep_gb: float | None
 ) -> Iterator[tuple[Path, int]]:
     """Write a file, then delete its rows, until no row is left to move. Yields each file and its number of rows.
+
+    tokenizer: digest of what the token ids mean.
 
     A file is durable before its rows leave the ledger. A crash between the two leaves rows in both, and an import of
     the file skips them. A row that gets signals meanwhile stays, is taken out of the file again, and goes into a later
@@ -86,7 +90,7 @@ def _move(
                 return
             file = _new_file(folder, f"rows-{ids[0]:012}-{ids[-1]:012}")
             in_file = [experiences.c.id.between(ids[0], ids[-1]), *is_done(before)]
-            rows = conversations(connection, in_file, with_tokens=True)
+            rows = conversations(connection, in_file, with_tokens=True, tokenizer=tokenizer)
             said, names = count_signals(connection, ids), names_of_rows(connection, ids)
             try:
                 replace_whole(file, (row for row in rows if row is not None))

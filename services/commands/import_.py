@@ -28,7 +28,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--reward", type=float, default=None, help="reward of rows without one, which otherwise are demonstrations"
     )
     parser.add_argument(
-        "--commit", action="store_true", help="make the rows that an algorithm learns from ready for training"
+        "--commit",
+        action="store_true",
+        help="then make all rows of the ledger that an algorithm learns from ready for training, not only the file's",
     )
 
 
@@ -36,7 +38,7 @@ def run(args: Namespace) -> int:
     """Record the file's rows, except those already in the ledger. Returns 1 if no row was usable."""
     config = read_config(args)
     from services.samples import SampleReader, store
-    from shared.experience import MAY_SERVE
+    from shared.experience import MAY_SERVE, VersionState
     from shared.ledger.connect import Ledger
     from shared.ledger.given import read_rows, require_accepted
     from shared.ledger.queries import count_ready, list_versions
@@ -49,8 +51,9 @@ def run(args: Namespace) -> int:
     console, learned = open_console(stderr=True, markup=False), learned_kinds(config.trainer)
     counts = {"imported": 0, "known": 0, "unusable": 0}
     with closing(Ledger.open(config.ledger_url)) as ledger:
-        versions = {row.version for row in ledger.fetch(list_versions) if row.state in MAY_SERVE}
-        reader = SampleReader(config, versions)
+        versions = [row for row in ledger.fetch(list_versions) if row.state != VersionState.RESERVED]
+        serving = [row.version for row in versions if row.state in MAY_SERVE]
+        reader = SampleReader(config, serving, published=[row.version for row in versions])
         rows = read_rows(args.file)
         while part := list(islice(rows, TRANSACTION_ROWS)):
             samples = asyncio.run(reader.read(part))
@@ -71,7 +74,7 @@ def run(args: Namespace) -> int:
 
 
 def _commit(ledger: Ledger) -> int:
-    """Commit all rows, in parts. Returns the number of rows made READY."""
+    """Commit all rows of the ledger, in parts. Returns the number of rows made READY."""
     from shared.ledger import transitions
 
     committed = 0

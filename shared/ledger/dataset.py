@@ -45,12 +45,12 @@ def conversations(
 ) -> Iterator[dict[str, Any] | None]:
     """Yield each row as {messages, tools, and the exported columns}, oldest first; None for a row without text.
 
-    with_tokens: add {prompt_ids, reply_ids, logprobs, sampling, signals, trained, tokenizer}; a row without text then
-    has null messages, and a row with damaged tokens has no ids, so that an import leaves it out.
+    with_tokens: add {prompt_ids, reply_ids, logprobs, sampling, version_end, signals, trained, tokenizer}; a row
+    without text then has null messages, and a row with damaged tokens has no ids, so that an import leaves it out.
     tokenizer: digest of the tokenizer.
     """
-    more = (experiences.c.id, experiences.c.taught, versions.c.manifest_sha256, payloads.c.request, payloads.c.reply)
-    query = select(*_EXPORTED, *_SAMPLING, *more)
+    more = (experiences.c.id, experiences.c.version_end, experiences.c.taught, versions.c.manifest_sha256)
+    query = select(*_EXPORTED, *_SAMPLING, *more, payloads.c.request, payloads.c.reply)
     query = query.outerjoin(versions, versions.c.version == experiences.c.consumed_version)
     query = query.outerjoin(payloads, payloads.c.experience_id == experiences.c.id).where(*where)
     result = connection.execute(query.order_by(experiences.c.id), execution_options={"yield_per": CHUNK})
@@ -93,7 +93,8 @@ def _signals(connection: Connection, rows: Sequence[Any]) -> dict[tuple[str, int
 
 def _tokens(row: Any, tokens: Tokens) -> dict[str, Any]:
     arrays = {name: getattr(tokens, name).tolist() for name in _ARRAYS}
-    return {**arrays, "sampling": {column.name: row._mapping[column] for column in _SAMPLING}}
+    sampling = {column.name: row._mapping[column] for column in _SAMPLING}
+    return {**arrays, "sampling": sampling, "version_end": row.version_end}
 
 
 def _lineage(connection: Connection, rows: Sequence[Any]) -> dict[int, list[dict[str, Any]]]:
@@ -159,7 +160,7 @@ def write_parquet(rows: Iterable[dict[str, Any]], file: Path) -> None:
         + [(column.name, types[column.type.python_type]) for column in _EXPORTED]
         + [("prompt_ids", pa.list_(pa.int32())), ("reply_ids", pa.list_(pa.int32()))]
         + [("logprobs", pa.list_(pa.float32()))]
-        + [("sampling", pa.struct(sampling)), ("tokenizer", text)]
+        + [("sampling", pa.struct(sampling)), ("version_end", pa.int32()), ("tokenizer", text)]
     )
     with pq.ParquetWriter(file, schema) as writer:
         part: list[dict[str, Any]] = []

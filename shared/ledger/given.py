@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,8 +26,11 @@ from shared.ledger.tables import experiences, signals
 from shared.reward import Kind, Lesson, Scope, Signal
 
 _NAMES = ("msg_id", "task_id", "run_id", "parent_id", "conversation_id", "key_name", "key_group", "finish_reason")
-_LARGEST = {"choice": 10**9 - 1, "version": 2**31 - 1}
+NOT_OURS = -1  # as `version_end`: of an imported row that no version of this ledger sampled to its end
+_NUMBERS = {"choice": (0, 10**9 - 1), "version": (0, 2**31 - 1), "version_end": (NOT_OURS, 2**31 - 1)}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NO_NUMBER = re.compile(rb"[\[:,]\s*-?(NaN|Infinity)\b")  # of json.dumps and pandas
+_ONE_LINE = "write one object on each line"
 UNUSABLE = (CorruptTokens, AttributeError, KeyError, TypeError, ValueError, OverflowError)  # errors of a bad row
 
 
@@ -47,7 +51,8 @@ def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = msgspec.json.decode(text) if text else None
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-                reason = f"not JSON in UTF-8 ({exc}); write one object on each line"
+                fix = "NaN and Infinity are not JSON, write null" if _NO_NUMBER.search(text) else _ONE_LINE
+                reason = f"not JSON in UTF-8 ({exc}); {fix}"
                 raise StartupError(f"{file}, line {number}: {reason}") from exc
             if isinstance(row, dict):
                 yield row
@@ -130,11 +135,16 @@ def choice_of(row: dict[str, Any], msg_id: str) -> tuple[str, int]:
 
 
 def number_of(row: dict[str, Any], name: str) -> int:
-    """Return the row's choice or version; 0 if it has none. Raises ValueError."""
-    value = row.get(name)
-    if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST[name]):
-        raise ValueError(f"{name} is no number of a {name}")
+    """Return the row's choice, version or version_end; 0 if it has none. Raises ValueError."""
+    value, (lowest, highest) = row.get(name), _NUMBERS[name]
+    if value is not None and (type(value) is not int or not lowest <= value <= highest):
+        raise ValueError(f"{name} is no number of a {name.removesuffix('_end')}")
     return value or 0
+
+
+def version_end_of(row: dict[str, Any]) -> int:
+    """Return the version that sampled the last token: the row's version if it names no other. Raises ValueError."""
+    return number_of(row, "version" if row.get("version_end") is None else "version_end")
 
 
 def time_of(row: dict[str, Any], default: float) -> float:

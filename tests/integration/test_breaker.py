@@ -12,7 +12,7 @@ from shared.config import load_config
 from shared.experience import Experience
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import count_by_state, find_trainer, ledger_status, list_versions
+from shared.ledger.queries import Tripped, count_by_state, find_trainer, ledger_status, list_versions, progress
 from tests.support.even_odd import make_taught_model, reward_of_folder, sampled
 from tests.support.experiences import record_ready, trainer_config
 from tests.support.lives import Life, Lives
@@ -145,3 +145,29 @@ def test_explorers_show_which_figure_holds_a_trainer(scripted_engine, start_expl
         assert transitions.reset_breaker(connection, name="t")
         assert not transitions.reset_breaker(connection, name="t"), "it had not tripped"
     wait_for(lambda: f"{shown} 0.0" in explorer.http.get("/metrics").text, "the metric after a look", 60)
+
+
+def test_the_metrics_are_of_the_trainers_that_live_or_else_of_the_last_one(ledger):
+    def announce(name: str, step: int) -> None:
+        about = {"step": step, "version": step, "state_path": None, "state_sha256": None}
+        with ledger.write() as connection:
+            transitions.announce_trainer(connection, name=name, **about)
+
+    def counted() -> tuple[int, list[Tripped]]:
+        found = ledger.fetch(progress)
+        return found.step, found.tripped
+
+    assert counted() == (0, [])
+    announce("given up", 500)
+    with ledger.write() as connection:
+        transitions.trip_breaker(connection, name="given up", tripped={"figure": "reward_drop", "fix": "look"})
+        transitions.dismiss_trainer(connection, name="given up")
+    assert counted() == (500, [Tripped("reward_drop", "look")]), "a trainer that is down is still held"
+    announce("second", 7)
+    assert counted() == (7, [])
+    with ledger.write() as connection:
+        transitions.dismiss_trainer(connection, name="second")
+    assert counted() == (7, [])
+    announce("given up", 500)
+    announce("second", 7)
+    assert counted() == (500, [Tripped("reward_drop", "look")])

@@ -158,7 +158,8 @@ def test_a_sample_whose_lengths_do_not_agree_is_quarantined_with_the_reason(expl
     scripted_engine.script.logprobs = [-0.5]
     assert explorer.chat().status_code == 200
     (row,) = rows(explorer)
-    assert (row["state"], row["reason"]) == ("DISCARDED", "quarantined: 3 reply tokens but 1 logprobs")
+    reason = "quarantined: it does not have one logprob for each reply token"
+    assert (row["state"], row["reason"]) == ("DISCARDED", reason)
 
 
 def test_while_engines_are_away_the_answer_is_503_with_retry_after(start_explorer: Callable[..., RunningExplorer]):

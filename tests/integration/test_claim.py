@@ -293,4 +293,4 @@ def test_a_row_longer_than_an_update_has_room_for_is_quarantined_and_the_others_
     assert names(lease) == [row.msg_id for row in others]
     with ledger.read() as connection:
         ((reason, count),) = quarantined(connection).items()
-        assert count == 1 and reason.startswith("quarantined: it has 11 tokens; at most 10 are trained on")
+        assert count == 1 and reason.startswith("quarantined: it has more tokens than the 10 that are trained on")

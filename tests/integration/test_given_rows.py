@@ -117,6 +117,7 @@ def files() -> dict[str, tuple[bytes, str]]:
         "empty.parquet": (b"", "empty.parquet cannot be read as Parquet"),
         "latin.jsonl": (line + b'\n{"a": "caf\xe9"}\n', "latin.jsonl, line 2: not JSON in UTF-8"),
         "deep.jsonl": (b"[" * 100_000, "deep.jsonl, line 1: not JSON in UTF-8"),
+        "nan.jsonl": (b'{"reward": NaN}', "line 1: not JSON in UTF-8 .*; NaN and Infinity are not JSON, write null"),
         "list.jsonl": (b"[]", "list.jsonl, line 1: not a JSON object"),
         "empty.jsonl": (b"\n", "empty.jsonl holds no rows"),
     }

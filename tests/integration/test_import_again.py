@@ -12,7 +12,8 @@ from sqlalchemy import select
 
 from explorer_service.chat.conversation import read_prompt
 from explorer_service.feedback import parse_feedback
-from shared.config import RewardConfig
+from shared.config import Config, RewardConfig
+from shared.errors import StartupError
 from shared.experience import Tokens, trajectory_key
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
@@ -21,6 +22,7 @@ from shared.ledger.given import read_rows, signals_of
 from shared.ledger.queries import count_rows
 from shared.ledger.tables import experiences, payloads, signals
 from shared.reward import Signal
+from shared.tokenizer import tokenizer_digest
 from tests.support.lessons import record, say
 from tests.support.processes import run_here
 from tests.support.samples import sample
@@ -40,6 +42,44 @@ def columns(ledger: Ledger, *names: str) -> list[tuple]:
     query = select(*(experiences.c[name] for name in names)).order_by(experiences.c.id)
     with ledger.read() as connection:
         return [tuple(row) for row in connection.execute(query)]
+
+
+def with_tokenizer(root: Path, token: str) -> tuple[Config, str]:
+    """A root folder whose version 0 has a tokenizer of one token, and the tokenizer's digest."""
+    base = root / "versions/v000000"
+    base.mkdir(parents=True)
+    (base / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {token: 1}}, "added_tokens": []}))
+    return make_config(root, ["http://127.0.0.1:1"]), str(tokenizer_digest(base))
+
+
+def archived(config: Config, folder: Path) -> Path:
+    """An archive of one discarded row."""
+    ledger = Ledger.open(config.ledger_url)
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("m0", quarantine="slow")])
+    ledger.close()
+    run_here(config, "archive", "--to", str(folder), "--older-than-days", "0")
+    (file,) = folder.iterdir()
+    return file
+
+
+def test_rows_of_another_tokenizer_are_refused_and_those_of_the_same_one_come_back(tmp_path: Path):
+    ours, our_digest = with_tokenizer(tmp_path / "ours", "a")
+    other, other_digest = with_tokenizer(tmp_path / "other", "b")
+    file = archived(ours, tmp_path / "archive")
+    Ledger.open(other.ledger_url).close()
+    with pytest.raises(StartupError, match=f"m0.*: its tokens are of the tokenizer {our_digest}.* has {other_digest};"):
+        run_here(other, "import", str(file))
+    assert run_here(ours, "import", str(file)) == 0
+
+
+def test_rows_come_in_where_one_of_the_two_tokenizers_is_not_known(config, tmp_path: Path):
+    ours, digest = with_tokenizer(tmp_path / "ours", "a")
+    lines = [{**ROW, "msg_id": "m0", "tokenizer": None}, {**ROW, "msg_id": "m1"}]
+    (tmp_path / "silent.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "known.jsonl").write_text(json.dumps({**ROW, "tokenizer": digest}))
+    assert run_here(ours, "import", str(tmp_path / "silent.jsonl")) == 0
+    assert run_here(config, "import", str(tmp_path / "known.jsonl")) == 0, "no model's folder is here"
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ def test_an_export_trains_a_model_to_the_very_bits_of_the_trainer_on_the_ledger(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"], "nothing is left beside it"
     assert not (tmp_path / "out/MANIFEST.json").exists()
     assert not (tmp_path / "other/trainer").exists(), "root_dir is not touched"
+
+
+def test_a_model_is_trained_beside_a_trainer_that_listens_on_the_port_of_the_same_file(trained, tmp_path, model, lives):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        prepare(tmp_path, model, watch={"port": taken.getsockname()[1]})
+        train(lives, tmp_path, "--from", str(trained / "rows.parquet"), "--out", str(tmp_path / "out"))
+    assert (tmp_path / "out/model.safetensors").exists()
 
 
 def test_an_export_makes_the_next_version_of_a_root_which_its_trainer_goes_on_from(trained, tmp_path, model, lives):
@@ -146,14 +154,17 @@ def config(tmp_path, model):
             r"nothing was said of its rows that ppo learns from; choose another trainer.algorithm \(its rows have "
             r"comment: 1; ppo learns from metric, rating, reward\)",
         ),
-        ([{**ROW, "logprobs": []}], r"no row has tokens \(1 unusable \(1 reply tokens but 0 logprobs\)\)"),
+        (
+            [{**ROW, "logprobs": []}],
+            r"no row has tokens \(1 unusable \(it does not have one logprob for each reply token\)\)",
+        ),
         (
             [{**ROW, "reply_ids": [2**40]}],
             r"1 unusable \(something among its token ids is none\)",
         ),
         (
             [{**ROW, "prompt_ids": [5] * 40}],
-            r"unusable \(it has 41 tokens; at most 40 are trained on \(trainer\.max_trajectory_tokens, .*\)\)",
+            r"unusable \(it has more tokens than the 40 that are trained on \(trainer\.max_trajectory_tokens, .*\)\)",
         ),
         ([{**ROW, "state": "DISCARDED"}], r"no row has tokens \(1 DISCARDED\)"),
         ([{**ROW, "reward": 1e308}], r"1 unusable \(reward 1e\+308 is outside of reward\.accept="),

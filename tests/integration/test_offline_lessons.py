@@ -10,14 +10,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shared.config import RewardConfig
+from shared.config import RewardConfig, load_config
 from shared.errors import StartupError
 from shared.experience import Tokens
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.reward import Signal, learned_kinds
+from tests.integration.test_offline import train
 from tests.support.experiences import make_experiences, rows, samples_of, trainer_config
 from tests.support.processes import run_here
+from tests.support.trained_roots import open_ledger, prepare
 from trainer_service.batch import make_batch
 from trainer_service.export import read_export
 from trainer_service.offline import OfflineTrainer, within_context
@@ -106,3 +108,58 @@ def test_a_turn_before_its_parent_in_the_file_is_read_and_so_are_repeated_rows(t
     for order in ([child, parent], [parent, child, parent, child]):
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, order)))
         assert len(read_export(tmp_path / "rows.jsonl", config, model)) >= 2
+
+
+REPLY = {"msg_id": "m1", "prompt_ids": [1], "reply_ids": [2], "logprobs": [-0.5]}
+OTHER = {**REPLY, "msg_id": "m2", "reply_ids": [3], "state": "DISCARDED"}
+QUARANTINED = {"reason": "quarantined: each trainer died in an update with it alone"}
+
+
+def over(name: str) -> dict[str, list[dict[str, str]]]:
+    return {"signals": [{"kind": "preferred_over", "text": name}]}
+
+
+@pytest.mark.parametrize(
+    ("other", "used", "unused"),
+    [
+        (OTHER, ["m2"], ()),
+        ({**OTHER, "reason": "expired: nothing that is learned from was said in time"}, ["m2"], ()),
+        ({**OTHER, **over("m1")}, [], ("preference_circle",)),
+        ({**OTHER, **QUARANTINED}, [], ("preference_unknown",)),
+        ({**OTHER, "logprobs": []}, [], ("preference_unknown",)),
+        ({**OTHER, "prompt_ids": None, "reason": "erased"}, [], ("preference_unknown",)),
+    ],
+)
+def test_a_discarded_reply_is_read_where_another_is_preferred_over_it_as_on_the_ledger(
+    other, used, unused, tmp_path, model
+):
+    config = trainer_config(tmp_path, model, algorithm="dpo")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [other, {**REPLY, **over("m2")}])))
+    (row,) = read_export(tmp_path / "rows.jsonl", config, model)
+    assert (row.msg_id, [one.name for one in row.preferred_over], row.unused) == ("m1", used, unused)
+
+
+def test_a_reply_whose_token_ids_the_model_lacks_is_refused_by_name_where_another_is_preferred_over_it(tmp_path, model):
+    config = trainer_config(tmp_path, model, algorithm="dpo")
+    other = {**OTHER, "reply_ids": [40_000]}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [other, {**REPLY, **over("m2")}])))
+    read = read_export(tmp_path / "rows.jsonl", config, model)
+    trainer = SimpleNamespace(_config=config, _learner=SimpleNamespace(vocabulary=208, context=50), _base_folder=model)
+    with pytest.raises(StartupError, match="reply m2: the token id 40000 is outside of the model's vocabulary of 208"):
+        OfflineTrainer._require_known(trainer, read)
+
+
+def test_an_erasure_names_the_version_that_a_file_taught_to_prefer_another_reply(tmp_path, model, lives, capsys):
+    prepare(tmp_path, model, algorithm="dpo")
+    config = load_config(tmp_path / "flywheel.yaml")
+    winner, loser = make_experiences(model, 2)
+    loser = replace(loser, tokens=replace(loser.tokens, prompt_ids=winner.tokens.prompt_ids))
+    with closing(open_ledger(tmp_path)) as ledger, ledger.write() as connection:
+        transitions.record(connection, samples_of([winner, loser]))
+        said = {"signals": [Signal("preferred_over", text=loser.msg_id)], "task_id": None, "run_id": None}
+        learned = learned_kinds(config.trainer)
+        transitions.apply_feedback(connection, msg_ids=[winner.msg_id], rule=config.reward, learned=learned, **said)
+    run_here(config, "export", "--out", str(tmp_path / "rows.jsonl"), "--tokens")
+    train(lives, tmp_path, "--from", str(tmp_path / "rows.jsonl"))
+    assert run_here(config, "erase", "--message", loser.msg_id) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 rows erased; they went into versions 1"

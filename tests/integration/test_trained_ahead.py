@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sqlalchemy import update
 
+from shared.errors import DiskFull
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import ledger_status, list_versions
 from shared.ledger.tables import batches, versions
+from shared.reward import Signal, learned_kinds
 from shared.stop_request import StopRequest
 from shared.versions import Manifest, read_manifest
-from tests.support.experiences import record_ready, rows, trainer_config
+from tests.support.experiences import record_ready, rows, samples_of, trainer_config
 from tests.support.processes import run_here
 from tests.support.servers import write_scripted_version
 from trainer_service.errors import Stopped
@@ -193,3 +198,44 @@ def test_a_stop_during_the_wait_for_a_teacher_saves_what_no_state_contains(tmp_p
     assert learner.saved == SavedState("trainer/trainer/state-000001", None)
     assert found["trainers"][0]["version"] == 1
     assert (found["rows"]["CONSUMED"], found["rows"]["READY"]) == (2, 2)
+
+
+class WithoutRoom(StoppedAtTheTeacher):
+    """A learner whose disk has no room for a state."""
+
+    def save(self, version: int) -> SavedState:
+        raise DiskFull("no space left")
+
+
+def test_a_version_that_was_withdrawn_is_named_of_a_reply_over_which_it_learned_to_prefer_another(
+    tmp_path, model, capsys
+):
+    config = trainer_config(tmp_path, tmp_path, algorithm="dpo", batch_size=1, save_every=3, min_free_disk_gb=0)
+    said: dict[str, Any] = {"signals": [Signal("preferred_over", text="m1")], "task_id": None, "run_id": None}
+    said |= {"rule": config.reward, "learned": learned_kinds(config.trainer)}
+    better, worse, other = rows(3)
+    worse = replace(worse, tokens=replace(worse.tokens, reply_ids=np.array([3], np.int32)))
+    stop = StopRequest()
+    with (
+        contextlib.closing(Ledger.open(config.ledger_url)) as ledger,
+        contextlib.closing(StateStore(config.root, "trainer")) as states,
+        contextlib.closing(Watch(config.trainer, states.folder)) as watch,
+    ):
+        base = write_scripted_version(tmp_path, 0, -1.0)
+        for file in model.glob("tokenizer*"):
+            shutil.copy(file, base)
+        with ledger.write() as connection:
+            transitions.publish(connection, version=0, parent=None, kind="full", step=0)
+            transitions.record(connection, samples_of([better, worse, other]))
+            for name in ("m0", "m2"):
+                transitions.apply_feedback(connection, msg_ids=[name], **said)
+            transitions.commit(connection)
+        learner: Any = WithoutRoom(stop)
+        trainer = Trainer(config, ledger, learner, states, stop, watch)
+        trainer.resume(None, 0)
+        assert not trainer.run()
+        with ledger.write() as connection:
+            assert transitions.withdraw_versions(connection, writer="trainer", after=0)
+    capsys.readouterr()
+    assert run_here(config, "erase", "--message", "m1") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 rows erased; they went into versions 1"

@@ -119,6 +119,7 @@ def test_a_rendered_row_names_the_version_whose_logprobs_it_has(
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     (row,) = asyncio.run(SampleReader(config, range(6)).read([{"messages": messages, "version": 2}]))
     assert (engine.asked, row.sample.version) == ([asked], version)
+    assert row.sample.version_end != version, "it did not sample the reply"
 
 
 def test_an_import_makes_no_token_of_the_engines(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields
+from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, select
@@ -40,6 +41,12 @@ def live_explorers(connection: Connection) -> dict[str, dict[str, Followed]]:
     """Return the live explorers, with what they have acknowledged of each of their engines."""
     query = select(explorers).where(_is_alive(connection))
     return {row.id: _decode_followed(row.acknowledged) for row in connection.execute(query)}
+
+
+def settings_of_explorers(connection: Connection) -> dict[str, dict[str, Any]]:
+    """Return the settings of each live explorer in which all processes must agree, by key."""
+    query = select(explorers.c.id, explorers.c.settings).where(_is_alive(connection))
+    return {row.id: msgspec.json.decode(row.settings or b"{}") for row in connection.execute(query)}
 
 
 def read_engine(connection: Connection, url: str) -> EngineRow | None:

@@ -251,12 +251,14 @@ def failures_of_oldest(
 
 
 def quarantined(connection: Connection) -> dict[str, int]:
-    """Return the most frequent reasons for quarantine, with the number of rows."""
+    """Return the most frequent reasons for quarantine with the number of rows, and the number of all other rows."""
     number = func.count()
-    reasons = select(experiences.c.reason, number).where(text(IS_QUARANTINED)).group_by(experiences.c.reason)
-    most_frequent = reasons.order_by(number.desc()).limit(_REASONS)
-    counted: dict[str, int] = dict(row for row in connection.execute(most_frequent))
-    return counted
+    columns = (experiences.c.reason, number, func.sum(number).over())  # the last: of all reasons
+    reasons = select(*columns).where(text(IS_QUARANTINED)).group_by(experiences.c.reason)
+    rows = connection.execute(reasons.order_by(number.desc(), experiences.c.reason).limit(_REASONS)).all()
+    counted: dict[str, int] = {reason: count for reason, count, _ in rows}
+    others = int(rows[0][2]) - sum(counted.values()) if rows else 0
+    return {**counted, "quarantined: other reasons": others} if others else counted
 
 
 def any_lease_expired(connection: Connection) -> bool:

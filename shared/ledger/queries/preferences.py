@@ -15,6 +15,7 @@ from sqlalchemy import Connection, select
 from shared.experience import CorruptTokens, Experience, Other, Sampling, Tokens, choice_name
 from shared.ledger.conditions import AnyRow, in_parts, split_name
 from shared.ledger.prefix import load_tokens
+from shared.ledger.queries.rows import ids_of
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import experiences
 from shared.reward import Kind, Signal
@@ -42,6 +43,16 @@ def with_preferences(
     logs = load_signals(connection, [*rows, *choices], _KINDS)  # including signals that acted before
     logs = _linked(connection, logs, set(found))
     return prefer(rows, found, _read(connection, choices, vocabulary, max_tokens), logs)
+
+
+def ids_read(connection: Connection, rows: Sequence[Experience]) -> set[int]:
+    """Return the ids of these rows and of the replies that they are preferred over, as far as they are stored.
+
+    Training on the rows reads all of these.
+    """
+    others = (split_name(other.name) for row in rows for other in row.preferred_over)
+    choices = {(row.msg_id, row.choice) for row in rows} | {(msg_id, choice or 0) for msg_id, choice in others}
+    return ids_of(connection, choices)
 
 
 def _linked(connection: Connection, logs: Logs, known: set[str]) -> Logs:

@@ -189,13 +189,15 @@ class Rewards:
 def rewards_by_version(connection: Connection) -> list[Rewards]:
     """Return the rewards of the newest rows, trained on or not, by sampling version; oldest version first.
 
+    A reply that two versions sampled says nothing about either, and one that no version of this ledger sampled nothing
+    about any: their `version_end` is another than their version, and they are left out.
     Rewards that no row is trained on with are left out: their sums and squares may overflow.
     """
     newest = select(func.max(experiences.c.id)).scalar_subquery()
     reward = experiences.c.reward
     square = case((func.abs(reward) < _NO_SQUARE, 0.0), else_=reward * reward)
     query = select(experiences.c.version, func.count(), func.avg(reward), func.avg(square))
-    usable = reward.between(-LARGEST_REWARD, LARGEST_REWARD)
-    rewarded = query.where(experiences.c.id > newest - _REWARDED_ROWS, usable)
+    usable = (reward.between(-LARGEST_REWARD, LARGEST_REWARD), experiences.c.version_end == experiences.c.version)
+    rewarded = query.where(experiences.c.id > newest - _REWARDED_ROWS, *usable)
     grouped = rewarded.group_by(experiences.c.version).order_by(experiences.c.version)
     return [Rewards(*row) for row in connection.execute(grouped)]

@@ -18,7 +18,8 @@ explorers = Table(
 engines = Table(
     "engines",
     metadata,
-    Column("url", String(400), primary_key=True),  # for a loopback address, prefixed with the machine's name
+    # for a loopback address, prefixed with the machine's name; or `engine` and the engine's own name: a second lease
+    Column("url", String(400), primary_key=True),
     Column("owner", String(64)),  # the explorer that changes its version
     Column("owner_until", Float, nullable=False),  # Unix seconds
     Column("state", String(12), nullable=False),  # as explorer_service.engines.engine.EngineState

@@ -46,7 +46,7 @@ experiences = Table(
     Column("key_group", String(200), info=_EXPORTED),  # of the keys whose feedback may reach it; null: without a group
     Column("feedback_key", String(200)),  # the key that last set the reward; without one to act, that of the words
     Column("version", Integer, nullable=False, info=_EXPORTED),  # the version that sampled the first token
-    Column("version_end", Integer, nullable=False),  # the version that sampled the last token
+    Column("version_end", Integer, nullable=False),  # sampled the last token; -1: no version of this ledger did
     Column("state", String(12), nullable=False, info=_EXPORTED),  # State
     Column("reason", Text, info=_EXPORTED),  # why DISCARDED
     Column("reward", Float, info=_EXPORTED),  # from the signals so far: the latest of the next two
