@@ -15,6 +15,7 @@ from sqlalchemy import Connection
 from explorer_service.ledger_writer import LedgerWriter
 from shared import clock
 from shared.clock import until_next_tick
+from shared.config import differences
 from shared.errors import LedgerError
 from shared.ledger import queries, transitions
 from shared.ledger.connect import database_clock
@@ -92,16 +93,13 @@ class Membership:
 
     def _note_differences(self, others: dict[str, dict[str, Any]]) -> None:
         """Log once for each other explorer how its settings differ."""
-        differing = {other: found for other, settings in others.items() if (found := self._differences(settings))}
+        differing = {
+            other: found for other, settings in others.items() if (found := differences(self._settings, settings))
+        }
         for other, found in differing.items():
             if self.differing.get(other) != found:
                 log.error("another explorer of this ledger has other settings", other=other, differences=found)
         self.differing = differing
-
-    def _differences(self, settings: dict[str, Any]) -> str:
-        """Return how an explorer's settings differ. Older releases may lack a key, which is no difference."""
-        both = ((key, own, settings.get(key, own)) for key, own in self._settings.items())
-        return "; ".join(f"{key} is {own!r} here and {theirs!r} there" for key, own, theirs in both if own != theirs)
 
     async def leave(self) -> None:
         """Sign off, which frees the leases of this explorer at once."""

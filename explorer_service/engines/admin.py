@@ -18,7 +18,9 @@ from shared.errors import EngineError, VersionError, VersionMissing
 HEALTH_TIMEOUT_S = 5.0
 TOKEN_HEADER = "X-Flywheel-Engine-Token"  # the same as in services/engine/gate.py
 STAGE_PATH, RESTART_PATH = "/flywheel/stage", "/flywheel/restart"  # the same as in services/engine/gate.py
+IDENTITY_PATH = "/flywheel/identity"  # likewise
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_IDENTITY = 300  # characters
 _NO_ROUTE = (404, 405)
 
 
@@ -63,6 +65,14 @@ class EngineAdmin:
             await self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
         except EngineRefused as exc:  # it is warming up, or its core is dead
             raise EngineUnavailable(str(exc)) from exc
+
+    async def read_identity(self) -> str | None:
+        """Return the engine's own name, which is the same at each of its urls; None: it is no `flywheel engine`."""
+        try:
+            identity = (await self._call("GET", IDENTITY_PATH, timeout_s=HEALTH_TIMEOUT_S)).get("identity")
+        except EngineRefused:
+            return None
+        return identity[:MAX_IDENTITY] if isinstance(identity, str) and identity else None
 
     async def stage(self, version: int, manifest_sha256: str | None, in_use: Collection[int] = ()) -> Path | None:
         """Have the engine's machine copy or rebuild a version on its disk, while the engine serves.

@@ -35,6 +35,9 @@ class EngineFollower:
         """Apply the engine's row, and acknowledge it. Raises EngineUnavailable, LedgerError, VersionError."""
         engine = self._engine
         engine.refused.clear()  # only its owner knows which versions it does not load
+        if (reason := self._reloading.leases.owned_otherwise(engine.url)) is not None:
+            self._stand_back(reason)
+            return
         row = await self._reloading.leases.read(engine.url)
         self.owner_reloads = row is not None and row.state == EngineState.RELOADING
         if row is None:
@@ -72,6 +75,16 @@ class EngineFollower:
         if not engine.in_flight or self._reloading.loads_adapters:  # a request to an adapter is of one version
             ending = list(engine.in_flight_of)
             await leases.acknowledge(engine.url, row.generation, engine.seeded_in_flight, ending)
+
+    def _stand_back(self, reason: str) -> None:
+        """Close an engine that an explorer with another url for it owns, and whose moves are unknown here."""
+        engine = self._engine
+        self.owner_reloads = False  # so its health is checked, and the ownership tried again
+        if engine.is_open or engine.hold.is_on:
+            self._pool.spoil(engine, reason)
+        if engine.reason != reason:
+            log.error("engine is not used", engine=engine.name, reason=reason)
+            self._pool.check(engine, reason)
 
     async def _read_names(self, version: int) -> dict[int, str]:
         """Return what the engine serves, with the names. version: for requests that name none."""

@@ -32,7 +32,10 @@ class EngineHealth:
         self._progress_at = time.monotonic()  # when no chat waited, or the engine was resumed
 
     async def check(self) -> None:
-        """Check the health of an engine that has not just answered a chat. Raises EngineUnavailable."""
+        """Check the health of an engine that has not just answered a chat, and note its own name before it is opened.
+
+        Raises EngineUnavailable, LedgerError.
+        """
         answered_at = max(self._healthy_at, self._engine.answered_at)
         if not self._engine.is_open or time.monotonic() - answered_at > HEALTH_INTERVAL_S:
             was_away = self._engine.state is EngineState.UNAVAILABLE
@@ -40,6 +43,8 @@ class EngineHealth:
             if self._engine.state is EngineState.UNAVAILABLE and not was_away:
                 raise EngineUnavailable(self._engine.reason)  # a chat lost it meanwhile; the answer may be older
             self._healthy_at = time.monotonic()
+            if not self._engine.is_open:
+                await self._leases.identify(self._engine.url, await self._admin.read_identity())
             await self._resume_if_stalled()
 
     async def _resume_if_stalled(self) -> None:

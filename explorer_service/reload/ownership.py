@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from sqlalchemy import Connection
 
@@ -17,13 +17,13 @@ from explorer_service.engines.engine import EngineState
 from explorer_service.errors import NotOwner
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.membership import Membership
+from explorer_service.reload.names import engine_key, own_name, who_owns
 from shared import clock
-from shared.config import EngineAddress, is_loopback
+from shared.config import EngineAddress
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import EngineRow, Followed
 from shared.log import StageLogger
-from shared.process import machine_name
 
 log = StageLogger("reload")
 POLL_S = 0.05  # between queries for acknowledgements, or for the end of another explorer's reload
@@ -40,7 +40,8 @@ class _Announced(NamedTuple):
 class EngineLeases:
     """The engines that this explorer owns, and the announced states of all engines.
 
-    An engine is identified by its URL, and by its machine if the URL is a loopback one.
+    An engine is identified by its URL, and by its machine if the URL is a loopback one. An owner also owns the engine's
+    own name, if it has one: explorers that name it by different URLs know nothing of each other's moves.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class EngineLeases:
         self._spoiled: set[str] = set()  # urls
         self._switched_at: dict[str, float] = {}  # clock.since_boot_s(); by engine url
         self._keys = {engine.url: engine_key(engine) for engine in engines}
+        self._identities: dict[str, str] = {}  # by engine url: a second name in the ledger; missing if it has none
+        self._owned_otherwise: dict[str, str] = {}  # by engine url: who owns it by another url, in words
         membership.acknowledged.update(dict.fromkeys(self._keys.values(), Followed()))
 
     @property
@@ -65,24 +68,58 @@ class EngineLeases:
         """The engine's name in the ledger."""
         return self._keys[url]
 
+    async def identify(self, url: str, identity: str | None) -> None:
+        """Note the own name of an engine that does not serve yet; None: it has none. Raises LedgerError."""
+        own, name = self._membership.id, own_name(identity)
+        known = self._identities.get(url, "")
+        if name == known:
+            return
+        if known:  # another engine has this url now
+            await self._writer.write(lambda c: transitions.release_engine(c, known, own))
+        self._identities[url] = name
+        self._acquired_at.pop(url, None)
+
+    def owned_otherwise(self, url: str) -> str | None:
+        """Return who owns the engine by another url, in words; None: nobody, according to the last `acquire`."""
+        return self._owned_otherwise.get(url)
+
     async def acquire(self, url: str) -> bool:
         """Acquire the engine unless another explorer owns it. Returns whether this one does. Raises LedgerError."""
         if self.holds(url):
             return True
-        asked_at, key = clock.since_boot_s(), self.key(url)
-        owned = await self._writer.write(lambda c: transitions.acquire_engine(c, key, self._membership.id))
-        if owned:
+        asked_at, key, own = clock.since_boot_s(), self.key(url), self._membership.id
+
+        def acquire(connection: Connection) -> Literal[True] | str:
+            """Returns whether it is acquired, or else who owns it by another url; empty: its owner has the same url."""
+            if not self._acquire_identity(connection, url):
+                transitions.release_engine(connection, key, own)
+                return who_owns(connection, self._identities[url], key)
+            if transitions.acquire_engine(connection, key, own):
+                return True
+            transitions.release_engine(connection, self._identities.get(url) or key, own)
+            return ""
+
+        acquired = await self._writer.write(acquire)
+        self._owned_otherwise.pop(url, None)
+        if acquired is True:
             self._acquired_at[url] = asked_at
-        else:
-            self.forget(url)
-        return owned
+            return True
+        self.forget(url)
+        if acquired:
+            self._owned_otherwise[url] = acquired
+        return False
+
+    def _acquire_identity(self, connection: Connection, url: str) -> bool:
+        """Acquire the engine's own name, or renew its lease. Returns whether no other explorer has it."""
+        name = self._identities.get(url)
+        return not name or transitions.acquire_engine(connection, name, self._membership.id)
 
     def holds(self, url: str) -> bool:
         """Whether this explorer certainly owns the engine. Makes no query."""
         acquired_at, heartbeat_at = self._acquired_at.get(url), self._membership.heartbeat_at
         if acquired_at is None:
             return False
-        if heartbeat_at > acquired_at and self.key(url) not in self._membership.owned:
+        if heartbeat_at > acquired_at and not self._names(url) <= self._membership.owned:
             return False  # the lease expired while this explorer was suspended, and another one owns the engine
         renewed_at = max(acquired_at, heartbeat_at)  # every heartbeat renews all leases that remain
         return clock.since_boot_s() < renewed_at + transitions.ENGINE_LEASE_S * 2 / 3
@@ -151,10 +188,19 @@ class EngineLeases:
 
     async def release(self, url: str) -> None:
         """Let another explorer own the engine. Raises LedgerError."""
-        key, own = self.key(url), self._membership.id
+        names, own = sorted(self._names(url)), self._membership.id
         self._announced.pop(url, None)
         self.forget(url)
-        await self._writer.write(lambda c: transitions.release_engine(c, key, own))
+
+        def release(connection: Connection) -> None:
+            for name in names:
+                transitions.release_engine(connection, name, own)
+
+        await self._writer.write(release)
+
+    def _names(self, url: str) -> set[str]:
+        """Return the engine's names in the ledger."""
+        return {self.key(url), self._identities.get(url) or self.key(url)}
 
     def has_told(self, url: str, state: str, version: int | None) -> bool:
         """Whether this explorer's last announcement of the engine is this one."""
@@ -175,7 +221,8 @@ class EngineLeases:
         key, own, asked_at = self.key(url), self._membership.id, clock.since_boot_s()
 
         def write(connection: Connection) -> bool | None:
-            return also(connection) if transitions.confirm_engine(connection, key, own, generation) else None
+            owned = self._acquire_identity(connection, url)
+            return also(connection) if owned and transitions.confirm_engine(connection, key, own, generation) else None
 
         confirmed = await self._writer.write(write)
         if confirmed is None:
@@ -199,7 +246,11 @@ class EngineLeases:
     async def require(self, url: str) -> None:
         """Raise NotOwner unless this explorer still owns the engine; renews the lease."""
         key, own = self.key(url), self._membership.id
-        if not await self._writer.write(lambda c: transitions.acquire_engine(c, key, own)):
+
+        def write(connection: Connection) -> bool:
+            return self._acquire_identity(connection, url) and transitions.acquire_engine(connection, key, own)
+
+        if not await self._writer.write(write):
             self._lose(url)
 
     async def read_followed(self, url: str) -> list[Followed]:
@@ -242,8 +293,3 @@ class EngineLeases:
     def _lose(self, url: str) -> NoReturn:
         self.forget(url)
         raise NotOwner("another explorer owns this engine now")
-
-
-def engine_key(engine: EngineAddress) -> str:
-    """Return the engine's name in the ledger. A loopback URL is another engine on each machine."""
-    return f"{machine_name()} {engine.url}" if is_loopback(engine.host) else engine.url

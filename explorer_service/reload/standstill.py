@@ -77,4 +77,4 @@ class Standstill:
         row = await self._leases.read(engine.url)
         if row is None or row.generation != self._leases.known_generation(engine.url):
             return False
-        return row.owner == self._leases.explorer or not self._leases.believes_to_own(engine.url)
+        return self._leases.holds(engine.url) or not self._leases.believes_to_own(engine.url)

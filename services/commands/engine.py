@@ -11,7 +11,7 @@ HELP = "start one vLLM engine"
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--name", default=None, help="its name in explorer.engines (default: the first one)")
+    parser.add_argument("--name", default=None, help="its name in explorer.engines (default: the only one)")
 
 
 def run(args: Namespace) -> int:

@@ -13,6 +13,7 @@ from shared.errors import ConfigError, StartupError
 if TYPE_CHECKING:
     from shared.ledger.connect import Ledger
 
+_OTHER_SOURCE = "let database_url name the ledger to copy (that of a backup: FLYWHEEL_DATABASE_URL=sqlite:////BACKUP/ledger.sqlite3)"
 HELP = "update the ledger's schema, or copy the ledger to another database"
 
 
@@ -25,7 +26,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Migrate the ledger; with --to, copy it while no process writes.
 
-    Raises ConfigError, LedgerError, and StartupError if processes would go on writing to the old database.
+    Raises ConfigError, LedgerError, and StartupError if processes would go on writing to the old database, or if it
+    holds no rows.
     """
     config = read_config(args)
     from shared.config import check_database_url, ledger_url
@@ -35,9 +37,8 @@ def run(args: Namespace) -> int:
             check_database_url("--to", args.to)
         except ValueError as exc:
             raise ConfigError(str(exc)) from exc
-        file = _file_of(config.ledger_url)
-        if file is not None and file == _file_of(ledger_url(args.to)):
-            raise ConfigError("--to names the ledger that is to be copied; name an empty database")
+        if names_same_database(config.ledger_url, args.to):
+            raise ConfigError(f"--to names the ledger that is to be copied; name an empty database, or {_OTHER_SOURCE}")
     from shared.ledger.connect import Ledger
     from shared.ledger.migrate import copy_ledger
     from shared.ledger.migrations import HEAD
@@ -56,6 +57,8 @@ def run(args: Namespace) -> int:
             target.write() as writing,
         ):
             copied = copy_ledger(reading, writing, show)
+        if not any(copied.values()):
+            raise StartupError(f"{source.shown_url} holds no rows, so nothing was copied; {_OTHER_SOURCE}")
     console.print(f"{sum(copied.values())} rows copied and verified; set database_url to the new database")
     return 0
 
@@ -73,9 +76,22 @@ def _require_unused(source: Ledger) -> None:
         )
 
 
-def _file_of(url: str) -> Path | None:
-    """Return SQLite's file; None for PostgreSQL, where a copy into itself finds the rows that are there."""
+def names_same_database(one: str, other: str) -> bool:
+    """Whether two URLs name one database, whatever user and options they give. Other names of a host are not known."""
+    return _place_of(one) == _place_of(other)
+
+
+def _place_of(url: str) -> tuple[str, ...]:
+    """Return SQLite's file, or PostgreSQL's host, port and database."""
     from sqlalchemy import make_url
 
-    parsed = make_url(url)
-    return Path(parsed.database or "").resolve() if parsed.get_backend_name() == "sqlite" else None
+    from shared.config import is_loopback, ledger_url
+
+    parsed = make_url(ledger_url(url))
+    if parsed.get_backend_name() == "sqlite":
+        return (str(Path(parsed.database or "").resolve()),)
+    options = {name: values[-1] for name, values in parsed.normalized_query.items()}  # these take precedence
+    host = options.get("host", parsed.host or "").lower()
+    port = options.get("port", str(parsed.port or 5432))
+    database = options.get("dbname", parsed.database or parsed.username or "")
+    return "localhost" if is_loopback(host) else host, port, database

@@ -3,9 +3,10 @@
 The first requests to a fresh engine compile kernels. Until the warm-up ends, every route answers 503 to all callers but
 the warm-up itself, so that no health check finds the engine ready too early. Afterwards every client except a web page
 may sample, and read the routes in OPEN_ROUTES. Any other route of vLLM, in this or a later release, may change the
-engine or reveal data about its machine: it requires the token of the explorers. RESTART_PATH and STAGE_PATH are our
-own; the process that started vLLM serves the second one on a socket, see stage.py. This file imports none of our
-modules, because it runs inside vLLM's process.
+engine or reveal data about its machine: it requires the token of the explorers. RESTART_PATH, STAGE_PATH and
+IDENTITY_PATH are our own; the process that started vLLM serves the second one on a socket, see stage.py. The third one
+answers the engine's own name, by which explorers notice that they name it by different urls. This file imports none of
+our modules, because it runs inside vLLM's process.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 WARMUP_VARIABLE = "ENGINE_WARMUP_TOKEN"
 ADMIN_VARIABLE = "ENGINE_ADMIN_TOKEN"
 STAGE_VARIABLE = "ENGINE_STAGE_SOCKET"
+IDENTITY_VARIABLE = "ENGINE_IDENTITY"
 WARMUP_HEADER = "x-flywheel-warmup"
 ADMIN_HEADER = "x-flywheel-engine-token"
 OPEN_PATH = "/flywheel/open"
 STAGE_PATH = "/flywheel/stage"
 STAGE_BODY_BYTES = 16_384
 RESTART_PATH = "/flywheel/restart"  # the same as in explorer_service/engines/admin.py
+IDENTITY_PATH = "/flywheel/identity"  # likewise
 OPEN_ROUTES = frozenset((
     ("GET", "/health"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/v1/models"), ("POST", "/tokenize"),
     ("POST", "/detokenize"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/messages"),
@@ -50,6 +53,7 @@ class EngineGate:
         self._warmup = os.environ.get(WARMUP_VARIABLE, "").encode()
         self._admin = os.environ.get(ADMIN_VARIABLE, "").encode()
         self._stage_socket = os.environ.get(STAGE_VARIABLE, "")
+        self._identity = os.environ.get(IDENTITY_VARIABLE, "")
         self._open = not self._warmup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,6 +80,8 @@ class EngineGate:
                 await self._stage(receive, send)
             elif (scope["method"], scope["path"]) == ("POST", RESTART_PATH):
                 _end_vllm()
+            elif (scope["method"], scope["path"]) == ("GET", IDENTITY_PATH):
+                await _answer(send, 200, b'{"identity":"%s"}' % self._identity.encode())
             else:
                 await self._app(scope, receive, send)
         elif (scope["method"], scope["path"]) not in OPEN_ROUTES:

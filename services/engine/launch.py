@@ -23,7 +23,7 @@ import psutil
 
 from services.engine.adapters import adapter_arguments, warm_up_adapters
 from services.engine.cpu import one_process, runs_on_cpu
-from services.engine.gate import ADMIN_VARIABLE, STAGE_VARIABLE, WARMUP_VARIABLE
+from services.engine.gate import ADMIN_VARIABLE, IDENTITY_VARIABLE, STAGE_VARIABLE, WARMUP_VARIABLE
 from services.engine.lease import StartLease
 from services.engine.output import EngineOutput
 from services.engine.stage import Stage, rebuilt, serve_stage
@@ -37,7 +37,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, kept_versions
 from shared.log import StageLogger, configure_logging
 from shared.ports import require_free_port
-from shared.process import adopt_orphans, die_with_parent, import_path, visible_devices
+from shared.process import adopt_orphans, die_with_parent, import_path, process_name, visible_devices
 from shared.soundness import read_base, require_sound
 from shared.stop_request import StopRequest
 from shared.versions import read_manifest, version_label, version_path
@@ -77,6 +77,7 @@ def _run_vllm(config: Config, address: EngineAddress, host: str, folder: Path, s
             WARMUP_VARIABLE: warmup_token,
             ADMIN_VARIABLE: engine_token(config),
             STAGE_VARIABLE: staging,
+            IDENTITY_VARIABLE: _identity(address),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -226,13 +227,19 @@ def environment(config: Config) -> dict[str, str]:
     }
 
 
+def _identity(address: EngineAddress) -> str:
+    """Return the engine's own name: no other engine has it, and a restart does not change it."""
+    return f"{process_name().partition('-')[0] or secrets.token_hex(6)}-{address.port}-{address.name}"
+
+
 def _choose(config: Config, name: str | None) -> EngineAddress:
-    engines = config.explorer.engines
-    for address in engines:
-        if name is None or address.name == name:
-            return address
-    known = ", ".join(address.name for address in engines)
-    raise ConfigError(f"--name {name!r} is none of explorer.engines; choose one of: {known}")
+    engines = {address.name: address for address in config.explorer.engines}
+    if name is None and len(engines) == 1:
+        (name,) = engines
+    if name not in engines:
+        problem = "--name is missing" if name is None else f"--name {name!r} is none of explorer.engines"
+        raise ConfigError(f"{problem}; choose one of: {', '.join(engines)}")
+    return engines[name]
 
 
 def _reachable(host: str) -> str:

@@ -31,13 +31,13 @@ from shared.config.taught import DistillConfig, HintConfig
 from shared.config.trainer import TrainerConfig
 from shared.config.versions import VersionsConfig
 from shared.config.watch import BreakerConfig, WatchConfig
-from shared.config.whole import Config, agreed_settings, check_database_url, ledger_url
+from shared.config.whole import Config, agreed_settings, check_database_url, differences, ledger_url
 
 __all__ = [
     "ALGORITHMS", "AUTO", "CHOICES", "AlgorithmConfig", "BreakerConfig", "Config", "DPOConfig", "DistillConfig",
     "EngineAddress", "EngineConfig", "ExplorerConfig", "GRPOConfig", "GroupConfig", "HintConfig", "KTOConfig",
     "KeyConfig", "LoraConfig", "ModelConfig", "PPOConfig", "RAFTConfig", "RLOOConfig", "ReinforcePPConfig",
     "ReloadConfig", "RewardConfig", "SFTConfig", "SPOConfig", "StepGRPOConfig", "SurrogateConfig", "Tolerance",
-    "TrainerConfig", "VersionsConfig", "WatchConfig", "agreed_settings", "check_database_url", "is_loopback",
-    "ledger_url", "load_config", "refusal_of_argument",
+    "TrainerConfig", "VersionsConfig", "WatchConfig", "agreed_settings", "check_database_url", "differences",
+    "is_loopback", "ledger_url", "load_config", "refusal_of_argument",
 ]  # fmt: skip

@@ -68,6 +68,12 @@ class EngineAddress(Section):
         parts = urlsplit(self.url)
         return parts.port or (443 if parts.scheme == "https" else 80)
 
+    @property
+    def plain_url(self) -> str:
+        """The url in one spelling: 127.0.0.1 for every loopback address, lower case, always with the port."""
+        host = "127.0.0.1" if is_loopback(self.host) else self.host
+        return f"{urlsplit(self.url).scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
 
 class Tolerance(Section):
     """How far an engine's logprobs of a probe may differ from the trainer's."""
@@ -179,7 +185,7 @@ class ExplorerConfig(Section):
                 "steer the model; set explorer.keys, or explorer.host: 127.0.0.1"
             )
         require_distinct("explorer.engines, name", (engine.name for engine in self.engines))
-        require_distinct("explorer.engines, url", (engine.url for engine in self.engines))
+        require_distinct("explorer.engines, url", (engine.plain_url for engine in self.engines))
         ours = ("localhost", "127.0.0.1") if self.host in ("localhost", "127.0.0.1") else (self.host,)
         for engine in self.engines:  # a listener on all addresses also occupies those of loopback
             is_ours = engine.host in ours or (self.host in ("0.0.0.0", "::") and is_loopback(engine.host))

@@ -66,10 +66,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_devices(self) -> Config:
-        """Engines of other machines have other GPUs; the trainer may run on the machine of any engine."""
+        """Engines of other machines have other GPUs. A trainer is known to share those of engines on loopback only."""
         users = [(f"explorer.engines {one.name!r}", one.machine, one.devices or ()) for one in self.explorer.engines]
-        machines = sorted({machine for _, machine, _ in users})
-        users += [("trainer.devices", machine, self.trainer.devices or ()) for machine in machines or [""]]
+        users.append(("trainer.devices", "localhost", self.trainer.devices or ()))
         owner: dict[tuple[str, int], str] = {}
         for name, machine, devices in users:
             require_distinct(f"devices of {name}", map(str, devices))
@@ -121,9 +120,23 @@ def sqlite_url(file: Path) -> str:
 
 
 def agreed_settings(config: Config) -> dict[str, Any]:
-    """Return the settings in which all explorers of a ledger must agree, by key: what a chat and a reward mean."""
+    """Return the settings in which all explorers and trainers of a ledger must agree, by key.
+
+    They say what a chat and a reward mean, which rows are trained on, and how many versions an engine serves.
+    """
     dumped = config.model_dump(mode="json", include={"model": {"name", "kind"}, "engine": {"dtype"}, "reward": True})
-    return {f"{section}.{key}": value for section, keys in dumped.items() for key, value in keys.items()}
+    agreed = {f"{section}.{key}": value for section, keys in dumped.items() for key, value in keys.items()}
+    agreed["trainer.learns_from"] = sorted(config.trainer.learns_from)
+    agreed["trainer.batch_size"] = config.trainer.batch_size
+    if config.model.kind == "lora":
+        agreed |= {"engine.max_loras": config.engine.max_loras, "engine.max_cpu_loras": config.engine.versions_held}
+    return agreed
+
+
+def differences(own: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Return in words how another process's settings differ. Older releases may lack a key, which is no difference."""
+    both = ((key, value, theirs.get(key, value)) for key, value in own.items())
+    return "; ".join(f"{key} is {mine!r} here and {other!r} there" for key, mine, other in both if mine != other)
 
 
 def _is_whole(url: str) -> bool:

@@ -29,8 +29,12 @@ _ATTEMPT_MS = 50  # to empty SQLite's log
 _PAUSE_S = 0.2  # between two attempts
 _DATABASE_ERRORS = (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError)
 _HELD = "end whatever holds it; if a process of a newer Flywheel migrates the ledger, wait for it"
+_CROWDED = "raise PostgreSQL's max_connections, or lower explorer.workers; each process opens up to ten connections"
 _REMEDIES = (
     ("disk is full", "free space there"),
+    ("No space left", "free space there"),
+    ("too many clients", _CROWDED),
+    ("connection slots", _CROWDED),
     ("locked", _HELD),
     ("lock timeout", _HELD),
     ("moved, deleted or replaced", "put it back"),

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
 
+from shared.errors import LedgerError
 from shared.ledger.connect import DedicatedConnection
 from shared.ledger.queries import count_by_state
 from tests.support.postgres import Postgres, sqlite_alone
@@ -101,6 +103,19 @@ def test_a_chat_waits_for_a_database_that_is_locked_for_less_than_the_time_limit
     finally:
         unlock.join()
         holder.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ('could not extend file "base/5/16384": No space left on device', r"free space there$"),
+        ("FATAL:  sorry, too many clients already", r"raise PostgreSQL's max_connections, or lower explorer\.workers"),
+        ("FATAL:  remaining connection slots are reserved for roles with SUPERUSER", r"max_connections"),
+    ],
+)
+def test_what_postgresql_lacks_is_named_with_its_remedy(ledger, said, remedy):
+    with pytest.raises(LedgerError, match=remedy), ledger.read():
+        raise OperationalError("SELECT 1", {}, Exception(said))
 
 
 def test_postgresql_is_killed_and_comes_back(scripted_engine, tmp_path, caplog):

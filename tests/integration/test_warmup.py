@@ -13,7 +13,14 @@ import pytest
 import uvicorn
 
 from services.engine.adapters import WarmUpAdapters
-from services.engine.gate import ADMIN_HEADER, ADMIN_VARIABLE, OPEN_ROUTES, WARMUP_VARIABLE, EngineGate
+from services.engine.gate import (
+    ADMIN_HEADER,
+    ADMIN_VARIABLE,
+    IDENTITY_VARIABLE,
+    OPEN_ROUTES,
+    WARMUP_VARIABLE,
+    EngineGate,
+)
 from services.engine.warmup import WarmingEngine
 from shared.errors import EngineError
 from tests.support.servers import free_port, wait_until
@@ -100,6 +107,17 @@ def test_an_engine_that_does_not_listen_yet_is_not_healthy():
         assert not warming.is_healthy()
         with pytest.raises(EngineError, match="POST /flywheel/open"):
             warming.open_gate()
+
+
+def test_an_engine_tells_its_own_name_to_the_holder_of_its_token_alone(monkeypatch):
+    monkeypatch.setenv(ADMIN_VARIABLE, "obey")
+    monkeypatch.setenv(IDENTITY_VARIABLE, "machine-8101-e0")
+    engine = Engine()
+    url = engine.url + "/flywheel/identity"
+    reply = httpx.get(url, headers={ADMIN_HEADER: "obey"}, timeout=SLOW_S)
+    assert (reply.json(), engine.paths) == ({"identity": "machine-8101-e0"}, [])
+    assert httpx.get(url, timeout=SLOW_S).status_code == 403
+    engine.stop()
 
 
 ADMINISTRATION = [

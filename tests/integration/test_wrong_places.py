@@ -110,6 +110,26 @@ def test_a_ledger_is_not_copied_into_itself(tmp_path, monkeypatch):
             run_here(config, "migrate", "--to", url)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LocalHost"])
+def test_a_ledger_on_postgresql_is_not_copied_into_itself(postgres, tmp_path, host):
+    """So a backup is not taken for restored while database_url names the new, empty ledger."""
+    url = postgres.new_ledger()
+    config = make_config(tmp_path, ["http://127.0.0.1:1"], database_url=url)
+    again = url.replace("127.0.0.1", host).replace("postgresql:", "postgres:") + "?application_name=x"
+    with pytest.raises(
+        ConfigError, match=r"--to names the ledger .*; name an empty database, or .*DATABASE_URL=sqlite"
+    ):
+        run_here(config, "migrate", "--to", again)
+
+
+def test_a_ledger_without_rows_is_not_reported_as_copied(tmp_path, capsys):
+    config = make_config(tmp_path, ["http://127.0.0.1:1"])
+    Ledger.open(config.ledger_url).close()
+    with pytest.raises(StartupError, match=r"ledger\.sqlite3 holds no rows, so nothing was copied; .*database_url"):
+        run_here(config, "migrate", "--to", f"sqlite:///{tmp_path}/there.sqlite3")
+    assert "verified" not in capsys.readouterr().out
+
+
 def test_a_right_that_a_user_of_the_database_lacks_is_to_be_granted(postgres, tmp_path):
     url = postgres.new_ledger()
     with psycopg.connect(url, autocommit=True) as connection:

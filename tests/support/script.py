@@ -30,6 +30,7 @@ class Script:
     """The engine's state, and its injected faults."""
 
     healthy: bool = True
+    identity: str | None = None  # that it answers as `flywheel engine` does; None: it has no such route
     reply_ids: list[int] = field(default_factory=lambda: [11, 12, 13])
     logprobs: list[float] = field(default_factory=lambda: [-0.5, -0.25, -0.125])
     prompt_ids: list[int] = field(default_factory=lambda: [1, 2, 3, 4])

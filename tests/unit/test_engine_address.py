@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from services.engine.cpu import one_process
-from services.engine.launch import listen_host
+from services.engine.launch import listen_host, run_engine
 from shared.config import Config
 from shared.engine_token import engine_token
-from shared.errors import StartupError
+from shared.errors import ConfigError, StartupError
 
 
 def engine_config(url: str, **engine: str) -> Config:
@@ -59,6 +59,35 @@ def test_an_engine_with_an_unresolvable_name_gets_an_error_with_the_setting_to_c
     with pytest.raises(StartupError, match=r"engine\.host") as error:
         listen_host(config, config.explorer.engines[0])
     assert said in str(error.value)
+
+
+def test_of_several_engines_one_is_named(monkeypatch):
+    engines = [{"name": f"e{n}", "url": f"http://127.0.0.1:810{n}"} for n in range(2)]
+    config = Config.model_validate({"model": {"path": "base"}, "explorer": {"engines": engines}})
+    with pytest.raises(ConfigError, match=r"^--name is missing; choose one of: e0, e1$"):
+        run_engine(config, None)
+    with pytest.raises(ConfigError, match=r"^--name 'e2' is none of explorer\.engines; choose one of: e0, e1$"):
+        run_engine(config, "e2")
+
+
+@pytest.mark.parametrize(
+    ("url", "plain"),
+    [
+        ("http://127.0.0.1:8101", "http://127.0.0.1:8101"),
+        ("http://localhost:8101", "http://127.0.0.1:8101"),
+        ("http://[::1]:8101", "http://127.0.0.1:8101"),
+        ("http://GPU-1.example", "http://gpu-1.example:80"),
+        ("https://[2001:db8::7]", "https://[2001:db8::7]:443"),
+    ],
+)
+def test_an_engine_has_one_plain_url_however_its_address_is_written(url, plain):
+    assert engine_config(url).explorer.engines[0].plain_url == plain
+
+
+def test_one_engine_is_not_configured_twice_under_two_names_of_this_machine():
+    engines = [{"name": f"e{n}", "url": f"http://{host}:8101"} for n, host in enumerate(("127.0.0.1", "localhost"))]
+    with pytest.raises(ValueError, match=r"explorer\.engines, url: 'http://127\.0\.0\.1:8101' appears twice"):
+        Config.model_validate({"model": {"path": "base"}, "explorer": {"engines": engines}})
 
 
 def test_the_engines_token_is_made_once_for_its_user_alone_and_a_setting_takes_its_place(tmp_path):

@@ -146,8 +146,8 @@ def config(**sections: object) -> Config:
     return Config.model_validate({"model": {"path": "m"}, **sections})
 
 
-def engines(*devices: list[int]) -> dict[str, object]:
-    named = [{"name": f"e{n}", "url": f"http://h:{n + 1}", "devices": d} for n, d in enumerate(devices)]
+def engines(*devices: list[int], host: str = "h") -> dict[str, object]:
+    named = [{"name": f"e{n}", "url": f"http://{host}:{n + 1}", "devices": d} for n, d in enumerate(devices)]
     return {"engines": named}
 
 
@@ -156,7 +156,10 @@ def engines(*devices: list[int]) -> dict[str, object]:
     [
         ({"trainer": {"ranks": 3, "devices": [0, 1]}}, r"trainer\.ranks=3 is more than the GPUs .* name one for each"),
         ({"explorer": engines([0], [0])}, r"'e0' and .*'e1' both name GPU 0.* set engine\.gpu_share"),
-        ({"explorer": engines([0]), "trainer": {"devices": [0]}}, r"and trainer\.devices both name GPU 0"),
+        (
+            {"explorer": engines([0], host="localhost"), "trainer": {"devices": [0]}},
+            r"'e0' and trainer\.devices both name",
+        ),
         ({"trainer": {"devices": [1, 1]}}, "'1' appears twice"),
         (
             {"trainer": {"deepspeed": {"bf16": {"enabled": True}}}},
@@ -183,9 +186,13 @@ def test_an_engine_takes_its_gpus_and_its_share_of_them(monkeypatch, tmp_path):
 def test_engines_of_two_machines_may_name_the_same_gpu():
     two = [{"name": f"e{n}", "url": f"http://10.0.0.{n + 1}:8101", "devices": [0]} for n in range(2)]
     config(explorer={"engines": two})
-    loopback = [{"name": f"e{n}", "url": f"http://127.0.0.{n + 1}:8101", "devices": [0]} for n in range(2)]
+    loopback = [{"name": f"e{n}", "url": f"http://127.0.0.{n + 1}:810{n}", "devices": [0]} for n in range(2)]
     with pytest.raises(ValidationError, match="both name GPU 0"):
         config(explorer={"engines": loopback})
+
+
+def test_a_trainer_on_a_machine_of_its_own_may_name_the_gpus_that_an_engine_has_elsewhere():
+    config(explorer=engines([0, 1], host="10.0.0.5"), trainer={"ranks": 2, "devices": [0, 1]})
 
 
 def test_after_a_request_to_stop_a_rank_waits_as_long_as_rank_0_may_write(monkeypatch):

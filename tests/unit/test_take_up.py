@@ -13,7 +13,8 @@ from explorer_service.engines.pool import EnginePool
 from explorer_service.errors import NoEngine, NoRoom, VersionNotServed, WeightsUnproven
 from explorer_service.membership import Membership
 from explorer_service.reload.blame import Backoff
-from explorer_service.reload.ownership import EngineLeases, engine_key
+from explorer_service.reload.names import engine_key
+from explorer_service.reload.ownership import EngineLeases
 from shared import clock
 from shared.config import EngineAddress
 from shared.experience import Sampling
@@ -166,7 +167,7 @@ def test_a_loopback_url_of_another_machine_is_another_engine(monkeypatch):
     )
     here = engine_key(local)
     assert here.endswith(" http://127.0.0.1:8101") and engine_key(remote) == "http://gpu-7:8101"
-    monkeypatch.setattr("explorer_service.reload.ownership.machine_name", lambda: "another")
+    monkeypatch.setattr("explorer_service.reload.names.machine_name", lambda: "another")
     assert engine_key(local) != here
 
 
