@@ -16,7 +16,7 @@ from shared.errors import ConfigError, RolledBack, StartupError, VersionError
 from shared.experience import Experience, Purpose
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import TrainerRow, VersionRow, find_versions, kept_versions, live_trainers
+from shared.ledger.queries import TrainerRow, VersionRow, find_trainer, find_versions, kept_versions, live_trainers
 from shared.log import StageLogger, configure_logging
 from shared.process import process_name, visible_devices
 from shared.stop_request import StopRequest
@@ -88,6 +88,7 @@ def resumed(
     config: Config, ranks: Ranks, stop: StopRequest, kind: type[T], rows: Sequence[Experience] | None = None
 ) -> Iterator[T]:
     """Yield a trainer with its ledger, folder and models, resumed from its state. rows: those of a file to train on."""
+    from trainer_service.agreement import Agreement
     from trainer_service.base_version import ensure_base_version
     from trainer_service.choice import chosen, chosen_for
     from trainer_service.heartbeat import shown_while_it_starts
@@ -101,7 +102,8 @@ def resumed(
         log.info("engines reserve the next higher rank", rank=model.lora.rank, reserved=model.lora.engine_rank)
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger, contextlib.ExitStack() as starting:
         ensure_base_version(config, ledger)
-        with contextlib.closing(StateStore(config.root, config.trainer.name)) as states:
+        compared = Agreement(ledger, config if rows is None else None)
+        with contextlib.closing(StateStore(config.root, config.trainer.name)) as states, compared:
             row = remove_leftovers(config.root, ledger, config.trainer.name)
             warn_of_others(ledger, config.trainer.name)
             starting.enter_context(shown_while_it_starts(ledger, config.trainer, stop))
@@ -265,12 +267,17 @@ def build_update(config: Config, start: Path, ranks: Ranks):  # type: ignore[no-
 def begin_with(ledger: Ledger, trainer: str) -> int:
     """Return the version that a trainer without a saved state starts from: the newest proven one, or else the newest.
 
-    Its files are leased for the trainer until it is announced, but not for longer than a start takes: it may die.
+    After a rollback, it is the version that the operator went back to, if that may serve: another trainer may have
+    published since. Its files are leased for the trainer until it is announced, but not for longer than a start takes:
+    it may die.
     """
     lease: dict[str, Any] = {"reader": trainer, "purpose": Purpose.PARENT}
     with ledger.write() as connection:
+        own = find_trainer(connection, trainer)
+        returned_to = own.version if own is not None and own.rollbacks else None
         rows = [row for row in kept_versions(connection) if row.may_serve]
-        for row in sorted(rows, key=lambda row: (row.served_at is not None, row.version), reverse=True):
+        order = {row.version: (row.version == returned_to, row.served_at is not None, row.version) for row in rows}
+        for row in sorted(rows, key=lambda row: order[row.version], reverse=True):
             if transitions.lease_version(
                 connection, row.version, **lease, owner=process_name(), lasts_s=LONGEST_START_S
             ):

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
 from services.commands import add_config, open_console, read_config
+from services.commands.traffic import in_words
 
 HELP = "go back to an earlier version: reject all later ones, and train on from it"
 
@@ -28,10 +29,18 @@ def run(args: Namespace) -> int:
         done = transitions.roll_back(connection, args.version, again=args.again, by="operator")
     console = open_console(markup=False)
     rejected = ", ".join(map(str, done.rejected)) or "none"
-    console.print(f"rolled back to version {done.to}; rejected: {rejected}; engines load it within seconds")
+    follows = "engines load it within seconds"
+    if done.to not in done.traffic:
+        answering = in_words(done.traffic) if done.traffic else "no version"
+        follows = f"chats stay with {answering}, as an operator decided; `flywheel traffic newest` ends this"
+    console.print(f"rolled back to version {done.to}; rejected: {rejected}; {follows}")
     for name, has_state in done.trainers.items():
         start = "saved state" if has_state else "weights, with a new optimizer: no saved state of it is kept"
-        console.print(f"trainer {name} starts again from its {start}")
+        if name in done.held:
+            until = f"its breaker holds it ({done.held[name]}); after `flywheel trainer --resume`, it"
+            console.print(f"trainer {name}: {until} starts again from its {start}")
+        else:
+            console.print(f"trainer {name} starts again from its {start}")
     if args.again:
         console.print(f"rows that are trained on again: {done.rows}")
     return 0

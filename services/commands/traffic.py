@@ -5,12 +5,15 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping
 from contextlib import closing
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from services.commands import add_config, open_console, read_config
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from shared.config import Config
     from shared.ledger.queries import Rewards
 
@@ -62,13 +65,23 @@ def share(config: Config, weights: Mapping[int, float]) -> None:
     at_most, needed = config.versions_served, config.needed_to_serve_more
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.write() as connection:
         shares = transitions.share_traffic(connection, weights, at_most=at_most, by="operator", needed=needed)
-    open_console(markup=False).print(f"{in_words(shares)}; engines load what they lack within seconds")
+    open_console(markup=False).print(f"chats: {in_words(shares)}; engines load what they lack within seconds")
 
 
-def in_words(shares: Mapping[int, float]) -> str:
-    """Return the shares for an operator to read."""
-    parts = ", ".join(f"version {version} {100 * share:.4g}%" for version, share in shares.items())
-    return f"chats: {parts or 'all to the newest version that may serve'}"
+def in_words(shares: Mapping[int, float], lost: Mapping[int, str] = MappingProxyType({})) -> str:
+    """Return the shares for an operator to read. lost: states of versions that answer nothing."""
+    remarks = {version: f" ({state}: it answers none)" for version, state in lost.items()}
+    parts = (f"version {version} {100 * share:.4g}%{remarks.get(version, '')}" for version, share in shares.items())
+    return ", ".join(parts) or "all to the newest version that may serve"
+
+
+def shares_in_words(connection: Connection) -> str:
+    """Return the shares that an operator gave, for an operator to read."""
+    from shared.ledger.queries import find_versions, shares_of_traffic
+
+    shares = shares_of_traffic(connection)
+    rows = find_versions(connection, shares.keys())
+    return in_words(shares, {version: row.state for version, row in rows.items() if not row.may_be_pinned})
 
 
 def _show(config: Config) -> None:
@@ -78,8 +91,9 @@ def _show(config: Config) -> None:
 
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
         shares, rewards = ledger.fetch(shares_of_traffic), ledger.fetch(rewards_by_version)
+        words = ledger.fetch(shares_in_words)
     console = open_console(markup=False)
-    console.print(in_words(shares))
+    console.print(f"chats: {words}")
     rewarded = {row.version: row for row in rewards}
     for version in shares:
         console.print(f"version {version}  rewards {_mean(rewarded.get(version))}")

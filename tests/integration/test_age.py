@@ -41,7 +41,7 @@ WORK: dict[str, Callable[[Connection], object]] = {
     "claim": lambda c: transitions.claim(c, **CLAIM),
     "claim of tasks": lambda c: transitions.claim(c, **CLAIM, whole="task", runs_of_task=RUNS, wait_s=600.0),
     "commit": transitions.commit,
-    "discard": lambda c: transitions.discard_stale(c, at_most_behind=4),
+    "discard": lambda c: transitions.discard_stale(c, at_most_behind=0),
     "serve": lambda c: transitions.serve_version(c, PAST + 1, by="an engine"),
     "give up files": lambda c: transitions.give_up_files(c, **KEEP),
     "metrics": queries.progress,

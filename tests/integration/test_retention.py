@@ -214,8 +214,20 @@ def test_the_base_of_a_delta_stays_as_long_as_the_delta_and_no_longer(ahead, led
     assert write(ledger, lambda c: transitions.tag_version(c, 2, "best"))
     assert write(ledger, give_up) == [3, 4]
     assert write(ledger, lambda c: transitions.untag_version(c, 2))
-    assert write(ledger, give_up) == [2]
-    assert write(ledger, give_up) == [1]
+    assert write(ledger, give_up) == [2, 1]
+
+
+def test_rejected_versions_go_before_any_that_has_served_also_if_one_is_a_delta_of_another(ledger):
+    for version in range(12):
+        about = {"parent": version - 1 if version else None, "kind": "full", "step": version}
+        with ledger.write() as connection:
+            transitions.publish(connection, version=version, delta_of=version - 1 if version % 4 else None, **about)
+            transitions.serve_version(connection, version, by="engine e0")
+    assert write(ledger, lambda c: transitions.roll_back(c, 8, by="operator")).rejected == [9, 10, 11]
+    assert write(ledger, lambda c: transitions.serve_version(c, 8, by="engine e0"))
+    assert write(ledger, lambda c: give_up(c, max_versions=10)) == [11, 10]
+    assert write(ledger, lambda c: give_up(c, max_versions=8)) == [9, 3]
+    assert write(ledger, lambda c: give_up(c, max_versions=5)) == [2, 1]
 
 
 def test_a_version_that_failed_goes_before_an_older_one_that_has_served(tmp_path, ledger):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import select, update
 
+from services.trainer import begin_with
 from shared.errors import CannotRollBack, RolledBack
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
@@ -97,6 +98,15 @@ def test_without_a_number_it_goes_back_to_the_version_that_served_before(trained
     assert roll_back(trained).to == 1
 
 
+def test_without_a_number_a_version_that_is_tried_with_a_share_is_the_one_in_service(trained):
+    with trained.write() as connection:
+        transitions.publish(connection, version=5, parent=4, kind="full", step=5, trainer=NAME, state_path="s")
+        transitions.share_traffic(connection, {4: 9, 5: 1}, at_most=2, by="operator")
+        transitions.prove_version(connection, 5)
+    done = roll_back(trained)
+    assert (done.to, done.rejected, done.traffic) == (4, [5], {4: 1.0})
+
+
 def test_with_again_all_that_rejected_versions_learned_acts_as_if_they_had_never_been(ledger):
     publish_base(ledger)
     record(ledger, "a", "b", "c", **RUN)
@@ -156,10 +166,20 @@ def test_after_a_resume_rewards_of_rejected_versions_do_not_count(trained):
     assert trainer_row(trained).resumed_version == 4
 
 
+def test_a_trainer_that_its_breaker_holds_is_named_with_what_releases_it(trained, config, capsys):
+    with trained.write() as connection:
+        transitions.trip_breaker(connection, name=NAME, tripped={"figure": "reward_drop"})
+    assert run_here(config, "rollback", "3") == 0
+    said = capsys.readouterr().out
+    assert "trainer t: its breaker holds it (reward_drop); after `flywheel trainer --resume`, it starts again" in said
+    done = roll_back(trained, 2)
+    assert (done.trainers, done.held) == ({NAME: True}, {NAME: "reward_drop"})
+
+
 def test_a_repeat_changes_nothing(trained):
     roll_back(trained, 2)
     again = roll_back(trained, 2)
-    assert (again.rejected, again.trainers) == ([], {})
+    assert (again.rejected, again.trainers, again.held) == ([], {}, {})
 
 
 def test_what_the_trainer_publishes_or_begins_after_it_is_refused_until_it_has_started_again(trained):
@@ -188,6 +208,18 @@ def test_versions_of_other_trainers_are_rejected_too_and_these_start_again(train
     assert roll_back(trained, 2).trainers == {NAME: True, "other": False}
     with trained.read() as connection:
         assert find_trainer(connection, "older").rollbacks == 0
+
+
+def test_a_trainer_without_a_state_of_that_version_starts_from_it_whatever_others_publish_meanwhile(trained):
+    with trained.write() as connection:
+        assert transitions.roll_back(connection, 1, by="operator").trainers == {NAME: False}
+        transitions.publish(connection, version=5, parent=0, kind="full", step=1, trainer="other", state_path="s")
+        transitions.serve_version(connection, 5, by="an engine")
+    assert begin_with(trained, NAME) == 1
+    assert begin_with(trained, "a new one") == 5
+    with trained.write() as connection:
+        transitions.reject_version(connection, 1, "a reason", by="an engine")
+    assert begin_with(trained, NAME) == 5
 
 
 def test_a_version_that_no_saved_state_contains_yet_is_refused_and_one_before_it_withdraws_it(trained):

@@ -19,7 +19,8 @@ def test_engines_return_to_it_within_a_second_and_take_up_what_comes_after(explo
     answer = explorer.http.post("/rollback", json={"to": 1, "why": "it is rude"})
     assert (answer.status_code, answer.json()) == (
         200,
-        {"status": "success", "to": 1, "rejected": [2], "trainers": {}, "rows": 0, "ignored": ["why"]},
+        {"status": "success", "to": 1, "rejected": [2], "trainers": {}, "held": {}, "rows": 0, "ignored": ["why"]}
+        | {"traffic": {"1": 1.0}},
     )
     wait_until(lambda: served(explorer) == "1")
     assert scripted_engine.script.loaded == "v000001"

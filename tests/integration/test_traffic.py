@@ -97,6 +97,39 @@ def test_a_skipped_version_that_an_operator_wants_is_not_skipped_again(published
     assert (state(published, 3), wanted(published)) == (S.PUBLISHED, 3)
 
 
+@pytest.mark.parametrize("to", [{}, {2: 1}, {4: 1, 2: 1}])
+def test_a_proven_version_whose_share_ends_has_served_and_can_be_returned_to(published, to):
+    share(published, {2: 9, 3: 1})
+    do(published, "prove_version", 3)
+    share(published, to)
+    about = select(decisions.c.from_state, decisions.c.to_state, decisions.c.reason, decisions.c.decided_by)
+    made = published.fetch(lambda c: c.execute(about.where(decisions.c.version == 3).order_by(decisions.c.id)).all())
+    assert tuple(made[-1]) == (S.PUBLISHED, S.RETIRED, None, "an operator")
+    do(published, "serve_version", 4, by="an engine")
+    assert state(published, 3) == S.RETIRED
+    assert do(published, "roll_back", 3, by="an operator").rejected == [4]
+    assert do(published, "serve_version", 3, by="an engine")
+
+
+def test_a_version_that_keeps_its_share_leads_was_only_pinned_or_is_not_proven_yet_keeps_its_state(published):
+    for version in (3, 4):
+        do(published, "prove_version", version)
+    publish(published, 5)
+    share(published, {2: 5, 3: 1, 5: 1})
+    share(published, {3: 1})
+    assert [state(published, version) for version in range(2, 6)] == [S.SERVING, S.PUBLISHED, S.PUBLISHED, S.PUBLISHED]
+    do(published, "serve_version", 5, by="an engine")
+    assert [state(published, version) for version in (3, 4)] == [S.PUBLISHED, S.SKIPPED]
+
+
+def test_a_rejected_version_whose_share_ends_stays_rejected(published):
+    share(published, {2: 9, 3: 1})
+    do(published, "prove_version", 3)
+    do(published, "reject_version", 3, "a reason", by="an engine")
+    share(published, {})
+    assert state(published, 3) == S.REJECTED
+
+
 def test_in_place_of_a_promoted_version_that_was_rejected_the_last_one_that_served_before_it_serves(published):
     share(published, {4: 1})
     do(published, "reject_version", 4, "a reason", by="an engine")
@@ -180,6 +213,25 @@ def test_a_rollback_leaves_shares_of_earlier_versions_and_none(published):
     assert wanted(published) == 5
 
 
+def test_a_rollback_says_who_answers_if_it_is_not_the_version_gone_back_to(published, config, capsys):
+    share(published, {0: 3, 1: 1})
+    assert run_here(config, "rollback", "2") == 0
+    said = capsys.readouterr().out
+    assert "rolled back to version 2; rejected: 3, 4; chats stay with version 0 75%, version 1 25%" in said
+    assert "flywheel traffic newest" in said and "engines load" not in said
+    do(published, "reject_version", 0, "a reason", by="an engine")
+    share(published, {1: 1})
+    assert do(published, "roll_back", 1, by="an operator").traffic == {1: 1.0}
+
+
+def test_the_share_of_a_version_that_was_rejected_is_shown_with_the_state(published, config, capsys):
+    share(published, {2: 9, 3: 1})
+    do(published, "reject_version", 3, "a reason", by="an engine")
+    for command in ("traffic", "status"):
+        assert run_here(config, command) == 0
+        assert "chats: version 2 90%, version 3 10% (REJECTED: it answers none)" in capsys.readouterr().out
+
+
 def test_the_commands_say_what_serves_and_why_they_refuse(published, config, capsys):
     def said(*command: str) -> str:
         assert run_here(config, *command) == 0
@@ -212,7 +264,7 @@ def test_the_command_shows_the_rewards_of_each_version_that_has_a_share(publishe
     with published.write() as connection:
         for name, version, reward in zip(names, (1, 1, 1, 1, 2), (1.0, 0.0, 1.0, 1.0, 0.5), strict=True):
             row = update(experiences).where(experiences.c.msg_id == name)
-            connection.execute(row.values(version=version, reward=reward))
+            connection.execute(row.values(version=version, version_end=version, reward=reward))
     assert run_here(config, "traffic") == 0
     assert capsys.readouterr().out.splitlines() == [
         "chats: version 1 60%, version 2 20%, version 3 20%",

@@ -23,8 +23,8 @@ from sqlalchemy import (
     update,
 )
 
-from shared.experience import MAY_SERVE, BatchState, State, choice_name
-from shared.ledger.conditions import in_parts, is_in, is_ready, names_a_run, need_not_wait
+from shared.experience import BatchState, State, VersionState, choice_name
+from shared.ledger.conditions import in_parts, is_in, is_ready, names_a_run, need_not_wait, run_of_task
 from shared.ledger.connect import database_time
 from shared.ledger.queries.lease import equal_prompts, held_rows, other_turns, rewarded_rows
 from shared.ledger.tables import batches, experiences, signals, trainers, versions
@@ -176,8 +176,7 @@ def _by_runs(turns: Select[Any]) -> Select[Any]:
 
     Rows of a task's first run have their own ranks: a run that exceeds the limit alone is claimed in parts.
     """
-    run = func.coalesce(*(experiences.c[name] for name in ("run_id", "conversation_id", "msg_id")))
-    partition = [turns.selected_columns.first_id, run]
+    partition = [turns.selected_columns.first_id, run_of_task()]
     first, length = (function.over(partition_by=partition) for function in (func.min(experiences.c.id), func.count()))
     place = func.row_number().over(partition_by=partition, order_by=experiences.c.id)
     of_runs = turns.add_columns(first.label("first_of_run"), length.label("length"), place.label("place"))
@@ -229,7 +228,7 @@ def _first_of_each_key(at_most: int, eligible: list[ColumnElement[bool]]) -> Sel
 
 
 def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int = 0) -> int:
-    """READY → DISCARDED for rows sampled by a version that is too far behind the newest published one.
+    """READY → DISCARDED for rows sampled by a version that more than `at_most_behind` later ones have followed.
 
     Rows that were trained on something before become CONSUMED again instead. A demonstration that is still to be
     learned loses its reward only. Returns the number of rows.
@@ -247,10 +246,15 @@ def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int 
 
 
 def _is_stale(at_most_behind: int) -> ColumnElement[bool]:
-    """Rows that a version too far behind sampled. A demonstration is learned as it was written, except its reward."""
-    newest = select(func.max(versions.c.version)).where(versions.c.state.in_(MAY_SERVE)).scalar_subquery()
+    """Rows that a version too far behind sampled. A demonstration is learned as it was written, except its reward.
+
+    Versions are counted, because numbers have gaps: a rollback rejects versions, and their numbers are not used again.
+    """
+    counted = versions.c.state.not_in((VersionState.RESERVED, VersionState.REJECTED))
+    newest_first = select(versions.c.version).where(counted).order_by(versions.c.version.desc())
+    oldest_allowed = newest_first.offset(at_most_behind).limit(1).scalar_subquery()
     as_written = and_(_IS_WRITTEN, _UNREWARDED != 0, experiences.c.teaches == _UNREWARDED)
-    return and_(experiences.c.version < func.coalesce(newest, 0) - at_most_behind, not_(as_written))
+    return and_(experiences.c.version < func.coalesce(oldest_allowed, 0), not_(as_written))
 
 
 def close_empty_batch(connection: Connection, batch_id: int) -> None:

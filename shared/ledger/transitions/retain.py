@@ -109,22 +109,26 @@ def give_up_files(
     rows = [row for row in kept_versions(connection) if row.has_files]
     bytes_of = {row.version: row.bytes if row.bytes is not None else sizes.get(row.version, 0) for row in rows}
     given_up: list[int] = []
-    for row in _in_order(rows):
-        if len(bytes_of) <= max_versions and sum(bytes_of.values()) <= max_bytes:
-            break
-        if _give_up(connection, row, by):
-            given_up.append(row.version)
-            del bytes_of[row.version]
+    for group in _in_order(rows):
+        candidates: dict[int | None, VersionRow] = {row.version: row for row in group}
+        for oldest in group:
+            row: VersionRow | None = oldest
+            while row is not None and (len(bytes_of) > max_versions or sum(bytes_of.values()) > max_bytes):
+                if not _give_up(connection, row, by):
+                    break  # it is in use
+                given_up.append(row.version)
+                del bytes_of[row.version], candidates[row.version]
+                row = candidates.get(row.parent)  # refused before if this version was a delta of it
     release_lease(connection, _JANITOR, owner)
     return given_up
 
 
-def _in_order(rows: list[VersionRow]) -> Iterator[VersionRow]:
-    """Yield the versions that may be given up, in order."""
+def _in_order(rows: list[VersionRow]) -> Iterator[list[VersionRow]]:
+    """Yield the versions that may be given up, in order: groups, each oldest first."""
     rows = [row for row in rows if row.version != 0]
-    yield from (row for row in rows if row.state in _OUT_OF_USE)
-    yield from [row for row in rows if row.state == VersionState.RETIRED][:-1]  # engines return to the newest
-    yield from [row for row in rows if row.state == VersionState.PUBLISHED][:-1]  # engines load the newest
+    yield [row for row in rows if row.state in _OUT_OF_USE]
+    yield [row for row in rows if row.state == VersionState.RETIRED][:-1]  # engines return to the newest
+    yield [row for row in rows if row.state == VersionState.PUBLISHED][:-1]  # engines load the newest
 
 
 def _give_up(connection: Connection, row: VersionRow, by: str) -> bool:

@@ -15,7 +15,8 @@ from shared.errors import CannotRollBack, RolledBack
 from shared.experience import State, VersionState
 from shared.ledger.conditions import in_parts
 from shared.ledger.connect import lock_rows
-from shared.ledger.queries.versions import VersionRow, find_versions, kept_versions
+from shared.ledger.queries.trainers import list_trainers
+from shared.ledger.queries.versions import VersionRow, find_versions, kept_versions, wanted_versions
 from shared.ledger.tables import experiences, trainer_states, trainers, versions
 from shared.ledger.transitions.traffic import lock_shares, move_shares
 from shared.ledger.transitions.versions import reject_versions_after
@@ -30,15 +31,17 @@ class Rollback:
     to: int
     rejected: list[int]  # versions
     trainers: dict[str, bool]  # those that start again, by name: whether with the optimizer's state of that version
+    held: dict[str, str]  # of these, those that their breaker holds until an operator resumes them: by which figure
+    traffic: dict[int, float]  # shares of the versions that answer chats from now on
     rows: int = 0  # made READY again
 
 
 def roll_back(connection: Connection, to: int | None = None, *, again: bool = False, by: str) -> Rollback:
     """Reject all versions after `to`, and let their trainers start again from it.
 
-    to: None: the last version that has served before the one in service. A trainer without a saved state of exactly
-    this version starts from its weights, with a new optimizer. again: train again on the rows that only rejected
-    versions were trained on.
+    to: None: the last version that has served before the one in service, which is the newest that answers chats. A
+    trainer without a saved state of exactly this version starts from its weights, with a new optimizer. again: train
+    again on the rows that only rejected versions were trained on.
 
     Raises CannotRollBack if no engine has proven `to`, its files are gone, or no saved state contains it yet.
     """
@@ -53,7 +56,10 @@ def roll_back(connection: Connection, to: int | None = None, *, again: bool = Fa
     rejected = reject_versions_after(connection, version, f"rolled back to version {version}", by=by)
     move_shares(connection, version, by=by)
     rows = _make_ready(connection, version) if again else 0
-    return Rollback(version, rejected, _return_trainers(connection, version, rejected), rows)
+    returned = _return_trainers(connection, version, rejected)
+    tripped = {row.name: row.tripped for row in list_trainers(connection) if row.tripped is not None}
+    held = {name: str(tripped[name]["figure"]) for name in returned if name in tripped}
+    return Rollback(version, rejected, returned, held, _traffic(connection), rows)
 
 
 def _previous(connection: Connection) -> int:
@@ -61,11 +67,18 @@ def _previous(connection: Connection) -> int:
     rows, saved = kept_versions(connection), _saved_versions(connection)
     proven = [row for row in rows if row.may_serve and row.is_proven]
     newest = max((row.version for row in proven), default=0)
-    serving = max((row.version for row in proven if row.state == VersionState.SERVING), default=newest)
+    answering = (row.version for row in proven if row.state == VersionState.SERVING or row.share is not None)
+    serving = max(answering, default=newest)
     earlier = [row.version for row in proven if row.version < serving and _is_saved(row, saved)]
     if not earlier:
         raise CannotRollBack(f"no version before {serving} has served and has its files; see `flywheel versions`")
     return earlier[-1]
+
+
+def _traffic(connection: Connection) -> dict[int, float]:
+    """Return the shares of the versions that should answer chats. An operator may have given all to earlier ones."""
+    wanted = wanted_versions(connection)
+    return wanted.shares or ({} if wanted.version is None else {wanted.version.version: 1.0})
 
 
 def _saved_versions(connection: Connection) -> dict[str | None, int]:

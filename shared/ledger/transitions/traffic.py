@@ -14,7 +14,7 @@ from shared.errors import CannotServe
 from shared.ledger.connect import lock_rows
 from shared.ledger.queries.versions import reason_against_serving, shares_of_traffic
 from shared.ledger.tables import versions
-from shared.ledger.transitions.versions import note_decision, restore_skipped
+from shared.ledger.transitions.versions import note_decision, restore_skipped, retire_shared
 from shared.versions import LARGEST_VERSION
 
 _LARGEST_WEIGHT = 1e9
@@ -27,6 +27,7 @@ def share_traffic(
 
     weights: from 0 to a billion, in any unit; empty: the newest version that may serve gets all chats.
     at_most: number of versions that an engine can serve at once. needed: what would allow more, in words.
+    A version whose share ends after an engine has proven it becomes RETIRED: it has served, and can be returned to.
 
     Raises CannotServe if there are more of them, or one cannot serve.
     """
@@ -43,6 +44,7 @@ def share_traffic(
         if share != before.get(version):
             connection.execute(update(versions).where(versions.c.version == version).values(share=share))
             note_decision(connection, version, f"share of the chats: {share or 0:g}", by=by)
+    retire_shared(connection, before.keys() - shares.keys(), by=by)
     return shares
 
 

@@ -2,6 +2,7 @@
 
     reserve → RESERVED → publish → PUBLISHED → serve → SERVING → retire → RETIRED → serve …
     PUBLISHED → skip → SKIPPED → serve …, or an operator wants it to serve → PUBLISHED
+    PUBLISHED, and proven → an operator ends its share of the chats → RETIRED
     any but RESERVED and FAILED → reject → REJECTED; if its trainer or an operator withdraws it, also FAILED → REJECTED
     PUBLISHED or SKIPPED, and never proven → fail → FAILED → retry → PUBLISHED
 
@@ -118,6 +119,12 @@ def restore_skipped(connection: Connection, numbers: Collection[int], *, by: str
     """SKIPPED → PUBLISHED: an operator wants these versions to serve."""
     skipped = and_(versions.c.version.in_(numbers), versions.c.state == VersionState.SKIPPED)
     _move(connection, skipped, VersionState.PUBLISHED, by=by)
+
+
+def retire_shared(connection: Connection, numbers: Collection[int], *, by: str) -> None:
+    """PUBLISHED → RETIRED for those of these versions that an engine has proven: an operator has ended their shares."""
+    proven = and_(versions.c.state == VersionState.PUBLISHED, versions.c.served_at.is_not(None))
+    _move(connection, and_(versions.c.version.in_(numbers), proven), VersionState.RETIRED, by=by)
 
 
 def reject_version(connection: Connection, version: int, reason: str, *, by: str, only_unproven: bool = False) -> bool:
