@@ -184,7 +184,7 @@ REASONS = {
     "logits": "not finite",
     "memory": "allocate|out of memory",
     "vocabulary": "model's vocabulary",
-    "length": "10000 tokens; at most 256 are trained on",
+    "length": "more tokens than the 256 that are trained on",
 }
 SHORT = [("logits", 2), ("memory", 1), ("vocabulary", 1), ("length", 1)]
 
