@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw the reward of training, and of controls in DIRECTORY")
     args, options = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # ends the demo that it started
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would demos
     roots = [args.folder / "-".join([args.name, str(seed), *(o.strip("-") for o in options)]) for seed in args.seeds]
     runs = [_run(args.name, seed, root, options) for seed, root in zip(args.seeds, roots, strict=True)]
     if args.picture:
