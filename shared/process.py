@@ -17,7 +17,7 @@ from pathlib import Path
 def process_name() -> str:
     """Return a unique name of this process: machine, process id, start time, random digits."""
     pid = os.getpid()
-    return f"{_machine()}-{pid}-{_start_of(pid) or 0}-{uuid.uuid4().hex[:8]}"
+    return f"{boot_name()}-{pid}-{_start_of(pid) or 0}-{uuid.uuid4().hex[:8]}"
 
 
 def is_gone(name: str) -> bool:
@@ -35,15 +35,15 @@ def is_running(name: str) -> bool:
 def _start_times(name: str) -> tuple[int, int | None] | None:
     """Return when the process of that name started, by its name and by the kernel; None: it is on another machine."""
     machine, _, rest = name.partition("-")
-    if not machine or machine != _machine():
+    if not machine or machine != boot_name():
         return None
     pid, start, _ = rest.split("-")
     return int(start), _start_of(int(pid))
 
 
 @functools.cache
-def _machine() -> str:
-    """Identify this boot of this machine, and the container's process namespace; empty if the kernel is not Linux."""
+def boot_name() -> str:
+    """Return a name of this boot of this machine, and of the container; empty if the kernel is not Linux."""
     try:
         about = Path("/proc/sys/kernel/random/boot_id").read_text() + str(Path("/proc/self/ns/pid").readlink())
     except OSError:

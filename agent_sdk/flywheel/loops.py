@@ -67,7 +67,6 @@ class CtrlC(contextlib.AbstractContextManager[None]):
         if self not in self._blocks:
             return
         self._blocks.remove(self)
-        if (
-            not self._blocks and signal.getsignal(signal.SIGINT) is CtrlC._placed
-        ):  # else the program has set another one
+        is_ours = signal.getsignal(signal.SIGINT) is CtrlC._placed  # else the program has set another one
+        if is_ours and not self._blocks:
             signal.signal(signal.SIGINT, CtrlC._before)

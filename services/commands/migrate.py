@@ -13,7 +13,10 @@ from shared.errors import ConfigError, StartupError
 if TYPE_CHECKING:
     from shared.ledger.connect import Ledger
 
-_OTHER_SOURCE = "let database_url name the ledger to copy (that of a backup: FLYWHEEL_DATABASE_URL=sqlite:////BACKUP/ledger.sqlite3)"
+_OTHER_SOURCE = (
+    "let database_url name the ledger to copy (that of a backup: "
+    "FLYWHEEL_DATABASE_URL=sqlite:////BACKUP/ledger.sqlite3)"
+)
 HELP = "update the ledger's schema, or copy the ledger to another database"
 
 

@@ -37,7 +37,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.queries import VersionRow, kept_versions
 from shared.log import StageLogger, configure_logging
 from shared.ports import require_free_port
-from shared.process import adopt_orphans, die_with_parent, import_path, process_name, visible_devices
+from shared.process import adopt_orphans, boot_name, die_with_parent, import_path, visible_devices
 from shared.soundness import read_base, require_sound
 from shared.stop_request import StopRequest
 from shared.versions import read_manifest, version_label, version_path
@@ -228,8 +228,8 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def _identity(address: EngineAddress) -> str:
-    """Return the engine's own name: no other engine has it, and a restart does not change it."""
-    return f"{process_name().partition('-')[0] or secrets.token_hex(6)}-{address.port}-{address.name}"
+    """Return the engine's own name: no other engine has it. A restart of the process does not change it."""
+    return f"{boot_name() or secrets.token_hex(6)}-{address.port}-{address.name}"
 
 
 def _choose(config: Config, name: str | None) -> EngineAddress:
