@@ -2,6 +2,7 @@
 
     .venv/bin/python -m benchmarks.reload [--reloads 50] [--streams 8 32] [--engines 1] [--finish] [--tied]
                                           [--no-fresh] [--delta-steps 20] [--adapters 50] [--lora-only]
+                                          [--chat-every-s 0.05]
 
 `flywheel engine` and `flywheel explorer` serve a generated model of 10 M parameters in float32, staged in the engine's
 own folder. A turn runs the given number of streams of 200 tokens at once. Turns alternate: nothing happens ("none"); a
@@ -9,10 +10,10 @@ version is published while the streams run ("reload"); or new weights arrive as 
 `_sync_model_weights` waits until the engine is idle, polls once a second, and sends it no requests meanwhile; drain.py
 models this on the same engine.
 
-Short chats of two tokens measure a request that arrives during the event. One is due each 50 ms from the event's begin
-until one is answered by the new version, whether those before have ended or not. Its first token is measured from the
-time when it was due. In the turn without an event beside it, as many are due. "gap_above_ms" and "first_token_above_ms"
-are the differences between these two turns, of the longest gaps and of the slowest first tokens.
+Short chats of two tokens measure a request that arrives during the event. One is due each `--chat-every-s` from the
+event's begin until one is answered by the new version, whether those before have ended or not. Its first token is
+measured from the time when it was due. In the turn without an event beside it, as many are due. "gap_above_ms" and
+"first_token_above_ms" are the differences between these two turns, of the longest gaps and of the slowest first tokens.
 
 Gaps are between two events of a stream. A reply counts as failed if its status is not 200 or it ends in an error, a
 short chat also if it is truncated: "failed" contains the short chats that failed, "late_failed" of "late_chats", and

@@ -34,7 +34,7 @@ from benchmarks.reload.figures import (
 from benchmarks.reload.lora import measure_adapters
 from benchmarks.reload.model import make_model
 from benchmarks.reload.service import POLL_INTERVAL_S, Service
-from benchmarks.reload.turn import Callers, Turn
+from benchmarks.reload.turn import LATE_EVERY_S, Callers, Turn
 
 DRAINS = 5  # turns of the peer's method are long and similar
 
@@ -54,7 +54,7 @@ def main() -> None:
             model = make_model(folder / "base", tied=args.tied)
             service = Service(folder, model, args.engines, stack, streams="finish" if args.finish else "go_on")
             for streams in args.streams:
-                report[f"{streams} streams"] = asyncio.run(run_turns(service, streams, args.reloads))
+                report[f"{streams} streams"] = asyncio.run(run_turns(service, streams, args.reloads, args.chat_every_s))
             if not args.no_fresh:
                 report["fresh_engine_equal"] = service.is_fresh_engine_equal(model)
     print(json.dumps(as_json(report), allow_nan=False))
@@ -66,6 +66,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--reloads", type=int, default=50)
     parser.add_argument("--streams", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--chat-every-s", type=float, default=LATE_EVERY_S, help="how often a short chat is due")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--finish", action="store_true", help="reload.streams: finish, for several engines")
     parser.add_argument("--tied", action="store_true")
@@ -76,12 +77,12 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def run_turns(service: Service, streams: int, reloads: int) -> dict[str, Any]:
+async def run_turns(service: Service, streams: int, reloads: int, every_s: float) -> dict[str, Any]:
     """Reloads, alternating with runs that reload nothing and have as many short chats; some with the peer's method."""
     turns: dict[str, list[Turn]] = {"none": [], "reload": [], "drain": []}
     seconds: list[dict[str, float]] = []
     prefills: list[float] = []
-    async with contextlib.aclosing(Callers(service.url)) as callers:
+    async with contextlib.aclosing(Callers(service.url, every_s)) as callers:
         await callers.turn(streams, None)  # not counted: it compiles kernels
         for number in range(reloads):
             print(f"{streams} streams: reload {number + 1} of {reloads}", file=sys.stderr)

@@ -96,8 +96,10 @@ class Turn:
 class Callers:
     """The callers. While `open` is not set, nobody sends a new request (drain.py)."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, every_s: float = LATE_EVERY_S) -> None:
+        """every_s: how often a short chat is due during an event."""
         self._url = f"{url}/v1/chat/completions"
+        self._every_s = every_s
         self.open = asyncio.Event()
         self.open.set()
         self.in_flight = 0
@@ -115,7 +117,7 @@ class Callers:
     ) -> Turn:
         """Run streams, start the event once all have begun, and send short chats until it is over.
 
-        Each LATE_EVERY_S, a short chat is due; it does not wait for the end of those before. chats: their minimum.
+        Each `every_s`, a short chat is due; it does not wait for the end of those before. chats: their minimum.
         """
         running = [Stream() for _ in range(streams)]
         tasks = [asyncio.create_task(self._stream(stream, number)) for number, stream in enumerate(running)]
@@ -129,7 +131,7 @@ class Callers:
             happening = asyncio.ensure_future(happen())
         late: list[asyncio.Task[None]] = []
         while len(late) < chats or not self._is_over(turn, happening):
-            due = turn.under_way_at + len(late) * LATE_EVERY_S
+            due = turn.under_way_at + len(late) * self._every_s
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             late.append(asyncio.create_task(self._late_chat(turn, due)))
         await asyncio.gather(*tasks, *late)

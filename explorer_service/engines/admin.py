@@ -70,7 +70,9 @@ class EngineAdmin:
         """Return the engine's own name, which is the same at each of its urls; None: it is no `flywheel engine`."""
         try:
             identity = (await self._call("GET", IDENTITY_PATH, timeout_s=HEALTH_TIMEOUT_S)).get("identity")
-        except EngineRefused:
+        except EngineRefused as error:
+            if error.status not in (*_NO_ROUTE, 200):  # 200: a page, from a server that answers every path
+                raise
             return None
         return identity[:MAX_IDENTITY] if isinstance(identity, str) and identity else None
 

@@ -7,7 +7,6 @@ chosen, because the version determines the model's name there.
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
@@ -19,11 +18,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from explorer_service.engines.connection import EngineResponse
+from explorer_service.engines.faults import is_shortage, message_of
 from explorer_service.engines.http import EngineHttp
 from explorer_service.engines.pool import EnginePool
 from explorer_service.engines.slot import EngineSlot
 from explorer_service.errors import (
-    NO_JSON,
     AdapterForgotten,
     EngineLost,
     EngineUnavailable,
@@ -34,7 +33,6 @@ from explorer_service.errors import (
 from explorer_service.metrics import ExplorerMetrics
 
 T = TypeVar("T")
-_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +84,16 @@ class Exchange:
     @property
     def content_type(self) -> str:
         return self._response.content_type
+
+    async def proven(self) -> Exchange:
+        """Return this exchange once the engine's weights are proven. Raises WeightsUnproven, and is closed then."""
+        if self.slot.hold.is_on:
+            try:
+                await self._wait_held()
+            except BaseException:
+                self.close(reusable=False)
+                raise
+        return self
 
     async def read(self) -> EngineReply:
         """Read the whole answer. Raises EngineLost, WeightsUnproven."""
@@ -139,7 +147,11 @@ class Exchange:
     ) -> None:
         if error is None and self.status == 200 and self._response.is_complete:
             self._dispatcher.pool.note_answer(self.slot.engine)
-        self._response.close(reusable=error is None)  # if the answer is incomplete, the engine aborts the request
+        self.close(reusable=error is None)
+
+    def close(self, *, reusable: bool) -> None:
+        """Free slot and connection. If the answer is incomplete, the engine aborts the request."""
+        self._response.close(reusable=reusable)
         self._dispatcher.end(self.slot, self._started)
 
 
@@ -182,12 +194,15 @@ class Dispatcher:
                 self._note_lost(error, lost)
 
     async def open(self, request: EngineRequest) -> Exchange:
-        """Return an engine's answer once its head has arrived, to be read in parts. Raises like `fetch`."""
+        """Return an engine's answer once its head has arrived, to be read in parts. Raises like `fetch`.
+
+        Weights that are not proven yet are waited for: until then, nothing was sent to the caller.
+        """
         lost: list[str] = []
         while True:
             try:
-                return await self._send(request, lost)
-            except AdapterForgotten:
+                return await (await self._send(request, lost)).proven()
+            except (WeightsUnproven, AdapterForgotten):
                 continue
             except EngineLost as error:
                 self._note_lost(error, lost)
@@ -253,7 +268,7 @@ class Dispatcher:
     async def _require_known(self, slot: EngineSlot, response: EngineResponse) -> None:
         """Raise AdapterForgotten if the engine no longer knows the model's name under which it served the version."""
         unknown = f"The model `{slot.model}` does not exist."
-        if slot.version and _message_of(await response.peek()).startswith(unknown):
+        if slot.version and message_of(await response.peek()).startswith(unknown):
             reason = f"it lacks adapter {slot.model}, which it had loaded"
             if slot.engine.is_open:
                 self.pool.check(slot.engine, reason)
@@ -269,31 +284,7 @@ class Dispatcher:
     def lost(self, slot: EngineSlot, error: Exception) -> EngineLost:
         """Return the error to raise. Withdraws the engine unless it was only slow, or this machine had a shortage."""
         reason = str(error) or "it took too long"
-        is_fault = not isinstance(error, TimeoutError) and not _is_shortage(error.__cause__)
+        is_fault = not isinstance(error, TimeoutError) and not is_shortage(error.__cause__)
         if is_fault and slot.engine.is_open:
             self.pool.withdraw(slot.engine, reason)
         return EngineLost(slot.engine.name, reason)
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-
-
-class _Refusal(msgspec.Struct):
-    error: _Error
-
-
-_decode_refusal = msgspec.json.Decoder(_Refusal).decode
-
-
-def _message_of(content: bytes) -> str:
-    """Return the message of an engine's error; empty for other content."""
-    try:
-        return _decode_refusal(content).error.message
-    except NO_JSON:
-        return ""
-
-
-def _is_shortage(error: BaseException | None) -> bool:
-    """Whether this machine had no descriptors, memory or ports for the connection."""
-    return isinstance(error, OSError) and error.errno in _SHORTAGES

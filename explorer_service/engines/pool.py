@@ -10,8 +10,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
-from zlib import crc32
 
+from explorer_service.engines.affinity import least_loaded
 from explorer_service.engines.engine import OPEN, Engine, EngineState
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.slot import EngineSlot
@@ -22,7 +22,6 @@ from shared.experience import Sampling
 from shared.log import StageLogger
 
 log = StageLogger("reload")
-AFFINITY_SLACK = 4  # additional requests in flight that a conversation's engine may have over the least loaded one
 
 
 class EnginePool:
@@ -39,10 +38,9 @@ class EnginePool:
         wanted: Callable[[], int | None] = lambda: None,
         note: Callable[[Engine], None] = lambda _: None,
     ) -> None:
-        """adapters: engines serve sets of versions, and a request's version is chosen before its engine.
+        """adapters: engines serve sets of versions. note: called with each engine now, and when its state changes.
 
-        wanted: the version that should answer requests that name none: it does from the first engine that leads with it
-        on. note: called with each engine now, and at every change of its state.
+        wanted: the version that should answer requests that name none; it does once an engine leads with it.
         """
         self.engines = [Engine(address.name, address.url) for address in addresses]
         self.wait_s = wait_s
@@ -77,10 +75,11 @@ class EnginePool:
         engine = self._choose(version, affinity, avoid)  # without lock and timer in the common case
         if engine is None:
             engine = await self._wait_for(version, self.wait_s if wait_s is None else wait_s, affinity, avoid)
-        served = self._current if version is None else version
-        if served is None:
-            served = engine.version
+        wanted = self._current if version is None else version
+        served = engine.version if wanted is None else wanted
         assert served is not None
+        if engine.early_places:
+            engine.early_places -= 1
         engine.in_flight += 1
         engine.in_flight_of[served] = engine.in_flight_of.get(served, 0) + 1
         engine.seeded_in_flight += seeded
@@ -123,18 +122,12 @@ class EnginePool:
         version = self._current if version is None else version
         free = [
             e
-            for e in self.engines
-            if e.state in OPEN
-            and (version is None or version in e.versions)
+            for e in self.serving or [e for e in self.engines if e.early_places]
+            if (version is None or version in e.versions)
             and e.name not in avoid
             and (self._max_in_flight is None or e.in_flight < self._max_in_flight)
         ]
-        if len(free) < 2:
-            return free[0] if free else None
-        least = min(free, key=lambda engine: engine.in_flight)
-        # rendezvous hashing (Thaler and Ravishankar 1998): if an engine is lost, only its conversations move
-        preferred = max(free, key=lambda engine: crc32(engine.name.encode(), affinity & 0xFFFFFFFF))
-        return preferred if preferred.in_flight <= least.in_flight + AFFINITY_SLACK else least
+        return least_loaded(free, affinity) if len(free) > 1 else next(iter(free), None)
 
     def _raise_unless_soon(self, version: int | None, avoid: Collection[str]) -> None:
         """Raise if no engine can serve the request soon."""
@@ -174,7 +167,7 @@ class EnginePool:
 
     @property
     def serving(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.is_open]
+        return [engine for engine in self.engines if engine.state in OPEN]
 
     def note_answer(self, engine: Engine) -> None:
         """Note that the engine has just sent a reply, or a part of one, which replaces a health check."""
@@ -235,14 +228,20 @@ class EnginePool:
         engine.switches.append((clock.since_boot_s(), since, engine.version))
         return True
 
+    def admit(self, engine: Engine) -> None:
+        """Send the engine waiting chats, if no other one is open, and hold back their replies until it has proven."""
+        engine.early_places = min(self.waiting, max(1, engine.in_flight))
+        self._announce()
+
     def go_on(self, engine: Engine) -> None:
-        """Forward the replies that were held back: the weights are proven."""
+        """Forward the replies that were held back: the weights are proven. More chats wait until it is open."""
+        engine.early_places = 0
         engine.hold.release()
 
     def spoil(self, engine: Engine, reason: str) -> None:
         """End the requests in flight with an error, unrecorded: the weights cannot be trusted."""
         engine.hold.spoil(reason)
-        engine.hold = Hold()
+        engine.hold, engine.early_places = Hold(), 0
 
     def check(self, engine: Engine, reason: str) -> None:
         """Close the engine, which answers, until its version is proven."""
@@ -259,7 +258,7 @@ class EnginePool:
     def _move(self, engine: Engine, state: EngineState, reason: str) -> None:
         if state is EngineState.UNAVAILABLE and engine.state is not state:  # logged once per outage
             log.warning("engine is unavailable", engine=engine.name, reason=reason)
-        engine.state, engine.reason = state, reason
+        engine.state, engine.reason, engine.early_places = state, reason, 0
         self._note(engine)
         self._announce()
 

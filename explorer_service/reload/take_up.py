@@ -204,6 +204,7 @@ class FullTakeUp:
         self._pool.hold_back(self._engine)
         try:
             await self._admin.resume()
+            self._pool.admit(self._engine)
             metrics.reload_pause.observe(time.monotonic() - paused_at)
             with metrics.reload_proof.time():
                 await self._prove(held, bounds)
