@@ -19,6 +19,7 @@ import msgspec
 
 from explorer_service.engines.connection import EngineResponse
 from explorer_service.engines.faults import is_shortage, message_of
+from explorer_service.engines.hold import Hold
 from explorer_service.engines.http import EngineHttp
 from explorer_service.engines.pool import EnginePool
 from explorer_service.engines.slot import EngineSlot
@@ -86,13 +87,18 @@ class Exchange:
         return self._response.content_type
 
     async def proven(self) -> Exchange:
-        """Return this exchange once the engine's weights are proven. Raises WeightsUnproven, and is closed then."""
-        if self.slot.hold.is_on:
-            try:
-                await self._wait_held()
-            except BaseException:
-                self.close(reusable=False)
-                raise
+        """Return this exchange once its engine is open and has proven its weights.
+
+        Raises WeightsUnproven; this exchange is closed then.
+        """
+        try:
+            if self.slot.early_hold is not None:
+                await self._wait(self.slot.early_hold)
+            if self.slot.hold.is_on:
+                await self._wait(self.slot.hold)
+        except BaseException:
+            self.close(reusable=False)
+            raise
         return self
 
     async def read(self) -> EngineReply:
@@ -105,7 +111,7 @@ class Exchange:
         if self.slot.last_at >= self._dispatcher.pool.awake_until:
             await self._dispatcher.pool.wait_awake()
         if self.slot.hold.is_on:
-            await self._wait_held()
+            await self._wait(self.slot.hold)
         return EngineReply(self.slot, self.status, self.content_type, content, time.perf_counter() - self._started)
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -121,12 +127,12 @@ class Exchange:
                 if slot.last_at >= pool.awake_until:
                     await pool.wait_awake()
                 if hold.is_on:
-                    await self._wait_held()
+                    await self._wait(self.slot.hold)
                 yield chunk
         except (EngineUnavailable, TimeoutError) as exc:
             raise self._dispatcher.lost(self.slot, exc) from exc
 
-    async def _wait_held(self) -> None:
+    async def _wait(self, hold: Hold) -> None:
         """Wait while the engine's replies are held back, at most as long as a request may take.
 
         Raises WeightsUnproven.
@@ -134,7 +140,7 @@ class Exchange:
         limit_s = self._dispatcher.http.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await self.slot.hold.wait()
+                await hold.wait()
         except TimeoutError as exc:
             engine = self.slot.engine.name
             raise WeightsUnproven(f"engine {engine} has not proven its weights within {limit_s:g} s") from exc
@@ -194,14 +200,11 @@ class Dispatcher:
                 self._note_lost(error, lost)
 
     async def open(self, request: EngineRequest) -> Exchange:
-        """Return an engine's answer once its head has arrived, to be read in parts. Raises like `fetch`.
-
-        Weights that are not proven yet are waited for: until then, nothing was sent to the caller.
-        """
+        """Return an engine's answer once its head has arrived, to be read in parts. Raises like `fetch`."""
         lost: list[str] = []
         while True:
             try:
-                return await (await self._send(request, lost)).proven()
+                return await self._send(request, lost)
             except (WeightsUnproven, AdapterForgotten):
                 continue
             except EngineLost as error:
@@ -236,7 +239,7 @@ class Dispatcher:
             response.close(reusable=False)
             self.end(slot, started)
             raise VersionNotServed(f"The model `{request.unknown_model}` does not exist.")
-        return Exchange(slot, response, started, self)
+        return await Exchange(slot, response, started, self).proven()
 
     async def _acquire(self, request: EngineRequest, avoid: list[str]) -> EngineSlot:
         acquire = partial(self.pool.acquire, seeded=request.seeded, affinity=request.affinity, avoid=avoid)

@@ -41,6 +41,7 @@ class Engine:
     answered_at: float = -math.inf  # time.monotonic(): when it last sent a chat's reply, or a part of one
     hold: Hold = field(default_factory=Hold)  # shared by its requests in flight
     early_places: int = 0  # waiting chats that it still gets before it has proven; more would delay the proof
+    early_hold: Hold = field(default_factory=Hold)  # shared by these, until it is open
     # (noted at, valid since, version): changes of weights under requests in flight; times are clock.since_boot_s()
     switches: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=16))
 

@@ -15,7 +15,8 @@ from explorer_service.engines.affinity import least_loaded
 from explorer_service.engines.engine import OPEN, Engine, EngineState
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.slot import EngineSlot
-from explorer_service.errors import NoEngine, VersionNotServed, WeightsUnproven, without_addresses
+from explorer_service.engines.soon import require_soon
+from explorer_service.errors import NoEngine, WeightsUnproven
 from shared import clock
 from shared.config import EngineAddress
 from shared.experience import Sampling
@@ -78,12 +79,14 @@ class EnginePool:
         wanted = self._current if version is None else version
         served = engine.version if wanted is None else wanted
         assert served is not None
+        slot = EngineSlot(engine, served, engine.versions[served], engine.hold, clock.since_boot_s(), seeded)
         if engine.early_places:
             engine.early_places -= 1
+            slot.early_hold = engine.early_hold
         engine.in_flight += 1
         engine.in_flight_of[served] = engine.in_flight_of.get(served, 0) + 1
         engine.seeded_in_flight += seeded
-        return EngineSlot(engine, served, engine.versions[served], engine.hold, clock.since_boot_s(), seeded)
+        return slot
 
     def release(self, slot: EngineSlot) -> None:
         """Release the slot of a request that has ended."""
@@ -103,7 +106,7 @@ class EnginePool:
         try:
             async with asyncio.timeout(wait_s):
                 while (engine := self._choose(version, affinity, avoid)) is None:
-                    self._raise_unless_soon(version, avoid)
+                    require_soon(self.engines, self.pinned, version, avoid)
                     await self._changed.wait()
                 return engine
         except TimeoutError:
@@ -128,26 +131,6 @@ class EnginePool:
             and (self._max_in_flight is None or e.in_flight < self._max_in_flight)
         ]
         return least_loaded(free, affinity) if len(free) > 1 else next(iter(free), None)
-
-    def _raise_unless_soon(self, version: int | None, avoid: Collection[str]) -> None:
-        """Raise if no engine can serve the request soon."""
-        known, what = self.engines, "no engine"
-        if version is not None and self.serving:
-            is_pinned = version in self.pinned  # then an engine that is away may load it later
-            able = [e for e in (self.engines if is_pinned else self.serving) if self._may_serve(e, version)]
-            if is_pinned:
-                known, what = able, f"no engine for version {version}"
-            if not able:
-                served = sorted({v for e in self.serving for v in e.versions})
-                reasons = (e.refused[version] for e in self.engines if version in e.refused)
-                why = next((f" ({without_addresses(reason)})" for reason in reasons), "")
-                raise VersionNotServed(f"version {version} is not in service{why}; in service: {served}")
-        if all(e.state is EngineState.UNAVAILABLE or e.name in avoid for e in known):
-            raise NoEngine(f"{what} answers; try again", "engines_unavailable")
-
-    def _may_serve(self, engine: Engine, version: int) -> bool:
-        """Whether an engine serves a version, or may load it because it is pinned."""
-        return version in engine.versions or (version in self.pinned and version not in engine.refused)
 
     def serves(self, version: int, avoid: Collection[str] = ()) -> bool:
         """Whether any engine serves the version now. avoid: names of engines that do not count."""
@@ -229,7 +212,8 @@ class EnginePool:
         return True
 
     def admit(self, engine: Engine) -> None:
-        """Send the engine waiting chats, if no other one is open, and hold back their replies until it has proven."""
+        """Send the engine waiting chats, if no other one is open, and hold back their replies until it is open."""
+        engine.early_hold.begin()
         engine.early_places = min(self.waiting, max(1, engine.in_flight))
         self._announce()
 
@@ -241,7 +225,13 @@ class EnginePool:
     def spoil(self, engine: Engine, reason: str) -> None:
         """End the requests in flight with an error, unrecorded: the weights cannot be trusted."""
         engine.hold.spoil(reason)
-        engine.hold, engine.early_places = Hold(), 0
+        engine.hold = Hold()
+        self._send_again(engine, reason)
+
+    def _send_again(self, engine: Engine, reason: str) -> None:
+        """End chats that were sent before the engine was open: their callers got nothing, so they are sent again."""
+        engine.early_hold.spoil(reason)
+        engine.early_hold, engine.early_places = Hold(), 0
 
     def check(self, engine: Engine, reason: str) -> None:
         """Close the engine, which answers, until its version is proven."""
@@ -259,6 +249,10 @@ class EnginePool:
         if state is EngineState.UNAVAILABLE and engine.state is not state:  # logged once per outage
             log.warning("engine is unavailable", engine=engine.name, reason=reason)
         engine.state, engine.reason, engine.early_places = state, reason, 0
+        if state in OPEN:
+            engine.early_hold.release()
+        else:
+            self._send_again(engine, reason)
         self._note(engine)
         self._announce()
 

@@ -22,6 +22,7 @@ class EngineSlot:
     hold: Hold
     began_at: float
     seeded: bool = False
+    early_hold: Hold | None = None  # if the engine was not open yet
     is_chat: bool = False  # counted in the metrics of chats
     first_at: float = -math.inf  # when the first part of a streamed answer arrived
     last_at: float = math.inf  # when the last read part arrived

@@ -12,7 +12,7 @@ from shared.config import EngineAddress
 from shared.experience import Sampling
 from shared.ledger.tables import experiences
 from tests.support.postgres import sqlite_alone
-from tests.support.reloads import SETTINGS, shown, states
+from tests.support.reloads import SETTINGS, reject, shown, states
 from tests.support.script import Hold
 from tests.support.servers import publish, wait_until
 
@@ -100,6 +100,18 @@ def test_a_chat_that_unproven_weights_answered_is_answered_by_the_last_good_vers
     assert "error" not in asked.text
     assert rows(explorer) == [(0, 0)]
     wait_until(lambda: states(explorer)[1] == "REJECTED")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_version_that_is_rejected_before_it_is_announced_answers_no_chat(scripted_engine, waiting, stream):
+    explorer, start = waiting
+    asked, probe = start(stream=stream)
+    wait_until(lambda: len(scripted_engine.script.bodies) == 1)
+    reject(explorer, 1)
+    probe.release.set()
+    asked.join(60)
+    assert (asked.status, asked.version) == (200, "0")
+    assert rows(explorer) == [(0, 0)]
 
 
 async def test_an_engine_gets_no_more_chats_before_its_proof_than_it_has_in_flight_and_than_waited():

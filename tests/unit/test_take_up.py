@@ -253,4 +253,4 @@ async def test_a_reply_is_held_back_no_longer_than_a_request_may_take():
     slot.hold.begin()
     dispatcher = Dispatcher(pool, SimpleNamespace(timeout_s=0.01), None, {})
     with pytest.raises(WeightsUnproven, match="has not proven its weights within"):
-        await Exchange(slot, None, 0.0, dispatcher)._wait_held()
+        await Exchange(slot, None, 0.0, dispatcher)._wait(slot.hold)
