@@ -72,7 +72,9 @@ async def answer_rollback(request: Request, deps: Deps) -> Response:
         raw = await deps.bodies.read(request)
         body = decode_typed(raw, _decode_rollback)
         ignored = ignored_fields(raw, body)
-        roll_back = partial(transitions.roll_back, to=body.to, again=body.again, by=_operator(caller))
+        roll_back = partial(
+            transitions.roll_back, to=body.to, again=body.again, by=_operator(caller), rule=deps.config.reward
+        )
         return _answer(asdict(await deps.feedback_writer.write(roll_back)), ignored)
 
 

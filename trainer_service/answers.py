@@ -3,7 +3,7 @@
 The tokenizer of the model's folder converts the text once, here. The chat template determines the tokens between a
 prompt and an answer, and the end of the answer; text of callers never becomes part of a template. The prompt's tokens
 are the row's own. A prompt that does not end as the template's do is continued by the text as it is: that of a plain
-completion, or of a message that the model was to continue.
+completion, or of a message that the model was to continue. No answer is learned inside an open thought.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shared.experience import Experience, TokenArray, Tokens, TrajectoryKey, tra
 
 _STAND_IN = "STANDIN"  # placeholder for an answer in the rendered template
 _QUESTION = [{"role": "user", "content": _STAND_IN}]
+_OPENS_THOUGHT, _ENDS_THOUGHT = "<think>", "</think>"
 
 
 class _Unusable(ValueError):
@@ -34,7 +35,7 @@ class _Template:
     """The text around an answer."""
 
     prompt: str = ""  # a prompt that the answer may follow
-    before: str = ""  # an empty thought before the answer, if the template writes one
+    before: str = ""  # an empty thought before the answer, or the rest of it, if the template writes one
     # up to its first control token, or else its first token, it ends the answer; "": the end-of-sequence token does
     after: str = ""
 
@@ -60,10 +61,14 @@ class AnswerTokenizer:
         self._template = template = _read_template(tokenizer)
         self._prompt_ids, self._before_ids = self._encode(template.prompt), self._encode(template.before)
         after, control = self._encode(template.after), control_tokens(tokenizer)
+        self._control = control
+        marks = (template.before.find(text) for text in tokenizer.convert_ids_to_tokens(sorted(control)) if text)
+        # where the first control token is in the text before an answer; None: there is none
+        self._cut = min((place for place in marks if place >= 0), default=None)
         opening = self._encode(template.prompt.rpartition(_STAND_IN)[2])  # such as <|im_start|>assistant
         begin = max((n for n, token in enumerate(opening) if token in control), default=len(opening))
         self._opening = opening[begin:]  # ends a chat's prompt; empty: such prompts are not known from others
-        ends = [*self._special, *template.before.split()[-1:], "</think>"]  # of a thought
+        ends = [*self._special, *template.before.split()[-1:], _ENDS_THOUGHT]
         self._ends = re.compile("|".join(map(re.escape, ends)))
         n_end = next((n for n, token in enumerate(after, 1) if token in control), None)
         # a control token is never joined with the text before it, as other tokens behind an answer may be
@@ -98,7 +103,7 @@ class AnswerTokenizer:
 
     def _answer(self, text: str, tokens: Tokens) -> TokenArray:
         """Return the tokens of an answer to a row's prompt. Raises _Unusable."""
-        said, template, begin = text.strip(), self._template, len(self._prompt_ids)
+        said = text.strip()
         if not said:
             raise _Unusable("correction_empty")
         if said in self._contents(tokens.reply_ids):
@@ -106,19 +111,39 @@ class AnswerTokenizer:
         if any(token in text for token in self._special):
             raise _Unusable("correction_with_special_tokens")  # such text would end turns and start others
         has_thought = _ends_with(tokens.prompt_ids, [*self._opening, *self._before_ids])
-        if template.prompt and (has_thought or _ends_with(tokens.prompt_ids, self._opening)):
-            whole = self._encode(f"{template.prompt}{template.before}{said}{template.after}")
-            if whole[:begin] != self._prompt_ids:
-                raise _Unusable("correction_joins_prompt")  # its first characters would change the prompt's last token
-            begin += len(self._before_ids) if has_thought else 0
+        if self._template.prompt and (has_thought or _ends_with(tokens.prompt_ids, self._opening)):
+            written = self._written(said, has_thought=has_thought)
+        elif self._is_in_thought(tokens.prompt_ids):
+            raise _Unusable("correction_in_thought")  # a reader of the reply would take it for the thought
         else:
-            whole, begin = self._encode(f"{text}{template.after}"), 0
-        reply = [*whole[begin : len(whole) - self._n_after], *self._end_ids]
+            written = self._encode(f"{text}{self._template.after}")
+        reply = [*written[: len(written) - self._n_after], *self._end_ids]
         if len(reply) <= 1 or max(reply) >= self._vocabulary:
             raise _Unusable("correction_outside_vocabulary")
         if self._longest is not None and len(tokens.prompt_ids) + len(reply) > self._longest:
             raise _Unusable("correction_too_long")
         return np.array(reply, np.int32)
+
+    def _written(self, said: str, *, has_thought: bool) -> list[int]:
+        """Return the tokens that follow a prompt of the template's. has_thought: it has the one before answers.
+
+        Raises _Unusable if the first characters would change the prompt's last token.
+        """
+        template, known = self._template, [*self._prompt_ids, *(self._before_ids if has_thought else ())]
+        if not has_thought and self._cut is not None:
+            # the prompt's last token stays as it is: a control token is never joined with the text before it
+            thought, rest = template.before[: self._cut], template.before[self._cut :]
+            return [*self._encode(thought), *self._encode(f"{rest}{said}{template.after}")]
+        whole = self._encode(f"{template.prompt}{template.before}{said}{template.after}")
+        if whole[: len(known)] != known:
+            raise _Unusable("correction_joins_prompt")
+        return whole[len(known) :]
+
+    def _is_in_thought(self, prompt_ids: TokenArray) -> bool:
+        """Whether a prompt ends in a thought that is open."""
+        begin = max((n for n, token in enumerate(prompt_ids.tolist()) if token in self._control), default=0)
+        text: str = self._tokenizer.decode(prompt_ids[begin:])
+        return text.rfind(_OPENS_THOUGHT) > text.rfind(_ENDS_THOUGHT)
 
     def _contents(self, reply_ids: TokenArray) -> tuple[str, str]:
         """Return the text of a reply, and its part after a thought, which is what callers may see of it."""

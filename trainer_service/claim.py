@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection
 
-from shared.config import GroupConfig, TrainerConfig
+from shared.config import GroupConfig, RewardConfig, TrainerConfig
 from shared.errors import LedgerError
 from shared.experience import Lease, TrajectoryKey
 from shared.ledger import queries, transitions
@@ -42,13 +42,13 @@ class Claimer:
         whole: transitions.Whole = "run",
         answers: AnswerTokenizer | None = None,
         check: Callable[[Connection], None] | None = None,
-        metrics: Collection[str] | None = None,
+        rule: RewardConfig | None = None,
     ) -> None:
         """vocabulary: number of token ids of the model; rows with other ids are quarantined.
 
         whole: unit of a claim: one trajectory, or all runs of a task. answers: tokenizer of corrections; None: no
-        algorithm learns from corrections. check: called before each search for rows; may raise. metrics: see
-        `queries.load_lease`.
+        algorithm learns from corrections. check: called before each search for rows; may raise. rule: of rewards; None:
+        every metric counts as one with a weight, and scores that an expired lease refused become no rewards.
         """
         self._ledger = ledger
         self._config = config
@@ -57,7 +57,8 @@ class Claimer:
         self._whole = whole
         self._group = group_wait(config) if whole == "task" else {}
         self._answers = answers
-        self._check, self._metrics = check, metrics
+        self._check, self._rule = check, rule
+        self._metrics = None if rule is None else rule.metrics
         self._last_event: str | None = None  # the last event that was logged
         self._warn_at = 0.0  # time.monotonic(): when the next search for such algorithms is due
         self._idle: set[str] = set()  # algorithms already logged as receiving no signals
@@ -153,7 +154,7 @@ class Claimer:
             with self._ledger.write() as connection:
                 # its own may have expired while the database was unavailable
                 transitions.extend_lease(connection, owner=self._config.name, lease_s=self._config.lease_s)
-                returned = transitions.give_back(connection)
+                returned = transitions.give_back(connection, rule=self._rule)
             if returned:
                 log.warning("leases expired without heartbeats from their trainer", rows_taken_back=returned)
         elif not ready:

@@ -8,8 +8,9 @@ edits. With r_j the reward of turn j and R the outcome of the whole trajectory, 
 
 (the undiscounted return of Sutton & Barto, "Reinforcement Learning", 2nd edition, eq. 3.7). Without alternatives, a
 turn led to all later turns. It led neither to its own alternatives nor to what continues them: their rewards are no
-consequences of it. Of alternatives that begin after it, it led to one: the one that was continued furthest, of equal
-ones the first. Without an outcome, it led to one without a reward only if no other has one.
+consequences of it. Of alternatives that begin after it, it led to one: the one whose path is the longest, counted from
+the first turn of its tree, of equal ones the first. Without an outcome, it led to one without a reward only if no other
+has one.
 
 If neither R nor any of these r_j exists, G_i is unknown: 0 would mean that the turn is bad.
 
@@ -35,13 +36,16 @@ class Lineage:
         self._parents = parents
         self._rewarded = rewarded
         self._judged = list(rewarded)  # whether it, or a turn that continues it, has a reward
-        self._length = [1] * len(parents)  # number of turns on the path that begins with it
+        self._length = [1] * len(parents)  # number of turns on its path, from the first turn of its tree to the last
         self._next: list[int | None] = [None] * len(parents)  # the turn that continues its path
         self._first: dict[int, int] = {}  # by tree: where the main path begins
+        for turn, parent in enumerate(parents):
+            if parent is not None:
+                self._length[turn] += self._length[parent]
         for turn in reversed(range(len(parents))):
             parent, following = parents[turn], self._next[turn]
             if following is not None:
-                self._length[turn] += self._length[following]
+                self._length[turn] = self._length[following]
             if parent is None:
                 self._first[trees[turn]] = self._preferred(turn, self._first.get(trees[turn]))
             else:

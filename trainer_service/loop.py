@@ -92,7 +92,7 @@ class Trainer:
         about["chosen"] = as_row(self._config.trainer)
         with self._ledger.write() as connection:
             self._rollback.begin(connection, row, None if saved else start_version)
-            returned = transitions.give_back(connection, owner=name)
+            returned = transitions.give_back(connection, owner=name, rule=self._config.reward)
             transitions.announce_trainer(connection, **about)
         self._janitor.run(saved)
         log.info("at work", step=self._progress.step, version=self._progress.version, rows_taken_back=returned)
@@ -105,11 +105,11 @@ class Trainer:
         config = self._config.trainer
         wholes = {config.settings_of(name).together for name in config.parts}
         whole: transitions.Whole = "task" if "task" in wholes else "run"
-        vocabulary, context, metrics = self._learner.vocabulary, self._learner.context, self._config.reward.metrics
+        vocabulary, context, rule = self._learner.vocabulary, self._learner.context, self._config.reward
         answers = answer_tokenizer(config, self._base_folder, vocabulary=vocabulary, context=context)
         if config.max_trajectory_tokens is None:
             config = config.model_copy(update={"max_trajectory_tokens": context})
-        claimer = Claimer(self._ledger, config, self._stop, vocabulary, whole, answers, self._rollback.check, metrics)
+        claimer = Claimer(self._ledger, config, self._stop, vocabulary, whole, answers, self._rollback.check, rule)
         anew = False
         beats = Heartbeat(self._ledger, config, self._stop, self._janitor.note_contact)
         with beats, contextlib.suppress(Stopped), self._rollback.noted():
@@ -183,7 +183,7 @@ class Trainer:
             self._learner.require_harmless_update(failure)
 
         def give_back(connection: Connection) -> int:
-            quarantined = transitions.fail_update(connection, lease.batch_id, failure)
+            quarantined = transitions.fail_update(connection, lease.batch_id, failure, rule=self._config.reward)
             self._release_unsaved(connection)
             return quarantined
 
@@ -198,7 +198,7 @@ class Trainer:
     def _release_unsaved(self, connection: Connection) -> None:
         """Release the rows and withdraw the versions that no saved state contains."""
         name = self._config.trainer.name
-        transitions.give_back(connection, owner=name)
+        transitions.give_back(connection, owner=name, rule=self._config.reward)
         transitions.withdraw_versions(connection, writer=name, after=self._saved.version)
 
     def _release_leases(self) -> None:
@@ -206,7 +206,7 @@ class Trainer:
         name = self._config.trainer.name
         try:
             with self._ledger.write() as connection:
-                returned = transitions.give_back(connection, owner=name)
+                returned = transitions.give_back(connection, owner=name, rule=self._config.reward)
                 transitions.dismiss_trainer(connection, name=name)
         except LedgerError as error:
             log.warning("leases not released; the next start releases them", reason=str(error))

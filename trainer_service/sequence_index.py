@@ -28,6 +28,7 @@ class SequenceIndex:
         self._prompts: dict[bytes, int] = {}  # digest of a prompt: first turn that answers it
         self._turns: dict[bytes, int] = {}  # digest of a sequence up to the end of a turn: first such turn
         self._turn_lengths: set[int] = set()  # lengths of the token sequences in _turns
+        self.equal: list[int] = []  # by turn: the first turn whose sequence, up to its end, has the same tokens
 
     def add(self, number: int, turn: int, prompt_ids: npt.NDArray[Any], token_ids: npt.NDArray[Any]) -> None:
         """Record that a sequence now ends with the turn that answers this prompt. token_ids: all of its tokens."""
@@ -35,15 +36,21 @@ class SequenceIndex:
         heapq.heappush(self._open.setdefault(key, []), number)
         self._lengths[len(token_ids)] += 1
         self._prompts.setdefault(_digest(_bytes(prompt_ids)).digest(), turn)
-        self._turns.setdefault(key, turn)
+        self.equal.append(self._turns.setdefault(key, turn))
         self._turn_lengths.add(len(token_ids))
 
     def take(self, prompt_ids: npt.NDArray[Any]) -> int | None:
-        """Remove and return the longest sequence that the prompt begins with, of equal ones the first; None: none."""
+        """Remove and return the longest sequence that the prompt begins with, of equal ones the first; None: none.
+
+        None, too, if the prompt goes on with the tokens of a turn that other turns continue: it continues that turn.
+        """
         longest = [prefix for prefix in _prefixes(prompt_ids, self._lengths) if prefix[0] in self._open][-1:]
         if not longest:
             return None
         [(key, length)] = longest
+        longer = (other for other in self._turn_lengths if other > length)
+        if any(digest in self._turns for digest, _ in _prefixes(prompt_ids, longer)):
+            return None
         number = heapq.heappop(self._open[key])
         if not self._open[key]:
             del self._open[key]

@@ -65,7 +65,7 @@ def read_state(backend: DeepSpeedBackend, folder: Path | None) -> None:
     if folder is not None:
         for kind in (None, *moments):
             _require_layout(folder, kind, _layout(backend))
-    if moments:
+    if moments or about["steps"]:  # without either, it was saved before the optimizer's first step
         state.make_moments()
         if folder is not None:
             _require_moments(folder, moments, state.moments())
@@ -145,8 +145,9 @@ def _require_moments(folder: Path, saved: list[str], own: list[str]) -> None:
     """Raise ConfigError unless the optimizer keeps the same values for a weight as the one that saved them."""
     if set(saved) != set(own):
         raise ConfigError(
-            f"the trainer's state {folder} has {', '.join(saved)} for each weight, and trainer.deepspeed.optimizer "
-            f"keeps {', '.join(own) or 'nothing'}; set the optimizer that saved it, or {_START_OVER}"
+            f"the trainer's state {folder} has {', '.join(saved) or 'nothing'} for each weight, and "
+            f"trainer.deepspeed.optimizer keeps {', '.join(own) or 'nothing'}; set the optimizer that saved it, or "
+            f"{_START_OVER}"
         )
 
 

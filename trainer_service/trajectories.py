@@ -175,10 +175,13 @@ class _Builder:
         """Return the turn that a row names as the one it continues, or whose tokens its prompt begins with.
 
         Of two, the later one, which continues the other: a history may be rewritten from some turn on, and a link may
-        name an earlier turn if the caller changed a later reply. number: of the sequence that the row is merged into.
+        name an earlier turn if the caller changed a later reply. Of two with the same tokens, the one that it names.
+        number: of the sequence that the row is merged into.
         """
-        named = self._turns.get(row.parent_id or "")
+        named, equal = self._turns.get(row.parent_id or ""), self._index.equal
         repeated = self._index.turns_in(row.tokens.prompt_ids)[-1:] if number is None else [self._last[number]]
+        if named is not None and repeated and equal[named] == equal[repeated[0]]:
+            return named
         return max([*repeated, *([] if named is None else [named])], default=None)
 
     def _tree(self, row: Experience, turn: int, parent: int | None) -> int:

@@ -26,7 +26,8 @@ def run(args: Namespace) -> int:
     from shared.ledger.connect import Ledger
 
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger, ledger.write() as connection:
-        done = transitions.roll_back(connection, args.version, again=args.again, by="operator")
+        to, again = args.version, args.again
+        done = transitions.roll_back(connection, to, again=again, by="operator", rule=config.reward)
     console = open_console(markup=False)
     rejected = ", ".join(map(str, done.rejected)) or "none"
     follows = "engines load it within seconds"

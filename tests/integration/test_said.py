@@ -280,7 +280,7 @@ def test_metrics_without_weights_are_named_to_who_forgot_the_weights(ledger, cap
     monkeypatch.setattr(claim, "WARN_EVERY_S", 0.02)
     stop = StopRequest()
     config = TrainerConfig.model_validate({"algorithm": "reinforce_pp", "poll_interval_s": 0.01})
-    waiting = threading.Thread(target=Claimer(ledger, config, stop, metrics={}).next)
+    waiting = threading.Thread(target=Claimer(ledger, config, stop, rule=RewardConfig()).next)
     waiting.start()
     wait_until(lambda: "waiting for commits" in caplog.text)
     record(ledger, "a", [10])

@@ -141,7 +141,7 @@ def test_a_metric_without_a_weight_makes_no_reward_its_key_s(ledger):
             transitions.apply_feedback(connection, signals=[signal], key_name=key, **given)
         transitions.commit(connection)
     config = TrainerConfig.model_validate({"algorithm": "reinforce_pp", "batch_size": 1, "poll_interval_s": 0.02})
-    lease = Claimer(ledger, config, StopRequest(), metrics=rule.metrics).next()
+    lease = Claimer(ledger, config, StopRequest(), rule=rule).next()
     assert lease is not None
     assert make_batch(lease.rows).scored_by == {0: "rater"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -24,9 +24,11 @@ THOUGHT = 9
 MERGES = pytest.mark.parametrize("merges", [True, False], ids=["merged", "rewritten"])
 
 
-def row(number: int, prompt: Iterable[int], reward: float | None, parent: int | None = None, **more) -> Experience:
-    """A reply of a thought and a token, named by its number."""
-    reply = np.array([THOUGHT, 100 + number], np.int32)
+def row(
+    number: int, prompt: Iterable[int], reward: float | None, parent: int | None = None, *, says: int = 0, **more
+) -> Experience:
+    """A reply of a thought and a token, named by its number. says: the turn with the same reply; 0: none has it."""
+    reply = np.array([THOUGHT, 100 + (says or number)], np.int32)
     tokens = Tokens(np.array([*prompt], np.int32), reply, np.full(2, -1.0, np.float32))
     about = {"task_id": "t", "run_id": "x", "conversation_id": "c", "version": 0, "created_at": 0.0, **more}
     follows = None if parent is None else f"m{parent}"
@@ -162,6 +164,38 @@ def test_an_edit_s_score_holds_what_turns_of_other_agents_earned_before_it(merge
     assert scores(rows) == {(1, 2, 3): 0.7, (4,): 0.7}
 
 
+def test_a_helper_earns_the_path_that_went_on_and_not_an_edit_of_its_beginning():
+    """The path has one turn left after the helper, and four in all; the edit has two left, and three in all."""
+    rows = [row(1, [1], 0.1)]
+    for number in (2, 3):
+        rows.append(turn_after(rows[-1], number, 0.1, merges=True))
+    helper = [row(number, [50], 0.1) for number in (4, 5)]
+    last, edit = turn_after(rows[2], 6, 1.0, merges=True), turn_after(rows[0], 7, 0.1, merges=True)
+    rows += [*helper, last, edit, turn_after(edit, 8, 0.1, merges=True)]
+    assert (earned(rows)[4], earned(rows)[5]) == (1.1, 1.1)
+    assert scores(rows) == {(1, 2, 3, 4, 6): 1.4, (5,): 1.4, (7, 8): 0.4}
+
+
+@MERGES
+def test_a_branch_continues_the_turn_that_its_prompt_repeats_and_not_a_shorter_one_with_the_same_reply(merges):
+    first = row(1, [1], None)
+    second = turn_after(first, 2, None, merges=merges)
+    dead = [turn_after(second, 3, 0.0, merges=merges), row(4, [1], 0.0, says=1)]
+    rows = [first, second, *dead, turn_after(second, 5, None, merges=merges)]
+    rows.append(turn_after(rows[-1], 6, 1.0, merges=merges))
+    assert earned(rows) == {1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0, 5: 1.0, 6: 1.0}
+    assert scores(rows) == {(1, 2, 5, 6): 1.0, (3,): 0.0, (4,): 0.0}
+
+
+@MERGES
+def test_a_branch_continues_the_turn_that_it_names_and_not_a_later_one_with_the_same_tokens(merges):
+    first = row(1, [1], None)
+    rows = [first, turn_after(first, 2, 0.0, merges=merges), row(3, [1], 0.0, says=1)]
+    rows.append(turn_after(first, 4, 1.0, merges=merges))
+    rows.append(turn_after(rows[-1], 5, 1.0, merges=merges))
+    assert earned(rows) == {1: 2.0, 2: 0.0, 3: 0.0, 4: 2.0, 5: 1.0}
+
+
 @MERGES
 def test_the_score_of_an_alternative_is_bounded_as_a_whole(merges):
     first = row(1, [1], 1.0)
@@ -172,31 +206,43 @@ def test_the_score_of_an_alternative_is_bounded_as_a_whole(merges):
     assert run.score < 100 and edit.score == 2.0
 
 
-def drawn(draw: np.random.Generator) -> list[tuple[int | None, int, float | None]]:
-    """Random turns: the turn that each continues, the user's words, and its reward."""
-    turns: list[tuple[int | None, int, float | None]] = []
+@dataclass(frozen=True)
+class Turn:
+    """parent: the turn that it continues. words: of the user. says: the turn with this reply, or itself."""
+
+    parent: int | None
+    words: int
+    reward: float | None
+    says: int
+
+
+def drawn(draw: np.random.Generator, twins: float = 0.0) -> list[Turn]:
+    """Random turns. twins: part of the other tries that have the same reply."""
+    turns: list[Turn] = []
     for number in range(int(draw.integers(2, 10))):
         kind = draw.random()
         reward = float(2**number) if draw.random() < 0.4 else None  # each sum of rewards has one meaning
-        if number and kind < 0.25:
-            parent, words, _ = turns[draw.integers(number)]  # another try
-            turns.append((parent, words, reward))
+        if number and kind < 0.25 + twins / 4:
+            tried = turns[draw.integers(number)]  # another try
+            says = tried.says if draw.random() < twins else number
+            turns.append(Turn(tried.parent, tried.words, reward, says))
         else:
             parent = None if not number or kind < 0.4 else int(draw.integers(max(0, number - 3), number))
-            turns.append((parent, 200 + number, reward))
+            turns.append(Turn(parent, 200 + number, reward, number))
     return turns
 
 
-def rendered(turns: list[tuple[int | None, int, float | None]], thoughts: str, *, linked: bool) -> list[Experience]:
+def rendered(turns: list[Turn], thoughts: str, *, linked: bool) -> list[Experience]:
     """The rows of such turns. thoughts: whether prompts keep or drop those of earlier replies; odd: some drop."""
     rows: list[Experience] = []
-    for number, (parent, words, reward) in enumerate(turns):
-        drops = thoughts == "drop" or (thoughts == "odd" and words % 2)
-        prompt, above = [words], parent
+    for number, turn in enumerate(turns):
+        drops = thoughts == "drop" or (thoughts == "odd" and turn.words % 2)
+        prompt, above = [turn.words], turn.parent
         while above is not None:
-            prompt = [turns[above][1], *([] if drops else [THOUGHT]), 101 + above, *prompt]
-            above = turns[above][0]
-        rows.append(row(number + 1, prompt, reward, None if parent is None or not linked else parent + 1))
+            prompt = [turns[above].words, *([] if drops else [THOUGHT]), 101 + turns[above].says, *prompt]
+            above = turns[above].parent
+        link = None if turn.parent is None or not linked else turn.parent + 1
+        rows.append(row(number + 1, prompt, turn.reward, link, says=turn.says + 1))
     return rows
 
 
@@ -208,12 +254,13 @@ def claimed(rows: list[Experience]) -> set[int]:
 
 def test_returns_do_not_depend_on_whether_tokens_merge_and_turns_without_one_are_those_that_the_claim_leaves_out():
     draw = np.random.default_rng(0)
-    for _ in range(100):
-        turns = drawn(draw)
+    for number in range(150):
+        turns = drawn(draw, twins=0.0 if number < 100 else 0.5)
         merged = rendered(turns, "keep", linked=True)
         expected, acts = earned(merged), claimed(merged)
         assert expected.keys() == acts and 0 not in expected.values(), "a known return has a reward in it"
-        assert earned(rendered(turns, "keep", linked=False)) == expected, "tokens show what links name"
+        if number < 100:
+            assert earned(rendered(turns, "keep", linked=False)) == expected, "tokens show what links name"
         for thoughts in ("keep", "drop", "odd"):
             rows = rendered(turns, thoughts, linked=True)
             assert (earned(rows), claimed(rows)) == (expected, acts), turns

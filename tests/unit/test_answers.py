@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +23,25 @@ THINKING = (
 )
 
 
+LINES = r"[^\r\n\p{L}]?\p{L}+|\s*[\r\n]+|\s+"  # empty lines are one piece of text, as with Qwen's tokenizers
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer, as most models have it, whose template writes an empty thought."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    return bpe_tokenizer()
+
+
+def bpe_tokenizer(pieces: str | None = None) -> PreTrainedTokenizerFast:
+    """pieces: a regular expression for the pieces of text in which it joins characters; None: those of GPT-2."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pieces is not None:
+        split = pre_tokenizers.Split(Regex(pieces), "isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bpe.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     bpe.decoder = decoders.ByteLevel()
     special = ["<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
@@ -38,6 +51,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     texts = ["the parcel is late", "it is late.\n", "the answer is here", "user assistant think"]
+    texts += [] if pieces is None else ["late\n\nhere"]
     bpe.train_from_iterator(texts * 4, trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
@@ -99,6 +113,35 @@ def test_an_empty_thought_that_the_prompt_has_already_is_not_repeated(tokenizer)
     prompt = [*rendered(tokenizer, conversation, add_generation_prompt=True), *thought]
     (found,) = answers(tokenizer).with_corrections([row(prompt, "the parcel")])
     assert tokenizer.decode(found.correction) == "the parcel<|im_end|>"
+
+
+@pytest.mark.parametrize("text", ["the parcel", "late\n\nhere"])
+def test_a_correction_closes_the_thought_that_the_prompt_opens(text):
+    """The template writes an empty thought before an answer, whose empty line the tokenizer joins into one token."""
+    joining = bpe_tokenizer(LINES)
+    joining.chat_template = THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    conversation = [{"role": "user", "content": "where?"}]
+    prompt = rendered(joining, conversation, add_generation_prompt=True)
+    whole = rendered(joining, [*conversation, {"role": "assistant", "content": text}])
+    assert joining.decode(prompt).endswith("<think>\n") and prompt != whole[: len(prompt)]
+    (found,) = answers(joining).with_corrections([row(prompt, text)])
+    assert found.unused == ()
+    assert joining.decode(found.correction) == f"\n</think>\n\n{text}<|im_end|>"
+    answer = joining(f"</think>\n\n{text}<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert found.correction.tolist()[-len(answer) :] == whole[-len(answer) - 1 : -1] == answer
+
+
+@pytest.mark.parametrize("said", ["<think>\n", "<think>\nhm, the"])
+def test_a_correction_is_not_learned_in_an_open_thought_that_the_template_does_not_write_by_itself(tokenizer, said):
+    template = THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}")
+    thinking = copy.deepcopy(tokenizer)
+    asked = rendered(tokenizer, [{"role": "user", "content": "where?"}], add_generation_prompt=True)
+    open_thought, closed = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (said, "</think>"))
+    for thinking.chat_template in (template, THINKING):
+        rows = [row([*asked, *open_thought], "late"), row([*asked, *open_thought, *closed], "late")]
+        inside, behind = answers(thinking).with_corrections(rows)
+        assert inside.correction is None and inside.unused == ("correction_in_thought",)
+        assert thinking.decode(behind.correction) == "late<|im_end|>"
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,11 @@ def _acting(log: Sequence[Signal], row: AnyRow, acts: int, until: int | None) ->
         is_new = words.has(signal)
         if not lessons_of([signal.kind]) & acts:
             continue
+        if until is not None and (signal.id is None or signal.id > until):
+            continue
         if until is None or signal.kind not in WORDS:
             acting[place] = signal
-        elif signal.id is not None and signal.id <= until:
+        else:
             said = identity_of(signal)
             if is_new or (said, True) in acting or (said, False) in acting:
                 acting.pop((said, signal.scope == "message"), None)

@@ -23,12 +23,14 @@ from sqlalchemy import (
     update,
 )
 
+from shared.config import RewardConfig
 from shared.experience import BatchState, State, VersionState, choice_name
 from shared.ledger.conditions import in_parts, is_in, is_ready, names_a_run, need_not_wait, run_of_task
 from shared.ledger.connect import database_time
 from shared.ledger.queries.lease import equal_prompts, held_rows, other_turns, rewarded_rows
 from shared.ledger.tables import batches, experiences, signals, trainers, versions
 from shared.ledger.transitions.failures import count_death
+from shared.ledger.transitions.late_scores import credit_again, refused_by_lease
 from shared.reward import Lesson
 
 _IS_READY = is_in(experiences.c.state, State.READY)
@@ -273,10 +275,10 @@ def extend_lease(connection: Connection, *, owner: str, lease_s: float | None) -
         connection.execute(update(batches).where(*held).values(lease_until=now + lease_s))
 
 
-def give_back(connection: Connection, *, owner: str | None = None) -> int:
+def give_back(connection: Connection, *, owner: str | None = None, rule: RewardConfig | None = None) -> int:
     """LEASED → READY for an owner's batches or, without an owner, for every batch whose lease has expired.
 
-    Returns the number of rows.
+    rule: by which scores that the lease refused become rewards; None: they do not. Returns the number of rows.
     """
     mine = batches.c.owner == owner if owner is not None else batches.c.lease_until < database_time(connection)
     ids = connection.execute(select(batches.c.id).where(batches.c.state == BatchState.LEASED, mine)).scalars().all()
@@ -291,4 +293,7 @@ def give_back(connection: Connection, *, owner: str | None = None) -> int:
         if batch.updating:
             count_death(connection, batch.id)
     theirs = (experiences.c.batch_id.in_([batch.id for batch in ended]), _IS_LEASED)
-    return connection.execute(update(experiences).where(*theirs).values(state=State.READY, batch_id=None)).rowcount
+    late = refused_by_lease(connection, *theirs)
+    count = connection.execute(update(experiences).where(*theirs).values(state=State.READY, batch_id=None)).rowcount
+    credit_again(connection, late, rule)
+    return count

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, update
 
+from shared.config import RewardConfig
 from shared.experience import BatchState, State
 from shared.ledger.conditions import is_in
 from shared.ledger.queries.lease import DEATHS_TOLERATED, held_rows, is_to_blame
 from shared.ledger.tables import batches, experiences
+from shared.ledger.transitions.late_scores import credit_again, refused_by_lease
 
 
 def mark_updating(connection: Connection, batch_id: int, *, updating: bool) -> None:
@@ -21,10 +23,10 @@ def mark_updating(connection: Connection, batch_id: int, *, updating: bool) -> N
     connection.execute(update(batches).where(batches.c.id == batch_id).values(updating=updating))
 
 
-def fail_update(connection: Connection, batch_id: int, reason: str) -> int:
+def fail_update(connection: Connection, batch_id: int, reason: str, *, rule: RewardConfig | None = None) -> int:
     """After a failed update: LEASED → READY for the batch's rows, or → DISCARDED if they were trained on alone.
 
-    Returns the number of quarantined rows.
+    rule: see `give_back`. Returns the number of quarantined rows.
     """
     held = (batches.c.id == batch_id, is_in(batches.c.state, BatchState.LEASED))
     connection.execute(update(batches).where(*held).values(state=BatchState.RETURNED))
@@ -34,7 +36,9 @@ def fail_update(connection: Connection, batch_id: int, reason: str) -> int:
         return len(rows)
     failures = experiences.c.failures + 1
     mine = (experiences.c.batch_id == batch_id, is_in(experiences.c.state, State.LEASED))
+    late = refused_by_lease(connection, *mine)
     connection.execute(update(experiences).where(*mine).values(state=State.READY, batch_id=None, failures=failures))
+    credit_again(connection, late, rule)
     return 0
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, not_, select, update
 
+from shared.config import RewardConfig
 from shared.errors import CannotRollBack, RolledBack
 from shared.experience import State, VersionState
 from shared.ledger.conditions import in_parts
-from shared.ledger.connect import lock_rows
 from shared.ledger.queries.trainers import list_trainers
 from shared.ledger.queries.versions import VersionRow, find_versions, kept_versions, wanted_versions
 from shared.ledger.tables import experiences, trainer_states, trainers, versions
+from shared.ledger.transitions.late_scores import credit_again, scored_and_trained
 from shared.ledger.transitions.traffic import lock_shares, move_shares
 from shared.ledger.transitions.versions import reject_versions_after
 from shared.reward import EVERY_LESSON
@@ -36,12 +37,15 @@ class Rollback:
     rows: int = 0  # made READY again
 
 
-def roll_back(connection: Connection, to: int | None = None, *, again: bool = False, by: str) -> Rollback:
+def roll_back(
+    connection: Connection, to: int | None = None, *, again: bool = False, by: str, rule: RewardConfig | None = None
+) -> Rollback:
     """Reject all versions after `to`, and let their trainers start again from it.
 
     to: None: the last version that has served before the one in service, which is the newest that answers chats. A
     trainer without a saved state of exactly this version starts from its weights, with a new optimizer. again: train
-    again on the rows that only rejected versions were trained on.
+    again on the rows that only rejected versions were trained on. rule: by which all scores of these rows, also those
+    that came after their training, become rewards; None: rewards stay as they are.
 
     Raises CannotRollBack if no engine has proven `to`, its files are gone, or no saved state contains it yet.
     """
@@ -55,7 +59,7 @@ def roll_back(connection: Connection, to: int | None = None, *, again: bool = Fa
     _require_served(connection, version)
     rejected = reject_versions_after(connection, version, f"rolled back to version {version}", by=by)
     move_shares(connection, version, by=by)
-    rows = _make_ready(connection, version) if again else 0
+    rows = _make_ready(connection, version, rule) if again else 0
     returned = _return_trainers(connection, version, rejected)
     tripped = {row.name: row.tripped for row in list_trainers(connection) if row.tripped is not None}
     held = {name: str(tripped[name]["figure"]) for name in returned if name in tripped}
@@ -111,7 +115,7 @@ def _require_served(connection: Connection, version: int) -> None:
         )
 
 
-def _make_ready(connection: Connection, to: int) -> int:
+def _make_ready(connection: Connection, to: int, rule: RewardConfig | None) -> int:
     """CONSUMED → READY, with all that was said, for rows that no version up to `to` was trained on.
 
     If a later signal has made such a row READY already, its earlier signals act again, too. A leased row stays as it
@@ -120,10 +124,12 @@ def _make_ready(connection: Connection, to: int) -> int:
     trained = experiences.c.state.in_((State.CONSUMED, State.READY))
     is_erased = experiences.c.taught == int(EVERY_LESSON)  # it has no tokens, and stays for the lineage
     consumed = (experiences.c.consumed_version > to, trained, not_(is_erased))
-    lock_rows(connection, experiences.c.id, *consumed)
+    scored = scored_and_trained(connection, *consumed)
     teaches = experiences.c.teaches.bitwise_or(experiences.c.taught)
     untrained = {"teaches": teaches, "taught": 0, "last_signal": 0, "consumed_version": None, "batch_id": None}
-    return connection.execute(update(experiences).where(*consumed).values(state=State.READY, **untrained)).rowcount
+    count = connection.execute(update(experiences).where(*consumed).values(state=State.READY, **untrained)).rowcount
+    credit_again(connection, scored, rule)
+    return count
 
 
 def _return_trainers(connection: Connection, to: int, rejected: Sequence[int]) -> dict[str, bool]:
