@@ -130,6 +130,8 @@ def parse_chat(
     messages = body.get("messages") if surface.has_messages else None
     if isinstance(messages, list) and len(messages) > settings.max_messages:
         raise bad_request(f"at most {settings.max_messages} messages in one chat (explorer.max_messages)", "messages")
+    if not isinstance(body.get("structured_outputs"), dict | None):  # to which vLLM answers 500
+        raise bad_request("structured_outputs must be an object", "structured_outputs")
     affinity = conversation_affinity(messages) if router.uses_affinity else 0
     logprobs = body.get("logprobs")
     return ChatRequest(

@@ -148,7 +148,7 @@ class EngineController:
     async def _withdraw(self, reason: str) -> None:
         self._pool.withdraw(self._engine, reason)
         with contextlib.suppress(LedgerError, NotOwner):  # the others check the engine's health, too
-            self._is_owner = self._is_owner and await self._leases.report_away(self._engine.url)
+            self._is_owner = self._is_owner and await self._leases.report_away(self._engine)
             if not self._is_owner:
                 await self._follower.follow_unreached()
 

@@ -12,11 +12,19 @@ from explorer_service.reload.take_up import LOADING
 from shared.errors import VersionMissing
 from shared.experience import Sampling
 from shared.ledger import queries
-from shared.ledger.queries import VersionRow
+from shared.ledger.queries import EngineRow, VersionRow
 from shared.log import StageLogger
 from shared.versions import version_path
 
 log = StageLogger("reload")
+
+
+def _otherwise(version: int, label: str) -> str:
+    """Return why an engine that reports this label is not used."""
+    return (
+        f"its owner serves version {version}, but it holds {label!a}; either it was restarted just now, or its url "
+        "names another engine on the owner's host: give each engine a url that names it on all hosts"
+    )
 
 
 class EngineFollower:
@@ -48,7 +56,12 @@ class EngineFollower:
             names = await self._read_names(row.version)
             if row.version not in names:  # the engine was moved meanwhile
                 return
-            await self._serve(row.version, names, EngineState(row.state), row.switched_at)
+            if (other := await self._read_other_label(row.version)) is None:
+                await self._serve(row.version, names, EngineState(row.state), row.switched_at)
+            elif await self._is_unmoved(row):
+                self._stand_back(_otherwise(row.version, other))
+            else:
+                return
         elif row.state == EngineState.RELOADING:
             await self._hold_back()
         elif engine.state is not EngineState.CHECKING:
@@ -65,6 +78,7 @@ class EngineFollower:
         could not inherit, is released. Raises LedgerError.
         """
         engine, leases = self._engine, self._reloading.leases
+        await leases.release_own_name(engine.url)  # this explorer may reach the engine by another of its urls
         row = await leases.read(engine.url)
         if row is not None and row.owner == leases.explorer:
             self.owner_reloads = False  # so it is acquired again only once it answers
@@ -76,8 +90,23 @@ class EngineFollower:
             ending = list(engine.in_flight_of)
             await leases.acknowledge(engine.url, row.generation, engine.seeded_in_flight, ending)
 
+    async def _read_other_label(self, version: int) -> str | None:
+        """Return the label of an engine that is about to serve a version, if it is another one's; None if it is not.
+
+        The url may be another engine at its owner. Version 0 has any label: it may be what the engine was started with.
+        """
+        engine = self._engine
+        if version == 0 or self._reloading.loads_adapters or (engine.is_open and engine.version == version):
+            return None
+        label = await self._admin.read_label()
+        return None if label is None or label.startswith(f"{version}:") else label
+
+    async def _is_unmoved(self, row: EngineRow) -> bool:
+        again = await self._reloading.leases.read(self._engine.url)
+        return again is not None and again.generation == row.generation
+
     def _stand_back(self, reason: str) -> None:
-        """Close an engine that an explorer with another url for it owns, and whose moves are unknown here."""
+        """Close an engine whose weights are unknown: an explorer with another url owns it, or it is not the owner's."""
         engine = self._engine
         self.owner_reloads = False  # so its health is checked, and the ownership tried again
         if engine.is_open or engine.hold.is_on:

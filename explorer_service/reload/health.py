@@ -34,7 +34,7 @@ class EngineHealth:
     async def check(self) -> None:
         """Check the health of an engine that has not just answered a chat, and note its own name before it is opened.
 
-        Raises EngineUnavailable, LedgerError.
+        Raises EngineUnavailable, LedgerError; EngineRefused if it does not tell its name.
         """
         answered_at = max(self._healthy_at, self._engine.answered_at)
         if not self._engine.is_open or time.monotonic() - answered_at > HEALTH_INTERVAL_S:

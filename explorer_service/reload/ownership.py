@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple, NoReturn
 
 from sqlalchemy import Connection
 
-from explorer_service.engines.engine import EngineState
+from explorer_service.engines.engine import Engine, EngineState
 from explorer_service.errors import NotOwner
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.membership import Membership
-from explorer_service.reload.names import engine_key, own_name, who_owns
+from explorer_service.reload.names import OwnNames, engine_key, own_name
 from shared import clock
 from shared.config import EngineAddress
 from shared.ledger import queries, transitions
@@ -54,8 +54,9 @@ class EngineLeases:
         self._announced: dict[str, _Announced] = {}  # by engine url; missing while it may or may not be stored
         self._spoiled: set[str] = set()  # urls
         self._switched_at: dict[str, float] = {}  # clock.since_boot_s(); by engine url
+        engines = list(engines)
         self._keys = {engine.url: engine_key(engine) for engine in engines}
-        self._identities: dict[str, str] = {}  # by engine url: a second name in the ledger; missing if it has none
+        self._own_names = OwnNames(engines)  # second names in the ledger
         self._owned_otherwise: dict[str, str] = {}  # by engine url: who owns it by another url, in words
         membership.acknowledged.update(dict.fromkeys(self._keys.values(), Followed()))
 
@@ -70,13 +71,11 @@ class EngineLeases:
 
     async def identify(self, url: str, identity: str | None) -> None:
         """Note the own name of an engine that does not serve yet; None: it has none. Raises LedgerError."""
-        own, name = self._membership.id, own_name(identity)
-        known = self._identities.get(url, "")
-        if name == known:
+        name = own_name(identity)
+        if name == self._own_names.get(url):
             return
-        if known:  # another engine has this url now
-            await self._writer.write(lambda c: transitions.release_engine(c, known, own))
-        self._identities[url] = name
+        await self.release_own_name(url)  # another engine has this url now
+        self._own_names.note(url, name)
         self._acquired_at.pop(url, None)
 
     def owned_otherwise(self, url: str) -> str | None:
@@ -91,12 +90,12 @@ class EngineLeases:
 
         def acquire(connection: Connection) -> Literal[True] | str:
             """Returns whether it is acquired, or else who owns it by another url; empty: its owner has the same url."""
-            if not self._acquire_identity(connection, url):
+            if not self._own_names.acquire(connection, url, own):
                 transitions.release_engine(connection, key, own)
-                return who_owns(connection, self._identities[url], key)
+                return self._own_names.owner(connection, url, key)
             if transitions.acquire_engine(connection, key, own):
                 return True
-            transitions.release_engine(connection, self._identities.get(url) or key, own)
+            transitions.release_engine(connection, self._own_names.leased(url) or key, own)
             return ""
 
         acquired = await self._writer.write(acquire)
@@ -108,11 +107,6 @@ class EngineLeases:
         if acquired:
             self._owned_otherwise[url] = acquired
         return False
-
-    def _acquire_identity(self, connection: Connection, url: str) -> bool:
-        """Acquire the engine's own name, or renew its lease. Returns whether no other explorer has it."""
-        name = self._identities.get(url)
-        return not name or transitions.acquire_engine(connection, name, self._membership.id)
 
     def holds(self, url: str) -> bool:
         """Whether this explorer certainly owns the engine. Makes no query."""
@@ -168,12 +162,14 @@ class EngineLeases:
         self._announced[url] = _Announced(state, version, generation)
         return generation
 
-    async def report_away(self, url: str) -> bool:
+    async def report_away(self, engine: Engine) -> bool:
         """Announce once that the engine does not answer. Returns whether this explorer still owns it.
 
-        If another explorer has followed that announcement, it reaches the engine: this one releases it. Raises
-        NotOwner, LedgerError.
+        If another explorer has followed that announcement, it reaches the engine: this one releases it. An explorer
+        with another url for it follows no announcement, so the own name is released as soon as no request is in flight
+        there. Raises NotOwner, LedgerError.
         """
+        url = engine.url
         if not await self.acquire(url):
             return False
         if not self.has_told(url, EngineState.UNAVAILABLE, None):
@@ -181,6 +177,8 @@ class EngineLeases:
             return True
         told = self._announced[url].generation
         if all(other.generation < told for other in await self.read_followed(url)):
+            if not engine.in_flight:
+                await self.release_own_name(url)
             return True
         await self.release(url)
         log.warning("another explorer reaches the engine; this one gives it up", engine=self.key(url))
@@ -198,9 +196,16 @@ class EngineLeases:
 
         await self._writer.write(release)
 
+    async def release_own_name(self, url: str) -> None:
+        """Forget the engine's own name, until it is read again, and give its lease up. Raises LedgerError."""
+        name, own = self._own_names.leased(url), self._membership.id
+        if name:
+            await self._writer.write(lambda connection: transitions.release_engine(connection, name, own))
+        self._own_names.forget(url)
+
     def _names(self, url: str) -> set[str]:
-        """Return the engine's names in the ledger."""
-        return {self.key(url), self._identities.get(url) or self.key(url)}
+        """Return the engine's names in the ledger that belong to its lease."""
+        return {self.key(url), self._own_names.leased(url) or self.key(url)}
 
     def has_told(self, url: str, state: str, version: int | None) -> bool:
         """Whether this explorer's last announcement of the engine is this one."""
@@ -221,7 +226,7 @@ class EngineLeases:
         key, own, asked_at = self.key(url), self._membership.id, clock.since_boot_s()
 
         def write(connection: Connection) -> bool | None:
-            owned = self._acquire_identity(connection, url)
+            owned = self._own_names.acquire(connection, url, own)
             return also(connection) if owned and transitions.confirm_engine(connection, key, own, generation) else None
 
         confirmed = await self._writer.write(write)
@@ -248,7 +253,7 @@ class EngineLeases:
         key, own = self.key(url), self._membership.id
 
         def write(connection: Connection) -> bool:
-            return self._acquire_identity(connection, url) and transitions.acquire_engine(connection, key, own)
+            return self._own_names.acquire(connection, url, own) and transitions.acquire_engine(connection, key, own)
 
         if not await self._writer.write(write):
             self._lose(url)

@@ -51,14 +51,14 @@ def run(args: Namespace) -> int:
     )
     if status["versions"]["shares"]:
         _detail(console, f"chats: {shares}")
-    _print_engines(console, engines, {engine.url: engine.name for engine in config.explorer.engines})
+    _print_engines(console, engines, {engine.plain_url: engine.name for engine in config.explorer.engines})
     for trainer in status["trainers"]:
         _print_trainer(console, trainer)
     return 0
 
 
 def _print_engines(console: Console, engines: Sequence[EngineSeen], names: Mapping[str, str]) -> None:
-    """names: of the configured engines, by URL."""
+    """names: of the configured engines, by `plain_url`, as in the ledger."""
     if not engines:
         console.print("engine    none in service: no explorer is alive")
     for engine in engines:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.config import Config, TrainerConfig
+from explorer_service.reload.names import engine_key
+from shared.config import Config, EngineAddress, ExplorerConfig, TrainerConfig
 from shared.experience import Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
@@ -50,6 +51,15 @@ def test_an_engine_that_no_explorer_owns_is_shown_beside_the_one_that_serves(
     assert "engine    e0  serving  version 0  " in said
     assert "engine    e1  not in service  version none  " in said
     assert "no explorer owns it; the explorer's log states the reason" in said
+
+
+@pytest.mark.parametrize("url", ["http://localhost:8109", "http://GPU-7.internal", "https://10.0.0.7"])
+def test_an_engine_is_shown_by_its_name_however_its_url_is_written(url, config, ledger, capsys):
+    engine = EngineAddress(name="e0", url=url)
+    config = config.model_copy(update={"explorer": ExplorerConfig(engines=(engine,))})
+    begin_explorer(ledger, engine_key(engine))
+    announce(ledger, engine_key(engine), "serving", 3)
+    assert "engine    e0  serving  version 3  " in shown(config, capsys)
 
 
 def test_an_engine_that_dies_is_shown_as_one_that_does_not_answer(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 
+import httpx
 from sqlalchemy import select
 
+from explorer_service.engines.admin import EngineAdmin
 from shared.ledger.tables import engines
 from tests.support.servers import publish, served, wait_joined, wait_until
 
@@ -93,6 +95,117 @@ def test_an_engine_that_is_replaced_by_another_one_is_owned_under_the_new_ones_n
         owned = select(engines.c.url).where(engines.c.owner.is_not(None))
         (identity, _) = sorted(connection.execute(owned).scalars(), key=len)
     assert "second" in identity
+
+
+def test_one_explorer_that_names_an_engine_twice_uses_it_by_one_of_the_urls_and_says_so(
+    scripted_engine, start_explorer
+):
+    scripted_engine.script.identity = "one-engine"
+    port = scripted_engine.url.rpartition(":")[2]
+    explorer = start_explorer([scripted_engine.url, f"http://127.1:{port}"], engine_wait_s=60.0).wait_ready()
+    wait_until(lambda: len(unused(explorer)) == 1)
+    publish(explorer, 1)
+    wait_until(lambda: served(explorer) == "1")
+    time.sleep(2.5)  # both are looked at again meanwhile
+    (other,) = unused(explorer)
+    (used,) = [engine for engine in all_shown(explorer) if engine["name"] != other["name"]]
+    assert (used["state"], used["reason"], other["owned"], other["state"]) == ("serving", "", False, "checking")
+    assert f"engine {used['name']} of this file is the same engine" in other["reason"]
+    assert scripted_engine.script.calls.count("reload v000001") == 1
+    assert sum(name.startswith("engine ") for name in owned(explorer)) == 1 and len(owned(explorer)) == 2
+
+
+def test_an_engine_that_an_explorer_names_twice_is_used_by_the_other_url_if_the_first_one_does_not_lead_there(
+    scripted_engine, start_explorer, monkeypatch
+):
+    scripted_engine.script.identity = "one-engine"
+    port = scripted_engine.url.rpartition(":")[2]
+    explorer = start_explorer([scripted_engine.url, f"http://127.1:{port}"]).wait_ready()
+    wait_until(lambda: len(unused(explorer)) == 1)
+    (other,) = unused(explorer)
+    (used,) = [engine for engine in all_shown(explorer) if engine["name"] != other["name"]]
+    cut_off(monkeypatch, str(used["url"]))
+    wait_until(lambda: {"serving", "unavailable"} == {str(engine["state"]) for engine in all_shown(explorer)})
+    assert explorer.chat().status_code == 200 and not unused(explorer)
+
+
+def test_an_owner_that_does_not_reach_its_engine_leaves_it_to_an_explorer_with_another_url(
+    scripted_engine, start_explorer, monkeypatch
+):
+    scripted_engine.script.identity = "one-engine"
+    port = scripted_engine.url.rpartition(":")[2]
+    first = start_explorer([scripted_engine.url], engine_wait_s=0.1).wait_ready()
+    second = start_explorer([f"http://127.1:{port}"], engine_wait_s=0.1)
+    wait_until(lambda: "by another url" in shown(second)["reason"])
+    with monkeypatch.context() as patch:
+        cut_off(patch, scripted_engine.url)
+        wait_until(lambda: shown(first)["state"] == "unavailable")
+        wait_until(lambda: second.chat().status_code == 200)
+        assert "engine one-engine" in owned(second) and shown(second)["owned"]
+    wait_until(lambda: "by another url" in shown(first)["reason"])
+    assert (first.chat().status_code, second.chat().status_code) == (503, 200)
+
+
+def test_an_owner_that_does_not_reach_its_engine_keeps_it_until_its_own_requests_there_have_ended(
+    scripted_engine, start_explorer, monkeypatch
+):
+    """The next owner knows nothing of them, and may load a version under them."""
+    scripted_engine.script.identity = "one-engine"
+    explorer = start_explorer([scripted_engine.url]).wait_ready()
+    scripted_engine.script.streams_wait = True
+    with explorer.http.stream("POST", "/chat", json={"messages": [], "stream": True}) as reply:
+        events = reply.iter_lines()
+        next(events)
+        cut_off(monkeypatch, scripted_engine.url)
+        wait_until(lambda: shown(explorer)["state"] == "unavailable")
+        time.sleep(2.5)
+        assert "engine one-engine" in owned(explorer)
+        scripted_engine.script.streams_wait = False
+        assert [event for event in events if event][-1] == "data: [DONE]"
+    wait_until(lambda: "engine one-engine" not in owned(explorer))
+    assert len(owned(explorer)) == 1
+
+
+def test_an_engine_that_cannot_tell_its_name_for_a_moment_does_not_count_as_one_without_a_name(
+    scripted_engine, start_explorer
+):
+    scripted_engine.script.identity = "one-engine"
+    scripted_engine.script.refused.add("/flywheel/identity")
+    explorer = start_explorer([scripted_engine.url])
+    wait_until(lambda: "answered 500" in shown(explorer)["reason"])
+    scripted_engine.script.refused.clear()
+    explorer.wait_ready()
+    assert "engine one-engine" in owned(explorer)
+
+
+def cut_off(patch, url: str) -> None:
+    """No connection for the administration of the engine at that url can be opened."""
+    exchange = EngineAdmin._exchange
+
+    async def fail(admin: EngineAdmin, method: str, path: str, data: bytes | None) -> tuple[int, bytes]:
+        if admin.url == url:
+            raise httpx.ConnectError("cut off")
+        return await exchange(admin, method, path, data)
+
+    patch.setattr(EngineAdmin, "_exchange", fail)
+
+
+def owned(explorer) -> set[str]:
+    """The names in the ledger that an explorer has leased."""
+    with explorer.ledger.read() as connection:
+        mine = select(engines.c.url).where(engines.c.owner == explorer.deps.membership.id)
+        return set(connection.execute(mine).scalars())
+
+
+def unused(explorer) -> list[dict[str, object]]:
+    """The engines that are the same as another one of the explorer's file."""
+    return [engine for engine in all_shown(explorer) if "is the same engine" in str(engine["reason"])]
+
+
+def all_shown(explorer) -> list[dict[str, object]]:
+    """The engines in GET /status."""
+    found: list[dict[str, object]] = explorer.http.get("/status").json()["engines"]
+    return found
 
 
 def shown(explorer) -> dict[str, object]:

@@ -139,6 +139,17 @@ from trainer_service.backends.deepspeed import has_bf16
         ("{deepspeed: {optimizer: {type: NAdam}}}", "trainer.deepspeed.optimizer.type=NAdam: a saved state cannot"),
         ("{deepspeed: {zero_optimization: 3}}", "trainer.deepspeed.zero_optimization=3: must be a section with keys"),
         ("{deepspeed: {zero_optimisation: {stage: 3}}}", "no key of DeepSpeed's; did you mean 'zero_optimization'?"),
+        (
+            "{deepspeed: {stage: 3}}",
+            "trainer.deepspeed.stage belongs under trainer.deepspeed.zero_optimization; move it",
+        ),
+        ("{deepspeed: {offload_optimizer: {device: cpu}}}", "belongs under trainer.deepspeed.zero_optimization; move"),
+        ("{deepspeed: {lr: 1.0e-4}}", "trainer.deepspeed.lr belongs under trainer.deepspeed.optimizer.params; move it"),
+        ("{deepspeed: {optimizer: {lr: 1.0e-4}}}", "optimizer.lr belongs under trainer.deepspeed.optimizer.params;"),
+        ("{deepspeed: {scheduler: {warmup_num_steps: 9}}}", "belongs under trainer.deepspeed.scheduler.params; move"),
+        ("{deepspeed: {optimizer: {typ: SGD}}}", "trainer.deepspeed.optimizer.typ is no key of DeepSpeed's; did you"),
+        ("{deepspeed: {foo: 1}}", "trainer.deepspeed.foo is no key of DeepSpeed's; correct or remove it"),
+        ("{deepspeed: {bfloat16: {}}}", "trainer.deepspeed.bfloat16 is not taken; set trainer.precision: bf16"),
         ("{warmup_updates: 3, deepspeed: {scheduler: {}}}", "trainer.warmup_updates and trainer.deepspeed.scheduler"),
         (
             "{algorithm: ppo, ppo: {critic_learning_rate: 1e-3}, deepspeed: {scheduler: {}}}",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from sqlalchemy import Connection, func, select, text
+from sqlalchemy import Connection, exists, func, select, text
 
 from shared.experience import State, choice_name
 from shared.ledger.conditions import AnyRow, in_group, in_parts, in_scope, is_done, is_ready
@@ -144,10 +144,12 @@ class RunRow:
     outcome: float | None
     n_prompt: int
     n_reply: int
+    is_one_of_several: bool  # choices of its message
 
     def shown(self) -> dict[str, Any]:
-        """Return it as JSON: a message's first choice is named ID, another ID#CHOICE."""
-        named = {"msg_id": choice_name(self.msg_id, self.choice), "run_id": self.run_id}
+        """Return it as JSON, with a name that feedback finds this row alone by: ID would name all choices."""
+        is_numbered = self.choice or self.is_one_of_several
+        named = {"msg_id": f"{self.msg_id}#{self.choice}" if is_numbered else self.msg_id, "run_id": self.run_id}
         tokens = {"prompt": self.n_prompt, "reply": self.n_reply}
         about = {"version": self.version, "state": self.state, "reward": self.reward, "outcome": self.outcome}
         return {**named, **about, "tokens": tokens}
@@ -158,7 +160,10 @@ def list_run(
 ) -> list[RunRow]:
     """Return rows of a run, oldest first; run_id None: of all runs of the task. key_group: see in_group()."""
     mine = (in_scope(task_id, run_id), in_group(key_group), experiences.c.id > after_id)
-    query = select(*(experiences.c[field.name] for field in fields(RunRow))).where(*mine)
+    other = experiences.alias()
+    is_one_of_several = exists().where(other.c.msg_id == experiences.c.msg_id, other.c.choice != experiences.c.choice)
+    columns = [experiences.c[field.name] for field in fields(RunRow) if field.name in experiences.c]
+    query = select(*columns, is_one_of_several).where(*mine)
     return [RunRow(*row) for row in connection.execute(query.order_by(experiences.c.id).limit(at_most))]
 
 
