@@ -159,6 +159,7 @@ def _play(example: Example, args: argparse.Namespace, url: str) -> dict[str, Any
         "failures": report.failures,
         "versions": status.serving,
         "rows": status.raw.get("rows"),
+        "quarantined": status.raw.get("quarantined"),
         "seconds_learning": round(report.seconds, 1),
         "seconds_waited": round(report.waited_s, 1),
         "seconds": round(time.monotonic() - began, 1),

@@ -36,6 +36,7 @@ class Failures:
     causes: Counter[str] = field(default_factory=Counter)
     _last: deque[bool] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _first: list[str] = field(default_factory=list)
+    _excused: set[str] = field(default_factory=set)
 
     def succeeded(self) -> None:
         """Count an attempt with a result."""
@@ -50,6 +51,14 @@ class Failures:
         self._last.append(True)
         if len(self._first) < 3:
             self._first.append("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+
+    def excused(self, error: BaseException) -> None:
+        """Log, once for each cause, an attempt that is no failure, because its last chat got no answer."""
+        status = getattr(error, "status_code", None)  # of OpenAI's client, which has one type for 503 and 504
+        cause = type(error).__name__ if status is None else f"{type(error).__name__} {status}"
+        if cause not in self._excused:
+            self._excused.add(cause)
+            log.warning("a run whose last chat got no answer is made again; this is no failure: %s: %s", cause, error)
 
     def check(self) -> None:
         """Raise TooManyFailures if too many attempts failed."""
@@ -108,9 +117,9 @@ class Attempts:
             run.forget()
             if run.is_unanswered:
                 excused_until = min(excused_until, time.monotonic() + self.how.timeout_s)
-            if not run.is_unanswered or time.monotonic() >= excused_until:
-                self._failed(failure)
-                failed += 1
+            is_excused = run.is_unanswered and time.monotonic() < excused_until
+            self._failed(failure, is_excused)
+            failed += not is_excused
             if failed > self.how.retries:
                 break
             if run.is_unanswered and not await until_served():
@@ -128,8 +137,11 @@ class Attempts:
         run.forget()
         return False
 
-    def _failed(self, error: Exception) -> None:
-        """Count a failed attempt, in the journal for the report, which is over all starts."""
+    def _failed(self, error: Exception, is_excused: bool = False) -> None:
+        """Count a failed attempt, in the journal for the report, which is over all starts; only log an excused one."""
+        if is_excused:
+            self.failures.excused(error)
+            return
         self.failures.failed(error)
         self.journal.note({"kind": "failed", "cause": type(error).__name__})
 

@@ -251,9 +251,9 @@ async def acompare(
     >>> inspect.iscoroutinefunction(acompare)
     True
     """
-    named = tasks if isinstance(tasks, (str, Path)) else list(tasks)
-    first = await aevaluate(workflow, named, model=a, **options)
-    return Comparison.of(first, await aevaluate(workflow, named, model=b, **options))
+    both = [named.task for named in load_tasks(tasks)]  # read once, so that both are of the same tasks
+    first = await aevaluate(workflow, both, model=a, **options)
+    return Comparison.of(first, await aevaluate(workflow, both, model=b, **options))
 
 
 def compare(

@@ -29,11 +29,12 @@ def run_alone(call: Coroutine[Any, Any, T], instead: str) -> T:
 class CtrlC(contextlib.AbstractContextManager[None]):
     """Ctrl-C calls the `stop` of each block in progress, in its loop; the next one goes to the program's own handler.
 
-    A process has one handler of SIGINT, so all blocks share it. Handlers that the program gave to its event loop stay
-    there, and are called, too.
+    A process has one handler of SIGINT, which only the main thread sets: blocks of other threads are stopped as long as
+    one is in progress there. Handlers that the program gave to its event loop stay there, and are called, too.
     """
 
-    _blocks: ClassVar[list[CtrlC]] = []  # in progress, in the main thread
+    _blocks: ClassVar[list[CtrlC]] = []  # in progress, in any thread
+    _holding: ClassVar[list[CtrlC]] = []  # those of the main thread, for which the handler is in place
     _before: ClassVar[Any] = None  # the program's handler
     _placed: ClassVar[Any] = None  # the one in its place
 
@@ -42,12 +43,13 @@ class CtrlC(contextlib.AbstractContextManager[None]):
         self._loop = asyncio.get_running_loop()
 
     def __enter__(self) -> None:
+        self._blocks.append(self)
         found = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or found is None:
-            return  # only the main thread sets handlers; and one that is not Python's could not be put back
-        if not CtrlC._blocks or found is not CtrlC._placed:
+            return  # a handler that is not Python's could not be put back
+        if not CtrlC._holding or found is not CtrlC._placed:
             CtrlC._before = found
-        self._blocks.append(self)
+        self._holding.append(self)
         self._place(CtrlC._press)
 
     @classmethod
@@ -57,16 +59,17 @@ class CtrlC(contextlib.AbstractContextManager[None]):
 
     @staticmethod
     def _press(*_: object) -> None:
-        for block in CtrlC._blocks:
-            if not block._loop.is_closed():
+        for block in list(CtrlC._blocks):
+            with contextlib.suppress(RuntimeError):  # its loop is closed, perhaps just now by its thread
                 block._loop.call_soon_threadsafe(block._stop)
         # asyncio's cancels the main task; if the program ignored SIGINT, the next one interrupts
         CtrlC._place(CtrlC._before if callable(CtrlC._before) else signal.default_int_handler)
 
     def __exit__(self, *_: object) -> None:
-        if self not in self._blocks:
-            return
         self._blocks.remove(self)
+        if self not in self._holding:
+            return
+        self._holding.remove(self)
         is_ours = signal.getsignal(signal.SIGINT) is CtrlC._placed  # else the program has set another one
-        if is_ours and not self._blocks:
+        if is_ours and not self._holding:
             signal.signal(signal.SIGINT, CtrlC._before)

@@ -17,8 +17,8 @@ _MAX_COMMENT_BYTES = 64 * 1024  # of the explorer
 class Reward:
     """A return value for reward functions: a number, its parts, a comment. value None: only metrics.
 
-    shown: with value None, the reward in reports and evaluations, where the explorer makes it from the metrics. It is
-    not sent.
+    shown: with value None, the reward in reports, evaluations and stats, where the explorer makes it from the metrics.
+    It is not sent.
 
     >>> Reward(0.8, {"steps": 4}).value
     0.8
@@ -31,7 +31,7 @@ class Reward:
 
     @property
     def figure(self) -> float | None:
-        """The reward in reports and evaluations."""
+        """The reward in reports, evaluations and stats."""
         return self.shown if self.value is None else self.value
 
 

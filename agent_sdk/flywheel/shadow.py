@@ -198,7 +198,7 @@ class Shadow:
             self._failed(type(exc).__name__, exc)
         else:
             self._spoken += run.spoken
-            value = None if reward is None else reward.value
+            value = None if reward is None else reward.figure
             self._stats.unrewarded += value is None
             self._stats.rewarded += value is not None
             self._stats.reward_sum += value or 0.0

@@ -46,6 +46,8 @@ def refusal(name: str, value: Any) -> ConfigError:
 class Given(dict[str, Any]):
     """The values of a Trinity configuration by dotted key; items of lists are keyed by number."""
 
+    is_a_pair = False  # of an explorer's and a trainer's file, with a process for each
+
     @property
     def has_tasks(self) -> bool:
         """Whether a task set is explored; a trainer alone has none."""

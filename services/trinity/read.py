@@ -145,4 +145,6 @@ def _together(found: Sequence[Given], files: Sequence[Path], remarks: list[str])
             whose = "explorer" if key.startswith("explorer.") else "trainer"
             remarks.append(f"{key}: the files differ, and the {whose}'s counts")
     of_explorer = {key: value for key, value in explorer.items() if key.startswith("explorer.")}
-    return Given({**explorer, **trainer, **of_explorer, "mode": "both"})
+    merged = Given({**explorer, **trainer, **of_explorer, "mode": "both"})
+    merged.is_a_pair = True
+    return merged

@@ -23,8 +23,9 @@ _NO_FILE = "rows are in the ledger, not in a file"
 
 
 def are_in_a_file(given: Given) -> bool:
-    """Whether the trainer reads its rows from a file."""
-    return str(_of(given, "storage_type")) == "file"
+    """Whether the trainer reads its rows from a file. With mode both or colocate, Trinity puts a queue in its place."""
+    is_alone = given.is_a_pair or given.get("mode") == "train"
+    return is_alone and _of(given, "storage_type") == "file"
 
 
 def what_to_import(path: Any, given: Given) -> str:

@@ -31,7 +31,7 @@ def database(value: Any, given: Given) -> Settings:
     """Return the ledger's address if Trinity stores experiences in a database."""
     if rows.are_in_a_file(given):
         raise NoCounterpart(rows.what_to_import(value, given), changes_training=True)
-    if given.get("buffer.trainer_input.experience_buffer.storage_type") == "queue":
+    if given.get("buffer.trainer_input.experience_buffer.storage_type") in ("queue", "file"):
         raise NotNeeded("rows wait in the ledger, not in a queue's file")
     return database_url(value, given)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import flywheel
@@ -127,6 +129,40 @@ async def test_ctrl_c_stops_every_learn_of_a_program_that_has_not_ended(explorer
     signal.raise_signal(signal.SIGINT)
     assert (await first).stopped == "interrupted"
     assert (await second).stopped == ("interrupted" if ended == "neither" else "done")
+
+
+def test_ctrl_c_stops_a_learn_in_another_thread_too(explorer, tmp_path):
+    is_reached = threading.Event()
+
+    async def aside(task: Any, model: flywheel.Model) -> float:
+        await say_async(model)
+        is_reached.set()
+        return 1.0
+
+    async def pressing(task: Any, model: flywheel.Model) -> float:
+        await say_async(model)
+        await asyncio.to_thread(is_reached.wait, 60)
+        signal.raise_signal(signal.SIGINT)
+        return 1.0
+
+    many = [{"n": n} for n in range(300)]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(learn, explorer, tmp_path, aside, many, folder=tmp_path / "aside", name="aside", at_once=1)
+        assert learn(explorer, tmp_path, pressing, many, at_once=1).stopped == "interrupted"
+    assert other.result().stopped == "interrupted"
+
+
+def test_a_learn_in_another_thread_leaves_the_program_s_handler_in_place(explorer, tmp_path):
+    found: list[Any] = []
+
+    async def looks(task: Any, model: flywheel.Model) -> float:
+        found.append(signal.getsignal(signal.SIGINT))
+        return await count(task, model)
+
+    before = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(learn, explorer, tmp_path, looks, TASKS[:1]).result().stopped == "done"
+    assert [*found, signal.getsignal(signal.SIGINT)] == [before, before]
 
 
 class Away(flywheel.AsyncClient):

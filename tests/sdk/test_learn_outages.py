@@ -15,6 +15,7 @@ from tests.sdk.conftest import TASKS, count, learn, rows, say_async
 from tests.sdk.test_client import answering
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config, wait_until
+from tests.support.time_limits import end_when
 
 
 async def hear(model: flywheel.Model) -> None:
@@ -114,6 +115,27 @@ def test_a_task_at_which_the_engine_always_dies_is_a_failure_after_the_time(expl
     report = learn(explorer, tmp_path, workflow, TASKS[:1], timeout_s=3.0)
     assert (report.dropped, sum(report.failures.values())) == (1, 3)
     assert len(begun) > 3
+
+
+def test_a_proxy_that_breaks_off_each_chat_is_named_while_its_runs_are_made_again(
+    explorer, tmp_path, caplog, monkeypatch
+):
+    chats: list[str] = []
+    end_when(monkeypatch, lambda: len(chats) > 2 * len(TASKS))
+    json = {"Content-Type": "application/json"}
+
+    def pass_on(_number: int, asked: Any) -> Any:
+        if asked.path.endswith("/chat/completions"):
+            chats.append(asked.path)
+            return 504, {}, b"<html>Gateway Time-out</html>"
+        found = explorer.http.request(asked.command, asked.path, content=asked.body, headers=json)
+        return found.status_code, json, found.content
+
+    with answering(pass_on) as url:
+        report = learn(explorer, tmp_path, count, TASKS, url=url, seconds=0.1)
+    assert (report.stopped, report.failures) == ("time", {})
+    (named,) = [message for message in caplog.messages if "504" in message or "Gateway" in message]
+    assert "no failure" in named
 
 
 async def test_a_fault_of_the_agent_after_an_answer_is_no_outage(explorer):

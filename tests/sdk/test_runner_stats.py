@@ -196,6 +196,14 @@ def test_a_reward_function_that_hangs_occupies_no_worker_for_ever(explorer, monk
     assert (dict(runner.stats.failed), runner.stats.rewarded) == ({"TimedOut": 1}, 1)
 
 
+def test_a_reward_that_the_server_makes_from_metrics_counts_as_one(explorer):
+    rule = flywheel.rewards.Weighted({"a": 1.0}, rule="server")
+    runner = flywheel.TrainingRunner(explorer.url, agent, lambda run, reply: rule({"a": 2.0}), select=EVERY)
+    with runner:
+        ask(runner.watch(agent, production=PRODUCTION), 3)
+    assert (runner.stats.rewarded, runner.stats.unrewarded, runner.stats.reward_mean) == (3, 0, 2.0), runner.stats
+
+
 def test_calls_that_a_late_strategy_could_not_decide_on_are_counted_apart(explorer):
     gate = threading.Event()
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import flywheel
 import numpy as np
 import pytest
 from flywheel.config import EarlyStop, LearnConfig
@@ -80,6 +81,11 @@ def test_tasks_with_other_sets_have_other_names():
 def test_tasks_that_cannot_be_named_are_refused(tasks, reason):
     with pytest.raises(ConfigError, match=reason):
         load_tasks(tasks)
+
+
+def test_a_comparison_refuses_them_as_an_evaluation_does():
+    with pytest.raises(ConfigError, match="tasks=5"):
+        flywheel.compare(lambda task: 1.0, 5, 0, 1, url="http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[1]", b"\xff", b'{"stop": {"patience": 1, "no": 2}}'])

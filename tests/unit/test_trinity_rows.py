@@ -6,15 +6,16 @@ import pytest
 
 from services.trinity.convert import Line, convert
 from services.trinity.key import Fate, Given
+from services.trinity.read import read
 
 ROWS = "buffer.trainer_input.experience_buffer."
 FORMAT = f"{ROWS}format."
 MULTI_TURN = f"{FORMAT}enable_concatenated_multi_turn"
 
 
-def lines(algorithm: str = "sft", storage: str = "file", **keys: object) -> dict[str, Line]:
+def lines(algorithm: str = "sft", storage: str = "file", mode: str | None = "train", **keys: object) -> dict[str, Line]:
     """The lines for a trainer's file of rows with these keys of its format."""
-    whole = {"model.model_path": "/m", "mode": "train", "algorithm.algorithm_type": algorithm, "buffer.total_epochs": 3}
+    whole = {"model.model_path": "/m", "mode": mode, "algorithm.algorithm_type": algorithm, "buffer.total_epochs": 3}
     rows = {f"{ROWS}storage_type": storage, f"{ROWS}path": "rows.parquet"}
     given = Given({**whole, **rows, **{FORMAT + name: value for name, value in keys.items()}})
     return {line.key: line for line in convert(given).lines}
@@ -97,6 +98,26 @@ def test_to_learn_every_reply_of_a_conversation_is_a_row_for_each_and_marked():
 )
 def test_one_reply_of_a_conversation_needs_no_more_rows(algorithm, storage, keys):
     assert lines(algorithm, storage, **keys)[MULTI_TURN].fate is Fate.NOT_NEEDED
+
+
+@pytest.mark.parametrize("mode", ["both", "colocate", None, "explore"])
+def test_a_file_that_no_trainer_reads_is_not_imported(mode):
+    found = lines("grpo", mode=mode, enable_concatenated_multi_turn=True, prompt_key="q")
+    for key in (f"{ROWS}path", MULTI_TURN, f"{FORMAT}prompt_key"):
+        assert found[key].fate is Fate.NOT_NEEDED, key
+
+
+def test_the_trainer_of_a_pair_reads_its_file(tmp_path):
+    explorer, trainer = tmp_path / "explorer.yaml", tmp_path / "trainer.yaml"
+    explorer.write_text("mode: explore\nmodel: {model_path: /m}\n")
+    rows = "{storage_type: file, path: rows.jsonl}"
+    trainer.write_text(
+        "mode: train\nalgorithm: {algorithm_type: sft}\nmodel: {model_path: /m}\n"
+        f"buffer: {{trainer_input: {{experience_buffer: {rows}}}}}\n"
+    )
+    given, _ = read([explorer, trainer], {})
+    (line,) = (line for line in convert(given).lines if line.key == f"{ROWS}path")
+    assert line.changes_training and '{"messages": <message>}' in line.remark
 
 
 def test_several_passes_over_the_rows_are_made_on_an_export_of_the_import_by_one_rank():
