@@ -7,20 +7,21 @@ import functools
 import os
 import shutil
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy.engine import make_url
-from xdist.scheduler import LoadFileScheduling
 
 from explorer_service.engines import admin
 from shared.config import Config
 from shared.ledger.connect import Ledger
+from tests.support.forms import DATABASES, on_one_database
 from tests.support.lives import Lives
 from tests.support.models import make_tiny_model
 from tests.support.postgres import Postgres
+from tests.support.scheduling import ByFile
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config
 
@@ -29,16 +30,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-class ByFile(LoadFileScheduling):  # type: ignore[misc]
-    """Of several workers one runs all tests on the real engines, which they share; of other tests one runs a file."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "one_database: its short form runs on one database, the long one on both")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    made = yield
+    return on_one_database(collector, made) if isinstance(made, list) else made
 
 
 @pytest.fixture(autouse=True)
@@ -105,9 +109,9 @@ def postgres() -> Iterator[Postgres]:
     server.stop()
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=DATABASES)
 def database_url(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """An empty ledger of each kind; None: SQLite in the root folder."""
+    """An empty ledger of each kind; None: SQLite in the root folder. See tests.support.forms.one_database."""
     if request.param == "sqlite":
         yield None
         return

@@ -14,16 +14,20 @@ from sqlalchemy import event, func, insert, select, text, update
 
 from shared.errors import TooManyTargets
 from shared.ledger import queries, transitions
+from shared.ledger.conditions import MAX_PARAMETERS
 from shared.ledger.connect import Ledger
 from shared.ledger.queries.explorers import LIVE_S
 from shared.ledger.tables import experiences, explorers, open_streams, payloads, signals
 from shared.ledger.transitions.feedback import MAX_SIGNALS
-from tests.support.processes import Process, wait_for, write_config
+from tests.support.forms import FULL, one_database
+from tests.support.processes import wait_for, write_config
 from tests.support.samples import record
 from tests.support.servers import RunningExplorer, free_port, make_config, wait_until
 from tests.support.standstill import OwnClock
 
-CHATS_BESIDE = 40  # in the time that the feedback takes; none would be answered if chats waited for it
+TARGETS = 10_000 if FULL else 2_500
+CHATS_BESIDE = TARGETS // 250  # in the time that the feedback takes; none would be answered if chats waited for it
+ROWS_OF_A_TASK = 66_000 if FULL else 3_000  # PostgreSQL takes 65,535 parameters
 
 
 def feedback(explorer: RunningExplorer, **body: Any) -> httpx.Response:
@@ -59,44 +63,54 @@ class Customers:
             thread.join()
 
 
-def test_ten_thousand_targets_are_applied_beside_chats_and_not_before_them(scripted_engine, tmp_path, database_url):
+def test_ten_thousand_targets_are_applied_beside_chats_and_not_before_them(
+    scripted_engine, lives, tmp_path, database_url
+):
+    """In the short form there are fewer targets."""
     config = make_config(tmp_path, [scripted_engine.url], database_url=database_url, port=free_port())
     file, url = write_config(config, tmp_path / "flywheel.yaml"), f"http://127.0.0.1:{config.explorer.port}"
     ledger = Ledger.open(config.ledger_url)
-    names = record(ledger, 10_000)
-    with Process(["explorer", "-c", str(file)], tmp_path / "explorer.log") as process:
+    names = record(ledger, TARGETS)
+    with lives.begin(["explorer", "-c", str(file)], tmp_path / "explorer.log") as process:
         wait_for(lambda: "listening" in process.output(), "a listening explorer", 240)
         wait_for(lambda: httpx.get(url + "/ready", timeout=60).status_code == 200, "service", 240)
         with Customers(url) as customers:
             wait_for(lambda: customers.answered, "a chat")
-            nobody = [f"nobody-{number}" for number in range(10_000)]
+            nobody = [f"nobody-{number}" for number in range(TARGETS)]
             for targets, times in ((names, 1), (nobody, 5)):  # one of nobody is over within a stall of the disk
                 before = customers.answered
                 for _ in range(times):
                     reply = httpx.post(url + "/feedback", json={"msg_ids": targets, "reward": 1}, timeout=300)
-                    assert len(reply.json()["receipts"]) == 10_000
+                    assert len(reply.json()["receipts"]) == TARGETS
                 assert customers.answered - before >= times * CHATS_BESIDE
     assert not customers.failed
     with ledger.read() as connection:
         rewarded = select(func.count()).where(experiences.c.reward == 1)
-        assert connection.execute(rewarded).scalar() == 10_000
-        assert connection.execute(select(func.count()).select_from(signals)).scalar() == 10_000
+        assert connection.execute(rewarded).scalar() == TARGETS
+        assert connection.execute(select(func.count()).select_from(signals)).scalar() == TARGETS
     ledger.close()
 
 
 def test_a_task_of_more_rows_than_a_statement_has_parameters_is_found_whole(scripted_engine, postgres, tmp_path):
-    config, rows = make_config(tmp_path, [scripted_engine.url], database_url=postgres.new_database()), 66_000
+    """In the short form by the number of parameters: no statement has more for more rows."""
+    config, rows = make_config(tmp_path, [scripted_engine.url], database_url=postgres.new_database()), ROWS_OF_A_TASK
     explorer = RunningExplorer(config).wait_ready()
+    given: list[int] = []
+
+    def note(_connection: object, _cursor: object, _statement: str, parameters: Any, _: object, many: bool) -> None:
+        given.extend(map(len, parameters if many else [parameters]))
+
     fill = (
         "INSERT INTO experiences (msg_id, choice, conversation_id, task_id, version, version_end, state, reward,"
         " teaches, n_prompt, n_reply, temperature, top_p, top_k, min_p, created_at) SELECT 'm' || n, 0, 'm' || n,"
         " 'large', 0, 0, 'RECORDED', 1, 1, 1, 1, 1, 1, 0, 0, 0 FROM generate_series(CAST(:first AS integer), :last) n"
     )
     try:
-        for first in range(1, rows, 6_000):  # each well within the explorer's patience
+        for first in range(1, rows, 3_000):  # each well within the explorer's patience
             with explorer.ledger.write() as connection:
-                connection.execute(text(fill), {"first": first, "last": first + 5_999})
+                connection.execute(text(fill), {"first": first, "last": first + 2_999})
                 connection.exec_driver_sql("ANALYZE experiences")  # as PostgreSQL does by itself within a minute
+        event.listen(explorer.ledger._engine, "before_cursor_execute", note)
         with explorer.ledger.read() as connection:
             scope: dict[str, Any] = {"msg_ids": [], "task_id": "large", "run_id": None, "conversations": True}
             assert len(queries.find_targets(connection, **scope)) == rows
@@ -104,13 +118,15 @@ def test_a_task_of_more_rows_than_a_statement_has_parameters_is_found_whole(scri
                 queries.find_targets(connection, **scope, at_most=rows - 1)
         answer = explorer.http.post("/commit", timeout=300).json()
         assert (answer["committed"], answer["ready"]) == (rows, rows)
+        assert rows > 2 * MAX_PARAMETERS and MAX_PARAMETERS <= max(given) < MAX_PARAMETERS + 50
     finally:
         explorer.stop()
 
 
-@pytest.mark.parametrize(
-    ("said", "param"),
-    [
+@one_database
+def test_feedback_that_is_too_much_is_refused(explorer):
+    known = explorer.chat().json()["id"]
+    for said, param in (
         ({"metrics": {f"m{n}": 1 for n in range(101)}}, "metrics"),
         ({"metrics": {"m" * 201: 1}}, "metrics"),
         ({"preferred_over": [f"m{n}" for n in range(101)]}, "preferred_over"),
@@ -119,13 +135,10 @@ def test_a_task_of_more_rows_than_a_statement_has_parameters_is_found_whole(scri
         ({"correction": "ü" * 40_000}, "correction"),
         ({"reward": 1, "msg_ids": ["m" * 300]}, "msg_ids"),
         ({"reward": 1, "msg_ids": [f"m{n}" for n in range(10_001)]}, "msg_ids"),
-    ],
-)
-def test_feedback_that_is_too_much_is_refused(explorer, said, param):
-    known = explorer.chat().json()["id"]
-    reply = feedback(explorer, **{"msg_ids": [known], **said})
-    assert reply.status_code == 400, reply.text
-    assert reply.json()["error"]["param"] == param
+    ):
+        reply = feedback(explorer, **{"msg_ids": [known], **said})
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == param
 
 
 def test_a_comment_on_a_large_task_is_refused_before_it_fills_the_disk(explorer):

@@ -190,9 +190,9 @@ SHORT = [("logits", 2), ("memory", 1), ("vocabulary", 1), ("length", 1)]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), list(product(REASONS, (1, 2))) if FULL else SHORT)
-def test_one_bad_row_of_64_is_quarantined_and_all_others_are_trained(kind, ranks, tmp_path, lives, model):
-    rows = make_experiences(model, 64)
-    bad = 37
+def test_one_bad_row_is_quarantined_and_all_others_are_trained(kind, ranks, tmp_path, lives, model):
+    many, bad = (64, 37) if FULL else (3 * BATCH, BATCH + 5)  # with a batch before it and one after it
+    rows = make_experiences(model, many)
     rows[bad] = poisoned(kind, rows[bad])
     small: dict[str, object] = {"breaker": {"kl_of_update": None, "change_of_update": None}}  # few rows move it far
     if kind == "memory":
@@ -202,13 +202,13 @@ def test_one_bad_row_of_64_is_quarantined_and_all_others_are_trained(kind, ranks
         spoil(tmp_path, rows[bad].msg_id, min_p=2.0)  # which no engine takes: it cuts off every token
     limit = {"LIMIT_MEMORY": str(140 * 1024**2)} if kind == "memory" else {}
     starts = 0
-    while trained_rows(tmp_path) < 63:  # a rank that fails alone ends its job; a supervisor starts it again
+    while trained_rows(tmp_path) < many - 1:  # a rank that fails alone ends its job; a supervisor starts it again
         starts += 1
         with begin(lives, tmp_path, **limit) as trainer:
-            wait_for(lambda: trained_rows(tmp_path) == 63 or not trainer.alive, "the rest", 240)
+            wait_for(lambda: trained_rows(tmp_path) == many - 1 or not trainer.alive, "the rest", 240)
             status = trainer.stop()
         assert status == 0 or (kind == "memory" and ranks == 2 and starts < 20)
-    assert counts(tmp_path)["CONSUMED"] == 63 and counts(tmp_path)["DISCARDED"] == 1
+    assert counts(tmp_path)["CONSUMED"] == many - 1 and counts(tmp_path)["DISCARDED"] == 1
     ((found, count),) = reasons(tmp_path).items()
     assert count == 1 and re.search(REASONS[kind], found)
     assert "Traceback" not in said(tmp_path)
@@ -221,7 +221,7 @@ def correct(ledger: Ledger, rows: list[Experience]) -> None:
     commit(ledger)
 
 
-@pytest.mark.parametrize(("algorithm", "ranks"), [("ppo", 1), ("sft", 1), ("dpo", 2)])
+@pytest.mark.parametrize(("algorithm", "ranks"), [("ppo", 1), ("sft", 1), *FULL * [("dpo", 2)]])
 def test_when_every_update_fails_no_row_is_blamed(algorithm, ranks, tmp_path, lives, model, rows):
     """A learning rate with a slip of the pen makes the weights infinite, whatever the rows are."""
     prepare(tmp_path, model, rows[:BATCH], algorithm=algorithm, ranks=ranks, learning_rate=1e30)
@@ -265,22 +265,20 @@ def trouble_of(ledger: Ledger) -> str | None:
 
 
 @pytest.mark.parametrize("limit", [300_000, 500_000], ids=["version", "state"])
-def test_a_save_that_fails_half_way_leaves_nothing_and_one_clear_line(limit, tmp_path, lives, model, rows):
+def test_a_save_that_fails_half_way_leaves_nothing_and_one_clear_line(limit, tmp_path, lives, trained, rows):
     """The kernel refuses to write beyond a size: first the version's weights, then the state's."""
-    prepare(tmp_path, model, rows[:BATCH])
-    with begin(lives, tmp_path) as trainer:
-        wait_for(lambda: newest(tmp_path) == 1, "a first version", 240)
-        assert trainer.stop() == 0
-    with_ledger(tmp_path, lambda ledger: record_ready(ledger, rows[BATCH : 2 * BATCH]))
-    before = learned(tmp_path)
-    with begin(lives, tmp_path, LIMIT_FILE=str(limit)) as trainer:
+    root = copy_of(trained, tmp_path / "root")
+    again = [replace(row, msg_id=f"again-{row.msg_id}") for row in rows[:BATCH]]
+    with_ledger(root, lambda ledger: record_ready(ledger, again))
+    before = learned(root)
+    with begin(lives, root, LIMIT_FILE=str(limit)) as trainer:
         assert trainer.wait(240) == 1
-    assert "cannot be written" in last_line(tmp_path) and "free space" in last_line(tmp_path)
-    after = learned(tmp_path)
+    assert "cannot be written" in last_line(root) and "free space" in last_line(root)
+    after = learned(root)
     assert {name: after[name] for name in before} == before
-    assert not [name for name in after if "tmp" in name or "state-000002" in name]
-    with begin(lives, tmp_path) as trainer:
-        wait_for(lambda: newest(tmp_path) == 2, "the version after it", 240)
+    assert not [name for name in after if "tmp" in name or "state-000004" in name]
+    with begin(lives, root) as trainer:
+        wait_for(lambda: newest(root) == 4, "the version after it", 240)
         assert trainer.stop() == 0
 
 

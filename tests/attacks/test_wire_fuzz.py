@@ -21,7 +21,7 @@ from tests.support.forms import FULL
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config, wait_until
 
-STREAMS = 20_000 if FULL else 1000
+STREAMS = 20_000 if FULL else 300
 AT_ONCE = 64
 LONGEST_S = 120.0
 MEMORY_BYTES = 50 << 20

@@ -1,4 +1,7 @@
-"""The real product, once for all tests here: `flywheel up` with vLLM's CPU build, the explorer and the trainer."""
+"""The real product, twice for all tests here: `flywheel up` with vLLM's CPU build, the explorer and the trainer.
+
+Of several workers, one runs the tests of `live` and one those of `tools_live` (see tests.support.scheduling).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import pytest
 
 from shared.config import Config
 from shared.ledger.connect import Ledger
+from tests.support.forms import FULL
 from tests.support.models import make_tiny_model
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.servers import free_port
@@ -119,7 +123,7 @@ def tools_live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
             },
             "engine": {"dtype": "float32", "max_model_len": 2048, "tool_parser": "hermes"},
             # the model is sure of the few sentences that it has learned, and agents with other rewards share it
-            "trainer": {"batch_size": 16, "breaker": {"min_entropy": None, "reward_drop": None}},
+            "trainer": {"batch_size": 16 if FULL else 8, "breaker": {"min_entropy": None, "reward_drop": None}},
         }
     )
     with running_flywheel(config, root) as live:

@@ -1,13 +1,13 @@
 """The whole loop on the real engine: what is sampled is recorded as sampled, and what is reloaded is what was trained.
 
-The files of this folder are numbered: they share one running engine, and the last of them kills things.
+The files of this folder are numbered: many share one running engine, and the last of them kills things.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from sqlalchemy import select
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from shared.config import Config
 from shared.experience import Sampling, Tokens
@@ -23,9 +24,10 @@ from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences, payloads
 from tests.e2e.conftest import DEFAULT_REPETITION_PENALTY, ENGINE_START_S, Live
 from tests.support.batches import assemble
+from tests.support.forms import FULL
 from tests.support.processes import Process, wait_for, write_config
 from tests.support.servers import free_port
-from trainer_service.models import load_prepared, score_actions
+from trainer_service.models import load_causal_lm, load_prepared, score_actions
 from trainer_service.packing import pack
 
 pytestmark = pytest.mark.engine
@@ -109,7 +111,16 @@ def test_feedback_and_commit_become_a_new_version_in_service(live):
 PROMPTS = ["hello w1 w2", "w5 w6 w7 w8 w9 w10 w11 w12 w13 w14 w15 w16 " * 6, "w100 w101"]
 
 
-def greedy(url: str, prompt: str) -> tuple[list[int], list[float]]:
+@dataclass
+class Greedy:
+    """A reply of temperature 0."""
+
+    prompt_ids: list[int]
+    ids: list[int]
+    logprobs: list[float]
+
+
+def greedy(url: str, prompt: str) -> Greedy:
     body = {
         "model": "agent",
         "messages": [{"role": "user", "content": prompt}],
@@ -118,20 +129,28 @@ def greedy(url: str, prompt: str) -> tuple[list[int], list[float]]:
         "logprobs": True,
         "return_token_ids": True,
     }
-    choice = httpx.post(url + "/v1/chat/completions", json=body, timeout=60).raise_for_status().json()["choices"][0]
-    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    reply = httpx.post(url + "/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
+    choice = reply["choices"][0]
+    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return Greedy(reply["prompt_token_ids"], choice["token_ids"], logprobs)
 
 
-def test_after_a_reload_the_engine_answers_like_a_fresh_one_on_that_versions_folder(live, tmp_path):
-    before = [greedy(live.engine_url, prompt) for prompt in PROMPTS]  # and their prefixes are in its cache now
-    version = live.learn(16, temperature=1.0)
-    reloaded = [greedy(live.engine_url, prompt) for prompt in PROMPTS]
-    again = [greedy(live.engine_url, prompt) for prompt in PROMPTS]  # from the new cache
-    assert live.status()["versions"]["serving"] == version, "another version came in between"
+def greedy_by_transformers(folder: Path, reply: Greedy) -> Greedy:
+    """What the weights of a folder answer, token by token, after what was said before it."""
+    penalty = RepetitionPenaltyLogitsProcessor(DEFAULT_REPETITION_PENALTY)
+    said = torch.tensor([reply.prompt_ids + reply.ids])
+    first = len(reply.prompt_ids)
+    with torch.no_grad():
+        logits = load_causal_lm(folder)(input_ids=said).logits[0]
+    own = Greedy(reply.prompt_ids, [], [])
+    for at in range(first, said.shape[1]):
+        logprob, token = penalty(said[:, :at], logits[at - 1 : at]).log_softmax(-1)[0].max(-1)
+        own.ids.append(int(token))
+        own.logprobs.append(float(logprob))
+    return own
 
-    folder = tmp_path / "version"
-    shutil.copytree(live.config.root / f"versions/v{version:06d}", folder)
-    (folder / "MANIFEST.json").unlink()
+
+def greedy_by_fresh_engine(folder: Path, tmp_path: Path) -> list[Greedy]:
     port = free_port()
     config = Config.model_validate(
         {
@@ -146,11 +165,28 @@ def test_after_a_reload_the_engine_answers_like_a_fresh_one_on_that_versions_fol
         wait_for(lambda: "ready" in engine.output() or not engine.alive, "a fresh engine", ENGINE_START_S)
         fresh = [greedy(f"http://127.0.0.1:{port}", prompt) for prompt in PROMPTS]
         assert engine.stop(60) == 0
+    return fresh
 
-    for (old_ids, old), (ids, logprobs), (ids_2, logprobs_2), (fresh_ids, fresh_logprobs) in zip(
-        before, reloaded, again, fresh, strict=True
-    ):
-        assert ids == ids_2 == fresh_ids
-        assert np.abs(np.subtract(logprobs, fresh_logprobs)).max() < LOGPROB_TOLERANCE
-        assert np.abs(np.subtract(logprobs_2, fresh_logprobs)).max() < LOGPROB_TOLERANCE
-        assert old_ids != ids or np.abs(np.subtract(old, logprobs)).max() > LOGPROB_TOLERANCE, "nothing was learned"
+
+def test_after_a_reload_the_engine_answers_like_a_fresh_one_on_that_versions_folder(live, tmp_path):
+    """Fresh are Transformers, and in the long form an engine too."""
+    before = [greedy(live.engine_url, prompt) for prompt in PROMPTS]  # and their prefixes are in its cache now
+    version = live.learn(16, temperature=1.0)
+    reloaded = [greedy(live.engine_url, prompt) for prompt in PROMPTS]
+    again = [greedy(live.engine_url, prompt) for prompt in PROMPTS]  # from the new cache
+    assert live.status()["versions"]["serving"] == version, "another version came in between"
+
+    folder = tmp_path / "version"
+    shutil.copytree(live.config.root / f"versions/v{version:06d}", folder)
+    (folder / "MANIFEST.json").unlink()
+    all_fresh = [[greedy_by_transformers(folder, reply) for reply in reloaded]]
+    if FULL:
+        all_fresh.append(greedy_by_fresh_engine(folder, tmp_path))
+
+    for all_of_one in all_fresh:
+        for old, new, new_2, fresh in zip(before, reloaded, again, all_of_one, strict=True):
+            assert new.ids == new_2.ids == fresh.ids
+            assert np.abs(np.subtract(new.logprobs, fresh.logprobs)).max() < LOGPROB_TOLERANCE
+            assert np.abs(np.subtract(new_2.logprobs, fresh.logprobs)).max() < LOGPROB_TOLERANCE
+            learned = old.ids != new.ids or np.abs(np.subtract(old.logprobs, new.logprobs)).max() > LOGPROB_TOLERANCE
+            assert learned, "nothing was learned"

@@ -15,14 +15,15 @@ import pytest
 from tests.e2e.test_4_frameworks import QUESTION, WEATHER, kinds_said, recorded
 from tests.sdk.frameworks import CLIENTS, FRAMEWORKS, run_framework
 from tests.sdk.test_client import answering
+from tests.support.forms import FULL
 from tests.support.processes import REPOSITORY, run_here
 
 pytestmark = pytest.mark.engine
-RUNS = 32
+RUNS = 32 if FULL else 8
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_32_runs_at_once_with_tool_turns_do_not_mix(tools_live, framework):
+@pytest.mark.parametrize("framework", FRAMEWORKS if FULL else ["agentscope_2", "openai_agents"])
+def test_runs_at_once_with_tool_turns_do_not_mix(tools_live, framework):
     last = max((row.id for row in recorded(tools_live)), default=0)
     found = run_framework(framework, str(tools_live.http.base_url), RUNS)
     rows = recorded(tools_live, last)
@@ -35,7 +36,7 @@ def test_32_runs_at_once_with_tool_turns_do_not_mix(tools_live, framework):
     assert min(map(len, found.values())) >= 2, "each run has a turn that calls tools and one that sums up"
 
 
-def test_32_node_programs_at_once_belong_to_the_runs_of_their_environments(tools_live):
+def test_node_programs_at_once_belong_to_the_runs_of_their_environments(tools_live):
     """Each makes two agents' runs of two turns, and knows a base URL alone."""
     last = max((row.id for row in recorded(tools_live)), default=0)
     url = str(tools_live.http.base_url)

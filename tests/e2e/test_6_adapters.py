@@ -220,13 +220,13 @@ def _settled(service: Service, newest: int) -> dict[str, str] | None:
     return held if any(name.startswith(f"agent@{newest}+") for name in pinned) and len(pinned) <= 4 else None
 
 
-def test_a_trainer_goes_on_from_the_newest_adapter_and_what_it_learns_is_served(service, tmp_path):
+def test_a_trainer_goes_on_from_the_newest_adapter_and_what_it_learns_is_served(service, lives, tmp_path):
     before = int(service.chat(max_tokens=1).headers["X-Flywheel-Version"])
     ids = [service.chat(max_tokens=12).json()["id"] for _ in range(8)]
     for number, msg_id in enumerate(ids):
         said = {"reward": float(number % 4)} if number < 4 else {"correction": "w1 w2 w3"}
         service.http.post("/feedback", json={"msg_ids": [msg_id], **said}).raise_for_status()
-    with Process(["trainer", "-c", str(service.file)], tmp_path / "trainer.log") as trainer:
+    with lives.begin(["trainer", "-c", str(service.file)], tmp_path / "trainer.log") as trainer:
         service.http.post("/commit").raise_for_status()
         wait_for(lambda: service.serves(before + 1), "what was learned", 240)
         stats = service.http.get("/status").json()["trainers"][0]["stats"]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Live
-from tests.e2e.test_7_examples import play, start
+from tests.e2e.test_7_examples import play
+from tests.examples.program import start
 from tests.support.forms import FULL
 
 AIMS = {"webshop": ("reward", 0.30, ("--loop",)), "email_search": ("right", 0.30, ())}

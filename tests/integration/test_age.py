@@ -139,10 +139,10 @@ def test_the_pace_is_read_from_the_newest_versions_and_batches(aging):
 
 def test_no_transaction_of_an_archive_removes_more_than_a_thousand_rows(ledger, config, tmp_path):
     """Writers wait for each, and SQLite's log is as large as the largest."""
-    record_ready(ledger, rows(2500))
+    record_ready(ledger, rows(1100))
     with ledger.write() as connection:
         connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
-    left = [2500]
+    left = [1100]
 
     def count(connection: Connection) -> None:
         left.append(connection.execute(select(func.count()).select_from(experiences)).scalar_one())

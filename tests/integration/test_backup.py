@@ -18,6 +18,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_by_state
 from shared.ledger.tables import experiences, trainer_states, trainers, versions
 from tests.support.experiences import make_experiences
+from tests.support.forms import FULL
 from tests.support.processes import run_here, wait_for, write_config
 from tests.support.samples import record
 from tests.support.servers import RunningExplorer, make_config, publish, served, wait_until
@@ -64,7 +65,7 @@ def give_up(explorer, version: int) -> None:
     shutil.rmtree(explorer.config.root / f"versions/v{version:06d}")
 
 
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("at", [1, 3] if FULL else [3])
 def test_a_trainer_goes_on_to_the_same_bits_from_a_backup_made_while_it_trained(at, tmp_path, lives, model):
     root, to = tmp_path / "root", tmp_path / "backup"
     root.mkdir()

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.processes import REPOSITORY
 
-START_S, END_S = 180.0, 120.0
+START_S, END_S = 180.0, 60.0
 
 
 PROGRAMS = {

@@ -11,6 +11,7 @@ import torch
 from tests.integration.test_update import build
 from tests.support.batches import rows_batch
 from tests.support.experiences import make_experiences
+from tests.support.forms import FULL
 from tests.support.models import make_tiny_model
 from trainer_service.update import Updater
 
@@ -28,7 +29,7 @@ def rows(base):
     return make_experiences(base, 8)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3] if FULL else [0, 3])
 def test_gradients_are_clipped_under_each_zero_stage(stage, tmp_path, base, rows):
     """Adam with a huge ε and as large a rate moves the weights by the clipped gradient itself."""
     deepspeed = {"optimizer": {"params": {"betas": [0.0, 0.0], "eps": 1e6}}, "zero_optimization": {"stage": stage}}

@@ -22,7 +22,7 @@ from trainer_service.patience import PatientLedger
 from trainer_service.watch.record import Record
 
 ROWS, UPDATES, RATE = 16, 3, 1e-4
-DRAWS = 8 if FULL else 2
+DRAWS = 8 if FULL else 1
 SETTINGS: dict[str, dict[str, Any]] = {
     "hint": {"neutral_reward": None, "least_effect": 0.0},
     "distill": {"url": "http://127.0.0.1:9"},  # what it would answer stands in the rows

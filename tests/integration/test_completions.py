@@ -41,17 +41,17 @@ def events_of(reply: httpx.Response) -> list[dict[str, Any]]:
 
 
 @STREAMED
-@pytest.mark.parametrize("more", [{}, {"echo": "yes"}, {"logprobs": 1}, {"return_token_ids": True}], ids=json.dumps)
-def test_a_completion_with_an_echo_is_the_engines_and_is_not_recorded(explorer, scripted_engine, more, stream):
-    asked = {"echo": True, "stream": stream, **more}
-    reply = complete(explorer, **asked)
-    assert reply.headers["X-Flywheel-Recorded"] == "false"
-    assert reply.headers["X-Flywheel-Version"] == "0"
-    expected = "answer" if "return_token_ids" in more else "hianswer"
-    assert [event["choices"][0]["text"] for event in events_of(reply)] == [expected]
-    assert rows(explorer) == []
-    sent = {name: value for name, value in scripted_engine.script.bodies[-1].items() if name != "model"}
-    assert sent == {"prompt": "hi", **asked}
+def test_a_completion_with_an_echo_is_the_engines_and_is_not_recorded(explorer, scripted_engine, stream):
+    for more in ({}, {"echo": "yes"}, {"logprobs": 1}, {"return_token_ids": True}):
+        asked = {"echo": True, "stream": stream, **more}
+        reply = complete(explorer, **asked)
+        assert reply.headers["X-Flywheel-Recorded"] == "false", more
+        assert reply.headers["X-Flywheel-Version"] == "0", more
+        expected = "answer" if "return_token_ids" in more else "hianswer"
+        assert [event["choices"][0]["text"] for event in events_of(reply)] == [expected]
+        assert rows(explorer) == [], more
+        sent = {name: value for name, value in scripted_engine.script.bodies[-1].items() if name != "model"}
+        assert sent == {"prompt": "hi", **asked}
 
 
 @pytest.mark.parametrize("echo", [False, None, "no"])
@@ -66,9 +66,9 @@ def test_a_completion_without_an_echo_is_recorded(explorer, scripted_engine, ech
 
 
 @STREAMED
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
+def test_what_token_ids_cannot_tell_of_is_served_and_not_recorded(explorer, scripted_engine, stream):
+    """A beam is no sample of the policy, embeddings are no tokens, and hidden reasoning hides its tokens."""
+    for path, body in (
         ("/v1/completions", {"prompt": "hi", "use_beam_search": True}),
         ("/v1/completions", {"prompt": "hi", "prompt_embeds": "AAAA"}),
         ("/v1/chat/completions", {"messages": MESSAGES, "use_beam_search": True}),
@@ -81,17 +81,13 @@ def test_a_completion_without_an_echo_is_recorded(explorer, scripted_engine, ech
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "video_embeds", "video_embeds": "AA"}]}]},
         ),
-    ],
-    ids=lambda value: json.dumps(value)[:60],
-)
-def test_what_token_ids_cannot_tell_of_is_served_and_not_recorded(explorer, scripted_engine, path, body, stream):
-    """A beam is no sample of the policy, embeddings are no tokens, and hidden reasoning hides its tokens."""
-    asked = {**body, "stream": stream}
-    reply = explorer.http.post(path, json=asked)
-    assert (reply.status_code, reply.headers.get("X-Flywheel-Recorded")) == (200, "false")
-    assert rows(explorer) == []
-    sent = {name: value for name, value in scripted_engine.script.bodies[-1].items() if name != "model"}
-    assert sent == asked
+    ):
+        asked: dict[str, Any] = {**body, "stream": stream}
+        reply = explorer.http.post(path, json=asked)
+        assert (reply.status_code, reply.headers.get("X-Flywheel-Recorded")) == (200, "false"), asked
+        assert rows(explorer) == [], asked
+        sent = {name: value for name, value in scripted_engine.script.bodies[-1].items() if name != "model"}
+        assert sent == asked
 
 
 @STREAMED
@@ -134,11 +130,11 @@ def test_logprobs_of_a_completion_are_asked_for_whatever_a_chat_would_have_set(e
     assert [row["state"] for row in rows(explorer)] == ["RECORDED"]
 
 
-@pytest.mark.parametrize("kind", [["x"], {"a": 1}, 7, None])
-def test_a_part_of_a_message_whose_type_is_no_text_is_the_engine_s_business(explorer, scripted_engine, kind):
-    messages = [{"role": "user", "content": [{"type": kind, "text": "hi"}]}]
-    assert explorer.http.post("/chat", json={"messages": messages}).status_code == 200
-    assert scripted_engine.script.bodies[-1]["messages"] == messages
+def test_a_part_of_a_message_whose_type_is_no_text_is_the_engine_s_business(explorer, scripted_engine):
+    for kind in (["x"], {"a": 1}, 7, None):
+        messages = [{"role": "user", "content": [{"type": kind, "text": "hi"}]}]
+        assert explorer.http.post("/chat", json={"messages": messages}).status_code == 200
+        assert scripted_engine.script.bodies[-1]["messages"] == messages
 
 
 @SURFACES

@@ -7,7 +7,10 @@ from sqlalchemy import select
 
 from shared.ledger import queries, transitions
 from shared.ledger.tables import experiences
+from tests.support.forms import one_database
 from tests.support.smolagents_history import code_step, tool_step
+
+pytestmark = one_database
 
 FIRST = [{"role": "user", "content": "what is the weather?"}]
 

@@ -16,6 +16,7 @@ from shared.ledger import queries, transitions
 from shared.ledger.tables import experiences, signals
 from shared.reward import SCORES
 from tests.support.batches import assemble, gather
+from tests.support.forms import FULL
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer
 from trainer_service.algorithms.advantages import gae
@@ -90,7 +91,8 @@ def test_a_run_of_eight_turns_rewarded_once_trains_every_turn_with_that_return(
     assert len(sequences) == (1 if merges else 8)
     for sequence in sequences:
         np.testing.assert_allclose(returns(sequence), 0.8, rtol=1e-6)
-    _check_gradient(model, sequences, held.rows, 0.8)
+    if FULL or targets == "run":  # the sequences are the same
+        _check_gradient(model, sequences, held.rows, 0.8)
 
 
 def _check_gradient(folder: Any, sequences: list[TokenSequence], rows: list[Experience], reward: float) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from shared.config.deepspeed import PLACES, check_deepspeed
 from shared.errors import ConfigError
 from tests.integration.test_update import build
 from tests.support.models import make_tiny_model
@@ -41,6 +45,40 @@ def test_keys_that_deepspeed_refuses_are_named_with_value_and_reason(section, sa
         build(tmp_path, base, deepspeed=section)
     assert str(error.value).startswith(said) and str(error.value).endswith("correct it")
     assert "\n" not in str(error.value)
+
+
+def keys_that_deepspeed_reads() -> set[str]:
+    """The keys that the installed DeepSpeed looks for at the top of its configuration."""
+    found: set[str] = set()
+
+    class Noting(dict):
+        def __contains__(self, key: object) -> bool:
+            found.add(str(key))
+            return super().__contains__(key)
+
+        def get(self, key: str, default: object = None) -> object:
+            found.add(key)
+            return super().get(key, default)
+
+        def keys(self) -> Any:
+            return self  # `in` it is noted, too
+
+    DeepSpeedConfig(Noting(train_batch_size=1))
+    return found
+
+
+def test_a_key_that_deepspeed_reads_is_taken_or_its_counterpart_named():
+    read = keys_that_deepspeed_reads()
+    assert {"zero_optimization", "log_level", "comet", "bf16"} < read
+    for key in sorted(read):
+        try:
+            check_deepspeed({key: {}})
+        except ValueError as exc:
+            assert "is not taken; set trainer." in str(exc), key
+
+
+def test_the_keys_of_zero_are_deepspeed_s():
+    assert set(DeepSpeedZeroConfig.model_fields) == set(PLACES["zero_optimization"])
 
 
 def test_a_rank_that_is_lost_while_deepspeed_begins_is_not_taken_for_a_wrong_configuration(tmp_path, base, monkeypatch):

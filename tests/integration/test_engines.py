@@ -9,8 +9,11 @@ from http.client import HTTPConnection
 import pytest
 from aiohttp import web
 
+from tests.support.forms import one_database
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import wait_until
+
+pytestmark = one_database
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from sqlalchemy import select, update
 from shared.ledger import transitions
 from shared.ledger.tables import experiences, signals
 from shared.reward import Lesson
+from tests.support.forms import one_database
 from tests.support.processes import run_here
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, keys_of_roles, wait_until
@@ -68,9 +69,9 @@ def test_an_idempotency_key_gets_the_first_answer_again(explorer):
     assert explorer.http.post("/feedback", **request).content == first.content
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+@one_database
+def test_feedback_that_says_nothing_or_nonsense_is_refused(explorer):
+    for body in (
         b"",
         b"{}",
         b'{"msg_ids": ["a"]}',
@@ -81,17 +82,15 @@ def test_an_idempotency_key_gets_the_first_answer_again(explorer):
         b'{"msg_ids": "a", "reward": 1}',
         b'{"msg_ids": ["a"], "rating": "meh"}',
         b'{"task_id": "a\\u0000", "reward": 1}',
-    ],
-)
-def test_feedback_that_says_nothing_or_nonsense_is_refused(explorer, body):
-    reply = explorer.http.post("/feedback", content=body)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["message"]
+    ):
+        reply = explorer.http.post("/feedback", content=body)
+        assert reply.status_code == 400, body
+        assert reply.json()["error"]["message"], body
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
+@one_database
+def test_a_wrong_field_is_the_param_of_the_error(explorer):
+    for path, body, field in (
         ("/feedback", {"msg_ids": ["a"], "reward": "good"}, "reward"),
         ("/feedback", {"msg_ids": ["a"], "rating": "UP"}, "rating"),
         ("/feedback", {"msg_ids": ["a", 1], "reward": 1}, "msg_ids"),
@@ -99,24 +98,20 @@ def test_feedback_that_says_nothing_or_nonsense_is_refused(explorer, body):
         ("/feedback", {"msg_ids": ["a"], "metrics": {"x\0": 1}}, "metrics"),
         ("/commit", {"time_threshold": "2026-01-01"}, "time_threshold"),
         ("/commit", [], None),
-    ],
-)
-def test_a_wrong_field_is_the_param_of_the_error(explorer, path, body, field):
-    reply = explorer.http.post(path, json=body)
-    assert reply.status_code == 400 and reply.json()["error"]["param"] == field
+    ):
+        reply = explorer.http.post(path, json=body)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == field, body
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+@one_database
+def test_the_error_of_a_wrong_choice_names_the_right_ones(explorer):
+    for given, message in (
         ({"rating": "UP"}, "rating must be up or down"),
         ({"rating": ""}, "rating must be up or down"),
         ({"reward": 1, "scope": "run"}, "scope must be message or conversation"),
-    ],
-)
-def test_the_error_of_a_wrong_choice_names_the_right_ones(explorer, given, message):
-    reply = feedback(explorer, msg_ids=["chatcmpl-1"], **given)
-    assert reply.status_code == 400 and reply.json()["error"]["message"] == message
+    ):
+        reply = feedback(explorer, msg_ids=["chatcmpl-1"], **given)
+        assert reply.status_code == 400 and reply.json()["error"]["message"] == message, given
 
 
 def test_an_empty_idempotency_key_is_none(explorer):

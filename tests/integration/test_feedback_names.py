@@ -45,7 +45,7 @@ def test_every_body_of_feedback_on_the_page_is_taken(explorer):
 
 def test_a_choice_is_named_by_its_number_and_the_bare_id_is_all_of_them(explorer):
     msg_id = explorer.chat(model="agent", n=3, metadata={"task_id": "t"}).json()["id"]
-    assert [row["msg_id"] for row in rows_of(explorer, "t")] == [msg_id, f"{msg_id}#1", f"{msg_id}#2"]
+    assert [row["msg_id"] for row in rows_of(explorer, "t")] == [f"{msg_id}#{choice}" for choice in range(3)]
     for number in range(3):
         assert say(explorer, msg_ids=[f"{msg_id}#{number}"], reward=number / 4)["applied"] == 1
     assert [row["reward"] for row in rows_of(explorer, "t")] == [0.0, 0.25, 0.5]

@@ -16,7 +16,7 @@ from tests.support.forms import FULL
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config
 
-CASES = 5000 if FULL else 800
+CASES = 5000 if FULL else 250
 POSTS = ["/v1/chat/completions", "/chat", "/v1/completions", "/feedback", "/commit", "/v1/responses", "/tokenize"]
 
 numbers = st.one_of(
@@ -71,6 +71,16 @@ def encode(body: Any) -> bytes:
 @given(path=st.sampled_from(POSTS), body=bodies)
 def test_no_json_object_breaks_anything(explorer, path, body):
     check(explorer.http.post(path, content=encode(body)))
+
+
+@pytest.mark.parametrize("value", ["x", "", True, False, 5, 0, [1], [], {}, {"choice": ["a"]}, None])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_structured_outputs_that_are_no_object_are_a_400_and_never_reach_vllm_which_answers_500(explorer, path, value):
+    sent = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    reply = explorer.http.post(path, json={**sent, "structured_outputs": value})
+    check(reply)
+    assert reply.status_code == (200 if value is None or isinstance(value, dict) else 400), reply.text
+    assert reply.status_code == 200 or reply.json()["error"]["param"] == "structured_outputs"
 
 
 @settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))

@@ -14,10 +14,12 @@ from shared.errors import ConfigError, StartupError
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import count_rows
 from shared.ledger.tables import experiences
+from tests.support.forms import one_database
 from tests.support.processes import run_here
 from tests.support.servers import make_config
 from trainer_service.export import read_export
 
+pytestmark = one_database
 GOOD: dict[str, Any] = {"msg_id": "good", "prompt_ids": [1, 2], "reply_ids": [3], "logprobs": [-0.5], "reward": 1.0}
 SIGNALS = [
     ({"kind": "reward"}, "a reward without a finite number"),

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from explorer_service.membership import HEARTBEAT_S
+from explorer_service import membership
 from shared.ledger import queries
 from shared.ledger.tables import open_streams
+from tests.support.heartbeats import frequent_heartbeats  # noqa: F401 — a fixture
 from tests.support.servers import RunningExplorer, wait_until
+
+pytestmark = pytest.mark.usefixtures("frequent_heartbeats")
 
 
 @contextmanager
@@ -34,15 +37,15 @@ def join(scripted_engine, start_explorer):
     def start(first: RunningExplorer) -> RunningExplorer:
         began = time.monotonic()
         second = start_explorer([scripted_engine.url])
-        membership = second.deps.membership
-        assert membership.noticed_at > began + HEARTBEAT_S, "the first one has sent one by then"
-        noticed = membership.noticed
+        joined = second.deps.membership
+        assert joined.noticed_at > began + membership.HEARTBEAT_S, "the first one has sent one by then"
+        noticed = joined.noticed
 
         async def noticed_in_time() -> None:
             await noticed()
             await asyncio.to_thread(wait_until, lambda: has_noticed(first))
 
-        membership.noticed = noticed_in_time
+        joined.noticed = noticed_in_time
         return second
 
     return start

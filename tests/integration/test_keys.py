@@ -14,10 +14,11 @@ from explorer_service.api.errors import ApiError
 from explorer_service.api.limits import Limit
 from shared.config import ExplorerConfig
 from shared.ledger.conditions import UNGROUPED
+from tests.support.forms import one_database
 from tests.support.servers import publish, wait_until
 from tests.support.wire import connect, post
 
-pytestmark = pytest.mark.usefixtures("patient_health")
+pytestmark = [pytest.mark.usefixtures("patient_health"), one_database]
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 

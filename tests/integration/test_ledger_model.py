@@ -263,7 +263,7 @@ def test_the_ledger_does_what_its_model_does(tmp_path, database_url):
     run_state_machine_as_test(
         LedgerMachine,
         settings=settings(
-            max_examples=300 if FULL else 40, stateful_step_count=40, deadline=None, suppress_health_check=checks
+            max_examples=300 if FULL else 25, stateful_step_count=40, deadline=None, suppress_health_check=checks
         ),
     )
     LedgerMachine.ledger.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from shared.experience import Experience
 from shared.ledger.tables import batches
 from shared.reward import Lesson, Signal, lessons_of
 from tests.support.experiences import make_experiences
+from tests.support.forms import FULL
 from tests.support.lessons import commit, record, say, stands
 from tests.support.lives import Lives
 from tests.support.processes import wait_for
@@ -49,7 +51,10 @@ STORIES = {
 }
 
 
-@pytest.fixture(scope="module", params=STORIES)
+FAULTS = ["before transitions.publish", "after transitions.publish"]
+
+
+@pytest.fixture(scope="module")
 def story(request) -> Story:
     return STORIES[request.param]
 
@@ -83,7 +88,12 @@ def run(story: Story, root: Path, model: Path, lives: Lives, fault: str | None =
     return sampled
 
 
-@pytest.mark.parametrize("fault", ["before transitions.publish", "after transitions.publish"])
+@pytest.mark.parametrize(
+    ("story", "fault"),
+    list(product(STORIES, FAULTS) if FULL else zip(STORIES, FAULTS, strict=True)),
+    indirect=["story"],
+    scope="module",
+)
 def test_killed_while_it_publishes_what_was_said_late_acts_once(fault, story, tmp_path, model, lives, undisturbed):
     (taught,) = {story.taught(row) for row in run(story, tmp_path, model, lives, fault)}
     ledger = open_ledger(tmp_path)

@@ -14,6 +14,7 @@ from shared.ledger.queries import find_trainer
 from shared.ledger.tables import experiences
 from shared.reward import Signal
 from tests.support.experiences import make_experiences
+from tests.support.forms import FULL
 from tests.support.lessons import commit, record, say
 from tests.support.lives import Lives
 from tests.support.processes import wait_for
@@ -67,10 +68,10 @@ def run(mix: str, root: Path, model: Path, lives: Lives, fault: str | None = Non
     ledger.close()
 
 
-@pytest.mark.parametrize(
-    ("mix", "fault"),
-    [("words", "after StateStore.save"), ("words", "after transitions.publish"), ("scores", "after StateStore.save")],
-)
+DEATHS = [("words", "after StateStore.save"), ("scores", "after StateStore.save")]
+
+
+@pytest.mark.parametrize(("mix", "fault"), DEATHS + FULL * [("words", "after transitions.publish")])
 def test_killed_twice_it_goes_on_to_the_same_bits(mix, fault, tmp_path, model, lives, undisturbed):
     run(mix, tmp_path, model, lives, fault)
     for version in range(VERSIONS + 1):

@@ -15,6 +15,7 @@ from shared.ledger.queries import find_trainer
 from shared.reward import Signal, learned_kinds
 from tests.integration.test_offline import ROW, rows_of, train
 from tests.support.experiences import make_experiences, samples_of
+from tests.support.forms import FULL
 from tests.support.models import make_tiny_model
 from tests.support.processes import run_here, wait_for
 from tests.support.trained_roots import BATCH, begin, open_ledger, prepare, weights
@@ -61,7 +62,7 @@ def trainer_of(root: Path) -> Any:
     return load_config(root / "flywheel.yaml").trainer
 
 
-@pytest.mark.parametrize("teaching", TEACHING)
+@pytest.mark.parametrize("teaching", TEACHING if FULL else ["a mix", "distill"])  # the mix has hint in it
 def test_words_and_teachers_make_the_very_weights_and_figures_that_they_make_online(teaching, tmp_path, model, lives):
     settings = {"learning_rate": 1e-4, **TEACHING[teaching]}
     if teaching == "distill":

@@ -15,13 +15,13 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from explorer_service.app import ROUTES
-from tests.support.forms import FULL
+from tests.support.forms import FULL, one_database
 from tests.support.processes import REPOSITORY
 
-pytestmark = pytest.mark.usefixtures("patient_health")
+pytestmark = [pytest.mark.usefixtures("patient_health"), one_database]
 DOCUMENT = REPOSITORY / "docs" / "openapi.yaml"
 SCHEMATHESIS = REPOSITORY / ".venv-clients" / "bin" / "schemathesis"
-EXAMPLES = 400 if FULL else 12  # for each operation and phase
+EXAMPLES = 400 if FULL else 8  # for each operation and phase
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 NAMES = {
     "pattern": "^[A-Za-z0-9_-]{1,80}$"

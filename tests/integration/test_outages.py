@@ -11,9 +11,10 @@ from sqlalchemy import Engine, event
 
 from shared.errors import LedgerError
 from shared.ledger.queries import read_engine
+from tests.support.forms import one_database
 from tests.support.servers import publish, served, wait_until
 
-pytestmark = pytest.mark.usefixtures("patient_health")
+pytestmark = [pytest.mark.usefixtures("patient_health"), one_database]
 
 
 def value(explorer, name, engine="e0"):

@@ -15,14 +15,14 @@ from shared.ledger import transitions
 from shared.ledger.queries import VersionRow, list_versions
 from shared.ledger.tables import experiences
 from tests.support.failing_ledger import FailingLedger, failing_statements
-from tests.support.forms import FULL
+from tests.support.forms import FULL, one_database
 from tests.support.processes import run_here
 from tests.support.reloads import versions_of_a_stream_across
 from tests.support.script import Script
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, publish, served, wait_until, write_scripted_version
 
-pytestmark = pytest.mark.usefixtures("patient_health")
+pytestmark = [pytest.mark.usefixtures("patient_health"), one_database]
 
 
 def version_states(explorer: RunningExplorer) -> dict[int, str]:

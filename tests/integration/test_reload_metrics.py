@@ -11,6 +11,7 @@ from explorer_service.reload.controller import EngineController
 from shared.ledger import transitions
 from shared.ledger.queries import VersionRow, ledger_status, progress
 from shared.ledger.tables import engines, versions
+from tests.support.forms import one_database
 from tests.support.script import Script
 from tests.support.servers import RunningExplorer, publish, served, wait_until, write_scripted_version
 
@@ -28,6 +29,7 @@ def state_of(explorer: RunningExplorer, version: int) -> str:
         return str(connection.execute(select(versions.c.state).where(versions.c.version == version)).scalar_one())
 
 
+@one_database
 def test_a_reload_is_counted_and_timed_once_in_each_of_its_stages(explorer, scripted_engine):
     scripted_engine.script.reload_s = 0.2
     before = {name: value(explorer, f"{name}_seconds_count") for name in DURATIONS}
@@ -69,6 +71,7 @@ def disprove(_: RunningExplorer, script: Script) -> None:
 FAULTS = [(slip_in_a_pickle, "unsound"), (damage, "stage"), (fail_load, "load"), (disprove, "probe")]
 
 
+@one_database
 @pytest.mark.parametrize(("fault", "reason"), FAULTS)
 def test_a_version_that_is_not_taken_up_is_counted_by_the_reason(fault, reason, explorer, scripted_engine):
     publish(explorer, 1)
@@ -84,6 +87,7 @@ def test_a_version_that_is_not_taken_up_is_counted_by_the_reason(fault, reason, 
     wait_until(lambda: value(explorer, 'versions_total{result="rejected"}') == 1)  # counted after it is stored
 
 
+@one_database
 def test_an_engine_that_goes_on_serving_what_it_has_is_counted_as_no_take_up(explorer, scripted_engine):
     for version in (0, 1):
         publish(explorer, version, -1.0 - version)
@@ -96,6 +100,7 @@ def test_an_engine_that_goes_on_serving_what_it_has_is_counted_as_no_take_up(exp
     assert value(explorer, 'versions_total{result="served"}') == before
 
 
+@one_database
 def test_an_engine_that_comes_back_with_what_it_served_is_counted_as_no_take_up(explorer, scripted_engine):
     publish(explorer, 1)
     wait_until(lambda: served(explorer) == "1")
@@ -109,6 +114,7 @@ def test_an_engine_that_comes_back_with_what_it_served_is_counted_as_no_take_up(
     assert value(explorer, 'versions_total{result="served"}') == 1
 
 
+@one_database
 def test_an_engine_that_cannot_go_back_is_announced_once(start_explorer, scripted_engine, monkeypatch):
     explorer = start_explorer([scripted_engine.url], reload={"poll_interval_s": 0.02, "retry_s": 600.0}).wait_ready()
     for version in range(3):

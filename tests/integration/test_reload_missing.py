@@ -10,10 +10,11 @@ import pytest
 from explorer_service.reload.judge import VersionJudge
 from shared.ledger import transitions
 from shared.ledger.queries import VersionRow
+from tests.support.forms import one_database
 from tests.support.reloads import SETTINGS, states
 from tests.support.servers import publish, served, wait_until, write_scripted_version
 
-pytestmark = pytest.mark.usefixtures("patient_health")
+pytestmark = [pytest.mark.usefixtures("patient_health"), one_database]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from shared.experience import VersionState
 from shared.ledger import transitions
 from shared.ledger.queries import read_engine
 from shared.versions import version_path
+from tests.support.heartbeats import frequent_heartbeats  # noqa: F401 — a fixture
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, give_up_hung_loads, reject, shown, states, take_the_turn
 from tests.support.scripted_engine import ScriptedEngine
@@ -179,6 +180,7 @@ def test_a_version_that_an_operator_lets_engines_try_again_is_tried_at_once(
     wait_until(lambda: served(explorer) == "1")
 
 
+@pytest.mark.usefixtures("frequent_heartbeats")
 @pytest.mark.parametrize("is_seeded_at", ["owner", "follower", "neither"])
 def test_an_engine_with_seeded_requests_of_any_explorer_finishes_them_before_it_pauses(
     scripted_engine, start_explorer, is_seeded_at

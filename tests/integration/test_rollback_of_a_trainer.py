@@ -6,6 +6,7 @@ import contextlib
 import random
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from shared.ledger import transitions
 from shared.ledger.queries import count_by_state, find_trainer, ledger_status
 from shared.ledger.tables import batches, experiences
 from tests.support.experiences import make_experiences, record_ready
+from tests.support.forms import DATABASES, FULL
 from tests.support.processes import wait_for
 from tests.support.trained_roots import BATCH, begin, line_of, newest, open_ledger, prepare, weights
 
@@ -132,7 +134,11 @@ def test_a_trainer_whose_last_version_an_engine_rejected_goes_on_from_its_state(
     assert "starting again" not in trainer.output()
 
 
-@pytest.mark.parametrize("save_every", [1, 2])
+@pytest.mark.parametrize(
+    ("save_every", "database_url"),
+    list(product((1, 2), DATABASES)) if FULL else [(1, "postgresql"), (2, "sqlite")],
+    indirect=["database_url"],
+)
 def test_rolled_back_at_random_moments_no_row_is_lost_and_no_version_has_a_rejected_parent(
     save_every, tmp_path, lives, model, rows, database_url
 ):

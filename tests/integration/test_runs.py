@@ -65,7 +65,7 @@ def test_a_run_is_shown_with_its_messages_their_state_rewards_and_tokens(explore
     row = {"run_id": "1", "version": 0, "state": "RECORDED", "outcome": 0.5, "tokens": {"prompt": 4, "reply": 3}}
     assert shown == {
         "rows": [
-            {**row, "msg_id": several, "reward": 0.5},
+            {**row, "msg_id": f"{several}#0", "reward": 0.5},
             {**row, "msg_id": f"{several}#1", "reward": 0.5},
             {**row, "msg_id": last, "reward": 0.25},
         ],
@@ -73,6 +73,15 @@ def test_a_run_is_shown_with_its_messages_their_state_rewards_and_tokens(explore
     }
     assert len(explorer.http.get("/runs", params={"task_id": "t"}).json()["rows"]) == 4
     assert explorer.http.get("/runs", params={"task_id": "nobody"}).json() == {"rows": [], "next": None}
+
+
+def test_the_name_of_a_shown_row_reaches_that_row_alone(explorer):
+    explorer.http.post("/run/t/1/v1/chat/completions", json={**CHAT, "n": 3}).raise_for_status()
+    explorer.http.post("/run/t/1/v1/chat/completions", json=CHAT).raise_for_status()
+    shown = [row["msg_id"] for row in explorer.http.get("/runs?task_id=t").json()["rows"]]
+    for number, name in reversed(list(enumerate(shown))):
+        explorer.http.post("/feedback", json={"msg_ids": [name], "reward": number / 10}).raise_for_status()
+    assert [row["reward"] for row in explorer.http.get("/runs?task_id=t").json()["rows"]] == [0.0, 0.1, 0.2, 0.3]
 
 
 def test_a_long_run_is_shown_in_parts(explorer, monkeypatch):

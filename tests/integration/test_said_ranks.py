@@ -18,6 +18,7 @@ from shared.reward import Signal, learned_kinds
 from shared.versions import version_path
 from tests.integration.test_ranks import ADAM, EVERYTHING_PARTITIONED
 from tests.support.experiences import make_experiences
+from tests.support.forms import FULL
 from tests.support.lives import Lives
 from tests.support.models import make_tiny_model
 from tests.support.processes import wait_for
@@ -84,9 +85,9 @@ PREFERENCES = {"dpo/preferences": 6, "kto/rated": 8, "sft/learnt_tokens": 8}
     ("mix", "stage", "share", "expected"),
     [
         ("rewards", 3, 0.25, {}),
-        ("preferences", 3, 1.0, PREFERENCES),
         ("preferences", 3, 0.25, PREFERENCES),
         ("teachers", 2, 0.25, {"hint/hints": 8}),  # an average of weights is whole on each rank
+        *([("preferences", 3, 1.0, PREFERENCES)] if FULL else []),
     ],
 )
 def test_two_ranks_learn_what_one_learns_from_all_that_was_said(

@@ -14,7 +14,9 @@ from shared.ledger import queries, transitions
 from shared.ledger.tables import experiences
 from tests.integration.test_update import train
 from tests.support.experiences import make_experiences
+from tests.support.forms import one_database
 
+pytestmark = one_database
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
@@ -38,9 +40,8 @@ def test_the_penalties_that_a_model_brings_are_vllms_defaults_and_ours(tmp_path)
     assert read_sampling_defaults(tmp_path) == Sampling(0.7, 0.8, 20, repetition_penalty=1.1)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+def test_a_reply_whose_tokens_were_forced_or_forbidden_is_marked(explorer):
+    for body in (
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a+"}},
         {"logit_bias": {"5": 10}},
@@ -53,10 +54,8 @@ def test_the_penalties_that_a_model_brings_are_vllms_defaults_and_ours(tmp_path)
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}},
         {"tools": [TOOL], "parallel_tool_calls": False},
         {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]},
-    ],
-)
-def test_a_reply_whose_tokens_were_forced_or_forbidden_is_marked(explorer, body):
-    assert recorded(explorer, **body).masked
+    ):
+        assert recorded(explorer, **body).masked, body
 
 
 def test_a_reply_to_tools_is_marked_if_the_tool_parser_constrains_every_call(scripted_engine, start_explorer):
@@ -66,19 +65,16 @@ def test_a_reply_to_tools_is_marked_if_the_tool_parser_constrains_every_call(scr
     assert not recorded(explorer).masked
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+def test_other_replies_are_not_marked(explorer):
+    for body in (
         {"response_format": {"type": "text"}},
         {"logit_bias": {}},
         {"min_tokens": 0},
         {"thinking_token_budget": None},
         {"thinking_token_budget": -1},
         {"tools": [TOOL], "tool_choice": "auto"},
-    ],
-)
-def test_other_replies_are_not_marked(explorer, body):
-    assert not recorded(explorer, **body).masked
+    ):
+        assert not recorded(explorer, **body).masked, body
 
 
 def test_forced_tokens_weigh_one(model, tmp_path):

@@ -16,9 +16,13 @@ from sqlalchemy import select, update
 from shared.errors import LedgerError
 from shared.ledger import transitions
 from shared.ledger.tables import engines, experiences
+from tests.support.forms import DATABASES, FULL, one_database
+from tests.support.heartbeats import frequent_heartbeats  # noqa: F401 — a fixture
 from tests.support.processes import Process, descendants, wait_for, write_config
 from tests.support.servers import RunningExplorer, free_port, make_config, publish, served, wait_joined, wait_until
 from tests.support.waiting_feedback import feedback_that_waits
+
+pytestmark = pytest.mark.usefixtures("frequent_heartbeats")
 
 
 @pytest.fixture
@@ -39,6 +43,7 @@ def test_what_one_says_the_other_knows(both):
     assert first.http.get("/status").json()["rows"]["READY"] == 1
 
 
+@one_database
 def test_explorers_that_are_configured_otherwise_say_in_what(both, scripted_engine, start_explorer):
     other = start_explorer([scripted_engine.url], reward={"down": -1.0}).wait_ready()
 
@@ -51,6 +56,7 @@ def test_explorers_that_are_configured_otherwise_say_in_what(both, scripted_engi
     assert other.chat().status_code == 200
 
 
+@one_database
 def test_both_follow_a_new_version_and_only_one_reloads(both, scripted_engine):
     publish(both[0], 1)
     wait_until(lambda: all(served(explorer) == "1" for explorer in both))
@@ -102,6 +108,7 @@ def test_feedback_to_one_waits_for_a_stream_of_the_other(both, scripted_engine):
     assert receipts == [{"msg_id": ids[0], "state": "applied"}]
 
 
+@one_database
 @pytest.mark.parametrize("asked", [0, 1])
 def test_feedback_for_a_run_waits_for_its_streams_and_for_no_others(both, scripted_engine, asked):
     for name in ("run/t/1", "run/t/2"):
@@ -118,6 +125,7 @@ def test_feedback_for_a_run_waits_for_its_streams_and_for_no_others(both, script
     assert receipts[1] == {"msg_id": ids[0], "state": "applied"}
 
 
+@one_database
 @pytest.mark.parametrize("asked", [0, 1])
 def test_feedback_for_a_task_waits_for_the_streams_of_its_runs_and_for_no_others(both, scripted_engine, asked):
     both[0].http.post("/run/other/1/chat", json={"messages": []}).raise_for_status()
@@ -200,6 +208,7 @@ def test_a_stream_whose_end_the_ledger_does_not_take_is_whole_and_told_with_the_
     assert (answer["applied"], open_streams_of(first), next(refused, None)) == (1, 0, None)
 
 
+@one_database
 def test_when_the_owner_signs_off_another_takes_the_engine_over(both, scripted_engine):
     with both[0].ledger.read() as connection:
         owner = connection.execute(select(engines.c.owner)).scalar_one()
@@ -216,7 +225,7 @@ def test_when_the_owner_signs_off_another_takes_the_engine_over(both, scripted_e
 
 
 def test_an_engine_whose_owner_died_within_a_reload_is_taken_over_when_its_lease_ends(scripted_engine, start_explorer):
-    explorer = start_explorer([scripted_engine.url]).wait_ready()
+    explorer = start_explorer([scripted_engine.url], engine_wait_s=0.5).wait_ready()  # for so long a reload is ready
     leases, acquire, is_seen = explorer.deps.leases, explorer.deps.leases.acquire, threading.Event()
 
     async def acquire_once_it_is_seen(url):
@@ -224,7 +233,7 @@ def test_an_engine_whose_owner_died_within_a_reload_is_taken_over_when_its_lease
 
     leases.acquire = acquire_once_it_is_seen
     with explorer.ledger.write() as connection:  # as a killed owner leaves it
-        ghost = {"owner": "ghost", "owner_until": time.time() + 3.0, "state": "reloading", "version": None}
+        ghost = {"owner": "ghost", "owner_until": time.time() + 2.0, "state": "reloading", "version": None}
         connection.execute(update(engines).values(generation=engines.c.generation + 1, **ghost))
     leases.forget(scripted_engine.url)
     scripted_engine.script.paused = True
@@ -254,6 +263,7 @@ def test_an_engine_whose_owner_was_killed_on_this_machine_is_free_with_the_next_
         assert transitions.acquire_engine(connection, "http://e1", "me")
 
 
+@pytest.mark.parametrize("database_url", DATABASES if FULL else ["postgresql"], indirect=True)
 def test_workers_share_a_port_and_answer_as_one(scripted_engine, tmp_path, database_url):
     config = make_config(tmp_path, [scripted_engine.url], database_url=database_url, workers=3, port=free_port())
     file = write_config(config, tmp_path / "flywheel.yaml")

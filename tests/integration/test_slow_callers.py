@@ -9,7 +9,10 @@ import socket
 import time
 from collections.abc import Callable
 
+from tests.support.forms import one_database
 from tests.support.servers import wait_until
+
+pytestmark = one_database
 
 HEAD = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.experiences import trainer_config
 from tests.support.lives import Lives
 from tests.support.models import make_tiny_model
 from tests.support.processes import run_flywheel, write_config
+from tests.support.refusals import refusal
 from tests.support.servers import free_port
 
 COMMANDS = ["up", "engine", "explorer", "trainer"]
@@ -39,35 +41,16 @@ def config_file(tmp_path: Path, **changes) -> Path:
     return file
 
 
-def refusal(*arguments: str, status: int, **environ: str) -> str:
-    """The one line that the command says before it ends with that status."""
-    ended = run_flywheel(*arguments, timeout_s=240, **environ)
-    assert ended.returncode == status, ended.stderr[-1500:]
-    assert "Traceback" not in ended.stderr
-    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("flywheel: ")]
-    return line
-
-
 @pytest.fixture
 def refused(lives: Lives, tmp_path: Path) -> Callable[..., str]:
-    """As `refusal`, of commands that import much: as forks of a process that has done so. The status is 1."""
-
-    def refused(*arguments: str) -> str:
-        log = tmp_path / "refused.log"
-        log.unlink(missing_ok=True)
-        with lives.begin(list(arguments), log) as life:
-            assert life.wait(240) == 1, life.output()[-1500:]
-            assert "Traceback" not in life.output()
-            (line,) = [line for line in life.output().splitlines() if line.startswith("flywheel: ")]
-        return line
-
-    return refused
+    """See `refusal`."""
+    return partial(refusal, lives, tmp_path / "refused.log")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_wrong_configuration_is_refused_with_status_2(command, tmp_path):
+def test_a_wrong_configuration_is_refused_with_status_2(command, tmp_path, refused):
     file = config_file(tmp_path, trainer__batch_sise=8)
-    line = refusal(command, "-c", str(file), status=2)
+    line = refused(command, "-c", str(file), status=2)
     assert line == "flywheel: trainer.batch_sise=8: no such key; did you mean 'batch_size'?"
 
 
@@ -93,7 +76,11 @@ def test_one_line_names_the_key_and_the_value(changes, said, tmp_path):
 
 
 def test_a_missing_configuration_file_is_named(tmp_path):
-    assert "cannot be read" in refusal("up", "-c", str(tmp_path / "none.yaml"), status=2)
+    """A process of its own: its exit status is that of the command."""
+    ended = run_flywheel("up", "-c", str(tmp_path / "none.yaml"), timeout_s=240)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("flywheel: ") and "cannot be read" in line
 
 
 @pytest.mark.parametrize("command", ["up", "engine", "trainer"])
@@ -110,21 +97,21 @@ def test_a_folder_that_holds_no_weights_is_named(tmp_path, refused):
 
 
 @pytest.mark.parametrize(("command", "setting"), [("up", "explorer.port"), ("explorer", "explorer.port")])
-def test_a_port_in_use_is_named_with_its_setting(command, setting, tmp_path):
+def test_a_port_in_use_is_named_with_its_setting(command, setting, tmp_path, refused):
     make_tiny_model(tmp_path / "base")
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        line = refusal(command, "-c", str(config_file(tmp_path, explorer__port=port)), status=1)
+        line = refused(command, "-c", str(config_file(tmp_path, explorer__port=port)))
     assert f"127.0.0.1:{port}" in line and setting in line
 
 
-def test_an_engines_port_in_use_is_named_with_its_setting(tmp_path):
+def test_an_engines_port_in_use_is_named_with_its_setting(tmp_path, refused):
     make_tiny_model(tmp_path / "base")
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         engines = [{"name": "e0", "url": f"http://127.0.0.1:{port}"}]
         for command in ("up", "engine"):
-            line = refusal(command, "-c", str(config_file(tmp_path, explorer__engines=engines)), status=1)
+            line = refused(command, "-c", str(config_file(tmp_path, explorer__engines=engines)))
             assert f"127.0.0.1:{port}" in line and "explorer.engines 'e0'" in line
 
 
@@ -137,17 +124,17 @@ def test_a_database_that_is_away_is_named_without_its_password(command, tmp_path
     assert "secret" not in line
 
 
-def test_a_file_that_is_no_database_is_named(tmp_path):
+def test_a_file_that_is_no_database_is_named(tmp_path, refused):
     make_tiny_model(tmp_path / "base")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "ledger.sqlite3").write_bytes(b"this is no database, " * 100)
-    line = refusal("explorer", "-c", str(config_file(tmp_path)), status=1)
+    line = refused("explorer", "-c", str(config_file(tmp_path)))
     assert "ledger.sqlite3" in line
 
 
-def test_a_key_that_is_not_set_is_named(tmp_path):
+def test_a_key_that_is_not_set_is_named(tmp_path, refused):
     keys = [{"key_env": "FLYWHEEL_TEST_KEY_THAT_IS_NOT_SET".removeprefix("FLYWHEEL_"), "role": "admin"}]
-    line = refusal("explorer", "-c", str(config_file(tmp_path, explorer__keys=keys)), status=2)
+    line = refused("explorer", "-c", str(config_file(tmp_path, explorer__keys=keys)), status=2)
     assert "TEST_KEY_THAT_IS_NOT_SET" in line
 
 
@@ -240,9 +227,9 @@ def test_a_line_that_is_not_yaml_is_named_by_its_place_and_not_by_its_text(tmp_p
         assert "s3cr3t" not in config_error(file)
 
 
-def test_a_url_in_the_environment_is_text_and_no_yaml(tmp_path):
+def test_a_url_in_the_environment_is_text_and_no_yaml(tmp_path, refused):
     url = f"postgresql://u:{SECRET}: {{&@127.0.0.1:{free_port()}/x"
-    line = refusal("explorer", "-c", str(config_file(tmp_path)), status=1, FLYWHEEL_DATABASE_URL=url)
+    line = refused("explorer", "-c", str(config_file(tmp_path)), FLYWHEEL_DATABASE_URL=url)
     assert "is it up and reachable?" in line and "s3cr3t" not in line
 
 

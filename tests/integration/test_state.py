@@ -24,8 +24,7 @@ from shared.versions import version_path
 from tests.support.batches import ALONE
 from tests.support.experiences import make_experiences, trainer_config
 from tests.support.forms import FULL
-from tests.support.models import make_tiny_model
-from trainer_service.base_version import ensure_base_version
+from tests.support.models import make_tiny_model, publish_base
 from trainer_service.learner import Learner
 from trainer_service.loop import Trainer
 from trainer_service.ranks import join_ranks
@@ -57,9 +56,7 @@ def rows(model):
 def learner_of(root: Path, model: Path, zero: dict[str, object], optimizer: dict[str, object] | None = None, **trainer):
     deepspeed = {"zero_optimization": zero} | ({} if optimizer is None else {"optimizer": optimizer})
     config = trainer_config(root, model, deepspeed=deepspeed, **trainer)
-    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
-        ensure_base_version(config, ledger)
-    base, ranks = config.root / version_path(0), join_ranks(60)
+    base, ranks = publish_base(config), join_ranks(60)
     with contextlib.closing(StateStore(config.root, "trainer")) as states:
         yield Learner(lambda: build_update(config, base, ranks), ranks, states)
 
@@ -128,32 +125,36 @@ def test_the_schedule_of_the_learning_rate_goes_on(tmp_path, model, rows):
     params = {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 100}
     schedule = {"scheduler": {"type": "WarmupLR", "params": params}}
 
+    @contextlib.contextmanager
     def begin():
         config = trainer_config(tmp_path, model, deepspeed=schedule)
-        with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
-            ensure_base_version(config, ledger)
-        base, ranks = config.root / version_path(0), join_ranks(60)
-        return contextlib.closing(StateStore(config.root, "trainer")), lambda: build_update(config, base, ranks), ranks
+        base, ranks = publish_base(config), join_ranks(60)
+        with contextlib.closing(StateStore(config.root, "trainer")) as states:
+            yield Learner(lambda: build_update(config, base, ranks), ranks, states)
 
-    states, build, ranks = begin()
-    with states as store:
-        learner = Learner(build, ranks, store)
+    with begin() as learner:
         train(learner, rows, 0)
         saved, progress = learner.save(1), learner.backend.state.progress()
-    states, build, ranks = begin()
-    with states as store:
-        learner = Learner(build, ranks, store)
+    with begin() as learner:
         assert learner.backend.state.progress() != progress
         learner.load(saved)
         assert learner.backend.state.progress() == progress
 
 
-@pytest.fixture
-def saved(tmp_path, model, rows) -> tuple[Path, SavedState]:
-    with learner_of(tmp_path, model, {"stage": 0}) as learner:
+@pytest.fixture(scope="module")
+def with_state(tmp_path_factory, model, rows) -> tuple[Path, str]:
+    """A root folder, and where in it a state is."""
+    root = tmp_path_factory.mktemp("saved")
+    with learner_of(root, model, {"stage": 0}) as learner:
         train(learner, rows, 0)
-        state = learner.save(1)
-    return tmp_path / state.path, SavedState(state.path, None)
+        return root, learner.save(1).path
+
+
+@pytest.fixture
+def saved(tmp_path, with_state) -> tuple[Path, SavedState]:
+    root, path = with_state
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
+    return tmp_path / path, SavedState(path, None)
 
 
 def refusal(root: Path, model: Path, state: SavedState) -> str:
@@ -246,9 +247,7 @@ def test_after_a_failed_update_the_state_is_loaded_though_the_version_that_train
     tmp_path, model, rows
 ):
     config = trainer_config(tmp_path, model)
-    with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
-        ensure_base_version(config, ledger)
-    begun, ranks = shutil.copytree(tmp_path / version_path(0), tmp_path / version_path(5)), join_ranks(60)
+    begun, ranks = shutil.copytree(publish_base(config), tmp_path / version_path(5)), join_ranks(60)
     build, again = (partial(build_update, config, one, ranks) for one in (begun, tmp_path / version_path(0)))
     with (
         contextlib.closing(StateStore(tmp_path, "trainer")) as states,
@@ -284,8 +283,8 @@ def test_a_change_between_algorithms_with_and_without_a_critic_is_refused_before
 
 def test_a_trainer_that_is_set_from_ppo_to_grpo_says_so_before_it_builds_anything(tmp_path, model, monkeypatch):
     config = trainer_config(tmp_path / "data", model, algorithm="grpo")
+    publish_base(config)
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
-        ensure_base_version(config, ledger)
         state = tmp_path / "data/trainer/trainer/state-000000"
         state.mkdir(parents=True)
         save_file({"value_head.weight": torch.zeros(2)}, state / "master.safetensors")

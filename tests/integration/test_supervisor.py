@@ -26,8 +26,8 @@ from tests.support.servers import free_port, make_config
 
 
 @contextlib.contextmanager
-def started(tmp_path: Path, **trainer: object) -> Iterator[Process]:
-    """explorer and trainer, no engine: what is tested here needs none."""
+def started(tmp_path: Path, said: tuple[str, ...] = ("at work", "listening"), **trainer: object) -> Iterator[Process]:
+    """explorer and trainer, no engine: what is tested here needs none. said: what their output must contain."""
     model = make_tiny_model(tmp_path / "base")
     config = trainer_config(tmp_path / "data", model, **trainer)
     engines = [{"name": "e0", "url": f"http://127.0.0.1:{free_port()}"}]
@@ -36,18 +36,12 @@ def started(tmp_path: Path, **trainer: object) -> Iterator[Process]:
     )
     file = write_config(config, tmp_path / "flywheel.yaml")
     with Process(["up", "-c", str(file), "--without", "engines"], tmp_path / "up.log") as process:
-        wait_for(lambda: "at work" in process.output() and "listening" in process.output(), "both at work", 240)
+        wait_for(lambda: all(one in process.output() for one in said), " and ".join(said), 240)
         yield process
 
 
-@pytest.fixture
-def up(tmp_path: Path) -> Iterator[Process]:
-    with started(tmp_path) as process:
-        yield process
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asked_to_stop_it_ends_all_and_leaves_no_process_behind(up, number):
+def stop(up: Process, number: signal.Signals) -> None:
+    """Ask it to stop: it ends all, and leaves no process behind."""
     family = descendants(up.pid)
     assert len(family) >= 2
     assert up.stop(240, number) == 0
@@ -101,17 +95,22 @@ def test_an_explorer_gives_its_ledger_the_time_that_its_callers_wait(tmp_path, m
     assert opened == [(config.ledger_url, answering_within(7.0))]
 
 
-def test_killed_itself_it_takes_its_processes_along(up):
-    family = descendants(up.pid)
-    psutil.Process(up.pid).kill()
-    wait_for(lambda: not [pid for pid in family if psutil.pid_exists(pid)], "the end of all", 240)
+def test_killed_itself_it_takes_its_processes_along(tmp_path):
+    with started(tmp_path, said=("listening",)) as up:
+        wait_for(lambda: trainers_of(up), "the trainer's process", 240)
+        family = descendants(up.pid)
+        assert len(family) >= 2
+        psutil.Process(up.pid).kill()
+        wait_for(lambda: not [pid for pid in family if psutil.pid_exists(pid)], "the end of all", 240)
 
 
-def test_a_crashed_process_starts_again(up):
-    trainer = next(p for p in psutil.Process(up.pid).children() if "trainer" in p.cmdline())
-    trainer.kill()
-    wait_for(lambda: up.output().count("at work") == 2, "a second trainer at work", 240)
-    assert "ended by itself; restarting" in up.output()
+def test_a_crashed_process_starts_again_and_asked_to_stop_it_ends_all_and_leaves_no_process_behind(tmp_path):
+    with started(tmp_path) as up:
+        (trainer,) = trainers_of(up)
+        trainer.kill()
+        wait_for(lambda: up.output().count("at work") == 2, "a second trainer at work", 240)
+        assert "ended by itself; restarting" in up.output()
+        stop(up, signal.SIGINT)
 
 
 def test_a_rank_that_dies_takes_its_job_along_and_all_of_them_start_again(tmp_path):
@@ -122,12 +121,16 @@ def test_a_rank_that_dies_takes_its_job_along_and_all_of_them_start_again(tmp_pa
         after = ranks_of(up)
         assert len(before) == len(after) == 2 and not set(before) & set(after)
         assert not any(one.is_running() for one in before)
-        assert up.stop(240) == 0
+        stop(up, signal.SIGTERM)
         assert not any(one.is_running() for one in after)
 
 
+def trainers_of(up: Process) -> list[psutil.Process]:
+    return [one for one in psutil.Process(up.pid).children() if "trainer" in one.cmdline()]
+
+
 def ranks_of(up: Process) -> list[psutil.Process]:
-    (trainer,) = (one for one in psutil.Process(up.pid).children() if "trainer" in one.cmdline())
+    (trainer,) = trainers_of(up)
     return [one for one in trainer.children() if "trainer" in one.cmdline()]
 
 

@@ -15,10 +15,12 @@ from explorer_service.engines.admin import HEALTH_TIMEOUT_S
 from explorer_service.errors import EngineUnavailable
 from shared.experience import Tokens
 from shared.ledger.tables import engines, experiences, payloads
+from tests.support.heartbeats import frequent_heartbeats  # noqa: F401 — a fixture
 from tests.support.postgres import sqlite_alone
 from tests.support.reloads import SETTINGS, announced, shown
 from tests.support.servers import RunningExplorer, publish, served, wait_joined, wait_until
 
+pytestmark = pytest.mark.usefixtures("frequent_heartbeats")
 database_url = sqlite_alone  # nothing here depends on the database
 
 
@@ -45,6 +47,10 @@ def hand_over(owner: RunningExplorer, other: RunningExplorer) -> None:
         return bool(shown(other)["owned"]) and not shown(owner)["owned"]
 
     wait_until(is_handed_over)
+
+
+async def no_heartbeat() -> None:
+    """In the place of that of an explorer that is dead, or stands still."""
 
 
 @dataclass
@@ -206,9 +212,6 @@ def test_streams_that_cross_a_reload_name_both_versions_where_its_owner_died_in_
     script.end_streams_after_a_load()
     require_held = owner.deps.leases.require_held
 
-    async def beat() -> None:
-        """A dead explorer has no heartbeat."""
-
     async def die_when_loaded(url, generation=None):
         if script.label.startswith("2:"):
             await asyncio.Event().wait()
@@ -218,7 +221,7 @@ def test_streams_that_cross_a_reload_name_both_versions_where_its_owner_died_in_
     with Stream(owner_first[1]) as one, Stream(owner_first[2]) as another:
         publish(owner, 2, -3.0)
         wait_until(lambda: script.label.startswith("2:"))
-        owner.deps.membership.heartbeat = beat
+        owner.deps.membership.heartbeat = no_heartbeat
     for stream in (one, another):
         assert stream.sampled() == ((1.0, 2.0), (1, 2))
 
@@ -237,14 +240,11 @@ def test_streams_outlive_an_owner_that_died_in_a_load_of_which_the_engine_says_n
     script, loads, asked = scripted_engine.script, [], threading.Event()
     script.end_streams_after_a_load()
 
-    async def beat() -> None:
-        """A dead explorer has no heartbeat."""
-
     def load_slowly() -> None:
         loads.append("begun")
         script.streams_wait = False
         if len(loads) == 1:
-            owner.deps.membership.heartbeat = beat
+            owner.deps.membership.heartbeat = no_heartbeat
             script.hung.add("/weight_info")
             script.on_call["/weight_info"] = asked.set
             asked.wait(240)  # until the other one has it
@@ -277,11 +277,8 @@ def test_a_load_of_a_former_owner_that_comes_late_is_noticed_and_replaced(owner_
     admin, is_sent, comes = owner.deps.dispatcher._health_checks["e0"].__self__, threading.Event(), threading.Event()
     reload_weights = admin.reload_weights
 
-    async def beat() -> None:
-        """An explorer that stands still has no heartbeat."""
-
     async def reload_late(folder):
-        owner.deps.membership.heartbeat = beat
+        owner.deps.membership.heartbeat = no_heartbeat
         is_sent.set()
         await asyncio.to_thread(comes.wait, 240)
         await reload_weights(folder)

@@ -25,7 +25,7 @@ from tests.support.servers import wait_until
 from tests.torture.whole import PARTS, Whole
 
 AT_WORK = "at work"  # the trainer's log says it once it has started
-SECONDS = 300 if FULL else 10
+SECONDS = 300 if FULL else 7
 
 
 async def agent(request: int, model: flywheel.Model | None) -> str:

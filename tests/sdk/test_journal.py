@@ -89,7 +89,7 @@ def test_a_folder_whose_runs_another_server_has_is_refused(explorer, scripted_en
 
 
 def test_kill_9_at_random_moments_counts_each_run_once_and_rewards_no_broken_run(explorer, tmp_path):
-    kills = 50 if FULL else 6
+    kills = 50 if FULL else 3
     chance = random.Random(17)
     folder, tasks, runs = tmp_path / "runs", 12 * kills, 2
     code = [sys.executable, "-m", "tests.sdk.learn_program", explorer.url, str(folder), str(tasks), str(runs)]

@@ -15,8 +15,9 @@ import pytest
 from flywheel import tools
 
 from tests.sdk.conftest import rows, said, say_async
+from tests.support.forms import FULL
 
-RUNS = 40
+RUNS = 40 if FULL else 15
 _names = itertools.count()
 
 

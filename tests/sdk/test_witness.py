@@ -19,7 +19,7 @@ from tests.sdk.test_tools import agent_with, calls
 from tests.sdk.witness import Witness, witnessing
 from tests.support.forms import FULL
 
-RUNS = 2000 if FULL else 40
+RUNS = 2000 if FULL else 15
 POLICIES = [flywheel.ReadOnlyTools(), flywheel.RecordedTools(), flywheel.SubstituteTools({})]
 _names = itertools.count()
 

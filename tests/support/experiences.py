@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -73,21 +74,34 @@ def record_ready(ledger: Ledger, rows: list[Experience], key_name: str | None = 
     """Record, reward and commit the rows, like chats, feedback and commits."""
     with ledger.write() as connection:
         transitions.record(connection, samples_of(rows))
-        for row in rows:
-            if row.conversation_id != row.msg_id:
-                mine = update(experiences).where(experiences.c.msg_id == row.msg_id)
-                connection.execute(mine.values(conversation_id=row.conversation_id))
-            said = [Signal("reward", value=row.reward)]
+        for rewarded in _rewarded_at_once(rows):
+            for row in rewarded:
+                if row.conversation_id != row.msg_id:
+                    mine = update(experiences).where(experiences.c.msg_id == row.msg_id)
+                    connection.execute(mine.values(conversation_id=row.conversation_id))
             transitions.apply_feedback(
                 connection,
-                msg_ids=[row.msg_id],
+                msg_ids=[row.msg_id for row in rewarded],
                 task_id=None,
                 run_id=None,
-                signals=said,
+                signals=[Signal("reward", value=rewarded[0].reward)],
                 rule=RewardConfig(),
                 key_name=key_name,
             )
         transitions.commit(connection)
+
+
+def _rewarded_at_once(rows: list[Experience]) -> Iterator[list[Experience]]:
+    """Neighbours of equal reward, each of another conversation; otherwise the feedback would be about several turns."""
+    together: dict[str, Experience] = {}  # by conversation
+    reward: float | None = None
+    for row in rows:
+        if together and (row.reward != reward or row.conversation_id in together):
+            yield list(together.values())
+            together = {}
+        together[row.conversation_id], reward = row, row.reward
+    if together:
+        yield list(together.values())
 
 
 def trainer_config(root: Path, model_folder: Path, lora: dict[str, object] | None = None, **trainer: object) -> Config:

@@ -14,8 +14,11 @@ from shared.experience import Tokens
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
 from shared.ledger.tables import experiences, payloads
+from shared.versions import version_path
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, publish, wait_until
+
+LONG = list(range(100, 140))  # a reply's tokens
 
 
 @dataclasses.dataclass
@@ -46,6 +49,34 @@ class House:
     def row(self, version: int):
         with self.ledger.read() as connection:
             return next(row for row in list_versions(connection) if row.version == version)
+
+    def begin(self) -> House:
+        """Publish versions 0 and 1, of which version 1 serves then, by engines that tell each token's version."""
+        for version in (0, 1):
+            self.publish(version)
+        self.all_serve(1)
+        for script in (engine.script for engine in self.engines):
+            script.tells_weights, script.reply_ids, script.logprobs = True, LONG, [-0.5] * len(LONG)
+            script.reload_s = 0.02  # labels are told apart by the middle of the load
+            script.starts_on = self.root / version_path(1)
+        return self
+
+    def good(self) -> int:
+        """Return the version that serves, on which engines start from now on."""
+        with self.ledger.read() as connection:
+            version = max(row.version for row in list_versions(connection) if row.state == "SERVING")
+        for engine in self.engines:
+            engine.script.starts_on = self.root / version_path(version)
+        return version
+
+    def mend(self) -> None:
+        """End the engines' faults."""
+        for script in (engine.script for engine in self.engines):
+            for faults in (script.failed_loads, script.wrong_probe_for, script.deadly_loads, script.hung_loads):
+                faults.clear()
+            for paths in (script.refused, script.deadly, script.on_call):
+                paths.clear()
+            script.healthy, script.reload_s, script.stage = True, 0.02, None
 
     def all_serve(self, version: int) -> None:
         """Wait until both explorers send chats to both engines, and the engines hold the version."""

@@ -7,6 +7,7 @@ reads a line of JSON for each request.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -17,6 +18,29 @@ import tempfile
 from pathlib import Path
 
 from tests.support.processes import REPOSITORY, environment, wait_for
+
+MODULES = (  # that a run would import
+    "alembic",  # for a new ledger
+    "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.stage3",  # this and the next two: with ZeRO, by each rank
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "distutils.ccompiler",  # by DeepSpeed
+    "httpcore",
+    "numpy.ctypeslib",
+    "numpy.ma",
+    "services.explorer",
+    "services.trainer",
+    "tests.support.faults",
+    "trainer_service.agreement",
+    "trainer_service.assembly",
+    "trainer_service.base_version",
+    "trainer_service.leftovers",
+    "trainer_service.loop",
+    "trainer_service.teachers",
+    "uvloop",
+)
 
 
 class Lives:
@@ -100,20 +124,14 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of imports must not mix with answers
     import transformers
-    from transformers import Qwen2ForCausalLM, Qwen2TokenizerFast  # noqa: F401 — otherwise every run imports them
+    from transformers import Qwen2ForCausalLM, Qwen2TokenizerFast, conversion_mapping  # noqa: F401 — see MODULES
 
-    for module in (
-        "deepspeed",
-        "deepspeed.runtime.zero.stage3",  # this and the next two: with ZeRO, each rank would import them
-        "deepspeed.runtime.zero.stage_1_and_2",
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-        "services.explorer",
-        "services.trainer",
-        "tests.support.faults",
-        "trainer_service.loop",
-    ):
+    for module in MODULES:
         importlib.import_module(module)
+    conversion_mapping.get_checkpoint_conversion_mapping("qwen2")  # the first call compiles the patterns of all models
     transformers.utils.logging.disable_progress_bar()
+    gc.collect()
+    gc.freeze()  # otherwise each run's garbage collections would visit, and so copy, all that was imported
     for line in sys.stdin:
         question = json.loads(line)
         if "arguments" in question:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from contextlib import closing
 from pathlib import Path
+from unittest import mock
+
+from shared.config import Config
+from shared.ledger.connect import Ledger
+from shared.versions import Manifest, read_manifest, version_path
+
+_written: dict[str, dict[Path, bytes]] = {}  # the files of version 0, by what its model's folder contains
 
 
 def make_tiny_model(
@@ -50,3 +59,41 @@ def make_tiny_model(
     model.save_pretrained(folder)
     wrapped.save_pretrained(folder)
     return folder
+
+
+def publish_base(config: Config) -> Path:
+    """Publish version 0 in a new root folder, for tests of what comes after it. Returns its folder.
+
+    As the product does, but a process computes a model's probe once: later roots get the same files.
+    """
+    from trainer_service import publish
+    from trainer_service.base_version import ensure_base_version
+
+    write = publish.write_base_version
+
+    def write_once(root: Path, model_folder: Path) -> Manifest:
+        key, folder = _contents(model_folder), root / version_path(0)
+        if key not in _written:
+            manifest = write(root, model_folder)
+            _written[key] = {file.relative_to(folder): file.read_bytes() for file in _files(folder)}
+            return manifest
+        for name, content in _written[key].items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        return read_manifest(folder)
+
+    patched = mock.patch.object(publish, "write_base_version", write_once)
+    with closing(Ledger.open(config.ledger_url)) as ledger, patched:
+        ensure_base_version(config, ledger)
+    return config.root / version_path(0)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def _contents(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in _files(folder):
+        digest.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()

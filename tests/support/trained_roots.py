@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sqlalchemy import select
+
 from shared.config import load_config
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import list_versions
+from shared.ledger.tables import batches, experiences
 from tests.support.experiences import record_ready, trainer_config
 from tests.support.lives import Life, Lives
 from tests.support.processes import Process, wait_for, write_config
@@ -55,17 +58,32 @@ def open_ledger(root: Path) -> Ledger:
     return Ledger.open(load_config(root / "flywheel.yaml").ledger_url)
 
 
+def check_same_line(root: Path, undisturbed: Path, last: int = LAST) -> None:
+    """Every row trained once, and the very bits of the undisturbed run."""
+    ledger = open_ledger(root)
+    with ledger.read() as connection:
+        rows = connection.execute(
+            select(experiences.c.state, experiences.c.consumed_version).order_by(experiences.c.id)
+        ).all()
+        states = connection.execute(select(batches.c.state)).scalars().all()
+    ledger.close()
+    assert [tuple(row) for row in rows] == [("CONSUMED", 1 + index // BATCH) for index in range(BATCH * last)]
+    assert states.count("CONSUMED") == last
+    for version in range(last + 1):
+        assert weights(root, version) == weights(undisturbed, version), f"version {version} differs"
+
+
 def weights(root: Path, version: int) -> bytes:
     return (root / f"versions/v{version:06d}/model.safetensors").read_bytes()
 
 
-def finish(lives: Lives, root: Path, **environ: str) -> None:
+def finish(lives: Lives, root: Path, last: int = LAST, **environ: str) -> None:
     """Run undisturbed up to the last version, and on until the trainer is idle."""
     log = root / "trainer.log"
     before = log.stat().st_size if log.exists() else 0
     with begin(lives, root, **environ) as trainer:
         wait_for(lambda: _said(log, before, b"no ready rows") or not trainer.alive, "the last version", 240)
-        assert newest(root) == LAST
+        assert newest(root) == last
         assert trainer.stop() == 0
 
 

@@ -32,7 +32,7 @@ from tests.support.take_up_faults import CALLS
 from tests.torture.whole import PARTS, Deaths, Whole
 
 pytestmark = pytest.mark.torture
-KILLS = 200 if FULL else 8
+KILLS = 200 if FULL else 5
 DATABASES = ["sqlite", "postgresql"] if FULL else ["postgresql"]
 AT_WORK = "at work"  # the trainer's log says it once it has started
 MOST = 3  # versions that keep their files

@@ -18,8 +18,10 @@ from safetensors.numpy import save_file
 from shared import delta as deltas
 from shared.delta import rebuild, require_delta, write_delta
 from shared.errors import VersionError
+from tests.support.forms import FULL
 
-SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = 100 if FULL else 40
+SETTINGS = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 BITS = {"F32": np.uint32, "BF16": np.uint16, "F16": np.uint16, "U8": np.uint8}
 NO_LIMIT = 1 << 40
 

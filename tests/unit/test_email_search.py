@@ -12,6 +12,7 @@ import pytest
 from examples.email_search import world
 from examples.email_search.reward import reward
 from examples.email_search.world import UNKNOWN, Mailbox, Visit
+from tests.support.forms import FULL
 
 MAILS = list(world.make_mails())
 QUESTIONS = world.make_questions()
@@ -195,8 +196,9 @@ def fuzz(seed: int) -> list[str]:
     return seen
 
 
-def test_a_thousand_visits_of_nonsense_are_answered_the_same_each_time():
-    assert [fuzz(seed) for seed in range(1000)] == [fuzz(seed) for seed in range(1000)]
+def test_visits_of_nonsense_are_answered_the_same_each_time():
+    seeds = range(1000 if FULL else 200)
+    assert [fuzz(seed) for seed in seeds] == [fuzz(seed) for seed in seeds]
 
 
 def test_a_real_file_is_opened_read_only_and_another_is_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import re
@@ -14,6 +13,7 @@ import pytest
 
 from examples.webshop import catalogue, reward, site
 from examples.webshop.world import MAX_INVALID, MAX_STEPS, PAGE_SIZE, Purchase, Shop, parse_action
+from tests.support.forms import FULL
 
 SHOP = Shop()
 GOALS = SHOP.catalogue.goals
@@ -48,14 +48,14 @@ def test_rewards_equal_a_second_count_of_the_instruction_words():
 
 
 def test_every_goal_can_be_met_and_brute_force_finds_no_purchase_above_1():
+    """Of each product in the options that are asked for: others are worth less."""
     for goal in GOALS:
         best = 0.0
         for product in PRODUCTS.values():
-            for values in itertools.product(*product.options.values()):
-                options = dict(zip(product.options, values, strict=True))
-                if sum(options[name] == value for name, value in goal.options.items()) == len(options):
-                    bought = Purchase(product, options, product.price_with(options))
-                    best = max(best, reward.reward(bought, goal)["reward"])
+            offers = all(value in product.options[name] for name, value in goal.options.items())
+            if offers and len(product.options) == len(goal.options):
+                bought = Purchase(product, goal.options, product.price_with(goal.options))
+                best = max(best, reward.reward(bought, goal)["reward"])
         assert best == 1.0
 
 
@@ -165,8 +165,9 @@ def play(seed: int) -> list[str]:
     return seen
 
 
-def test_a_thousand_visits_of_nonsense_end_without_an_error_and_the_same_each_time():
-    assert [play(seed) for seed in range(1000)] == [play(seed) for seed in range(1000)]
+def test_visits_of_nonsense_end_without_an_error_and_the_same_each_time():
+    seeds = range(1000 if FULL else 200)
+    assert [play(seed) for seed in seeds] == [play(seed) for seed in seeds]
     assert catalogue.make_catalogue(5) == catalogue.make_catalogue(5) != catalogue.make_catalogue(6)
 
 
