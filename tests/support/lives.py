@@ -62,6 +62,7 @@ class Lives:
 
     def begin(self, arguments: list[str], log: Path, **environ: str) -> Life:
         """Run `flywheel ARGUMENTS`; append its output to `log`. environ: the faults (see tests.support.faults)."""
+        log.touch()  # its output may be read before it has opened the file
         return Life(self, self._ask({"arguments": arguments, "log": str(log), "environ": environ}), log)
 
     def wait(self, pid: int, block: bool) -> int:
