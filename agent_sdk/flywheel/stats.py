@@ -25,7 +25,7 @@ class Stats:
     undecided: int = 0  # neither selected nor rejected by a function as strategy, for the same reasons
     runs: int = 0  # ended shadow runs
     rewarded: int = 0
-    unrewarded: int = 0  # the reward function returned no number: nothing, or metrics alone
+    unrewarded: int = 0  # the reward function returned no number: nothing, or metrics of weights that it does not know
     unsafe: int = 0  # ended at a tool; not trained on
     failed: Counter[str] = field(default_factory=Counter)
     commits: int = 0

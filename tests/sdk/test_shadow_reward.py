@@ -41,13 +41,13 @@ def test_a_reward_gets_the_request_as_it_was_though_the_trainee_changes_its_own(
     assert seen == ["t0"]
 
 
-def test_metrics_that_the_explorer_weights_are_no_reward_of_0_in_the_counters(explorer):
+def test_metrics_that_the_explorer_weights_count_with_the_reward_that_it_makes_of_them(explorer):
     rule = flywheel.rewards.Weighted({"right": 3.0}, rule="server")
     right, all_calls = rule({"right": 1.0}), flywheel.SamplingRate(1.0)
     with flywheel.TrainingRunner(explorer.url, agent, lambda run, reply: right, select=all_calls) as runner:
         ask(runner.watch(agent, production=PRODUCTION), 2)
     stats = runner.stats
-    assert (stats.rewarded, stats.reward_mean, stats.unrewarded, stats.committed) == (0, None, 2, 2)
+    assert (stats.rewarded, stats.reward_mean, stats.unrewarded, stats.committed) == (2, 3.0, 0, 2)
 
 
 def test_a_reward_function_may_ask_a_version_about_a_run_that_ended_at_a_tool(explorer):

@@ -154,17 +154,20 @@ def test_signals_of_another_key_group_about_a_run_of_the_same_name_are_separate(
 
 
 def assemble_by_comparing(rows: list[Experience]) -> list[list[int]]:
-    """Which rows are merged, found by comparing each row with all trajectories before it."""
+    """Which rows are merged, found by comparing each row with all trajectories, and all turns, before it."""
     found: list[tuple[list[int], list[int]]] = []
+    turns: list[list[int]] = []
     for one in rows:
         prompt = one.tokens.prompt_ids.tolist()
         fits = [known for known in found if prompt[: len(known[0])] == known[0]]
-        if fits:
-            longest = max(fits, key=lambda known: len(known[0]))
-            longest[0][:] = [*prompt, *one.tokens.reply_ids.tolist()]
+        longest = max(fits, key=lambda known: len(known[0]), default=([], []))
+        turns.append([*prompt, *one.tokens.reply_ids.tolist()])
+        longer = (turn for turn in turns if len(turn) > len(longest[0]))
+        if fits and not any(prompt[: len(turn)] == turn for turn in longer):
+            longest[0][:] = turns[-1]
             longest[1].append(one.id)
         else:
-            found.append(([*prompt, *one.tokens.reply_ids.tolist()], [one.id]))
+            found.append((list(turns[-1]), [one.id]))
     return [row_ids for _, row_ids in found]
 
 
