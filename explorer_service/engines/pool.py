@@ -248,9 +248,10 @@ class EnginePool:
     def _move(self, engine: Engine, state: EngineState, reason: str) -> None:
         if state is EngineState.UNAVAILABLE and engine.state is not state:  # logged once per outage
             log.warning("engine is unavailable", engine=engine.name, reason=reason)
-        engine.state, engine.reason, engine.early_places = state, reason, 0
+        engine.state, engine.reason = state, reason
         if state in OPEN:
             engine.early_hold.release()
+            engine.early_hold, engine.early_places = Hold(), 0  # the next take-up concerns later chats only
         else:
             self._send_again(engine, reason)
         self._note(engine)

@@ -145,3 +145,18 @@ async def test_chats_are_sent_early_only_during_the_proof_and_only_if_no_other_e
     assert pool._choose(None, 0, ()) is proving
     end(pool, proving, *([] if end is EnginePool.go_on else ["a reason"]))
     assert pool._choose(None, 0, ()) is None
+
+
+async def test_an_early_chat_that_goes_on_is_not_sent_again_at_the_next_take_up():
+    pool = EnginePool([EngineAddress(name="e0", url="http://e0")], 60.0)
+    (engine,) = pool.engines
+    pool.serve(engine, {1: "agent"}, Sampling())
+    pool.close(engine, "taking up version 2")
+    pool.waiting = 1
+    pool.admit(engine)
+    early = (await pool.acquire(None)).early_hold
+    assert early is not None and early.is_on
+    pool.serve(engine, {2: "agent"}, Sampling())
+    pool.close(engine, "taking up version 3")
+    pool.admit(engine)
+    await early.wait()
