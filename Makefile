@@ -66,7 +66,7 @@ demo: setup
 # machine, because tests often wait for other processes.
 COVERAGE ?= 1
 WORKERS ?= 3
-PYTEST := -m pytest -n $(WORKERS)
+PYTEST := -m pytest -n $(WORKERS) --no-loadscope-reorder
 test: setup clients examples
 ifeq ($(COVERAGE),0)
 	$(BIN)/python $(PYTEST) $(TEST_FLAGS)

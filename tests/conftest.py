@@ -21,7 +21,7 @@ from tests.support.forms import DATABASES, on_one_database
 from tests.support.lives import Lives
 from tests.support.models import make_tiny_model
 from tests.support.postgres import Postgres
-from tests.support.scheduling import ByFile
+from tests.support.scheduling import ByFile, sort_by_length
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config
 
@@ -37,6 +37,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_database: its short form runs on one database, the long one on both")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        sort_by_length(items)
 
 
 @pytest.hookimpl(wrapper=True)

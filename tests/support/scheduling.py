@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from collections import Counter
 
+import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.processes import REPOSITORY
@@ -47,11 +48,13 @@ class ByFile(LoadFileScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(super()._split_scope(nodeid))
 
-    def _assign_work_unit(self, node: Any) -> None:
-        left = [scope for scope in LONGEST if scope in self.workqueue]
-        if left:  # else what has the most tests is first already
-            self.workqueue.move_to_end(left[0], last=False)
-        super()._assign_work_unit(node)
+
+def sort_by_length(items: list[pytest.Item]) -> None:
+    """Sort what takes the longest first, then what has the most tests; `make test` tells xdist to keep this order."""
+    scopes = {item: scope_of(item.nodeid.partition("::")[0]) for item in items}
+    tests = Counter(scopes.values())
+    known = {scope: number for number, scope in enumerate(LONGEST)}
+    items.sort(key=lambda item: (known.get(scopes[item], len(known)), -tests[scopes[item]], scopes[item]))
 
 
 @functools.cache
