@@ -71,7 +71,7 @@ class EngineResponse:
     __slots__ = (
         "_announced_bytes", "_body_bytes", "_connection", "_error", "_head_bytes", "_is_delimited", "_is_interim",
         "_is_paused", "_parser", "_parts", "_release", "_timeout_s", "_timer", "_unread_bytes", "_waiter",
-        "content_type", "has_begun", "has_head", "is_complete", "is_persistent", "received_at", "status",
+        "content_type", "first_at", "has_begun", "has_head", "is_complete", "is_persistent", "received_at", "status",
     )  # fmt: skip
 
     def __init__(
@@ -89,7 +89,7 @@ class EngineResponse:
         self._is_paused = self._is_delimited = self._is_interim = False
         self.status = 0
         self.content_type = ""  # without its parameters
-        self.received_at = 0.0  # clock.since_boot_s(): when the last byte arrived
+        self.first_at = self.received_at = 0.0  # clock.since_boot_s(): when the body's first and the last byte arrived
         self.has_begun = False  # a byte has arrived
         self.has_head = False
         self.is_complete = False
@@ -232,6 +232,8 @@ class EngineResponse:
 
     def on_body(self, body: bytes) -> None:
         if not self.is_complete:
+            if not self._body_bytes:
+                self.first_at = self.received_at
             self._parts.append(body)
             self._unread_bytes += len(body)
             self._body_bytes += len(body)

@@ -89,11 +89,11 @@ class Exchange:
     async def proven(self) -> Exchange:
         """Return this exchange once its engine is open and has proven its weights.
 
-        Raises WeightsUnproven; this exchange is closed then.
+        Raises WeightsUnproven, NoEngine; this exchange is closed then.
         """
         try:
             if self.slot.early_hold is not None:
-                await self._wait(self.slot.early_hold)
+                await self._dispatcher.pool.wait_open(self.slot.early_hold)
             if self.slot.hold.is_on:
                 await self._wait(self.slot.hold)
         except BaseException:
@@ -121,9 +121,7 @@ class Exchange:
         try:
             while chunk := await response.read_some():
                 pool.note_answer(engine)
-                slot.last_at = response.received_at
-                if slot.first_at < 0.0:
-                    slot.first_at = slot.last_at
+                slot.first_at, slot.last_at = response.first_at, response.received_at
                 if slot.last_at >= pool.awake_until:
                     await pool.wait_awake()
                 if hold.is_on:
@@ -232,6 +230,8 @@ class Dispatcher:
                 await self._check_error(slot, request, response)
         except BaseException as exc:
             self.end(slot, started)
+            if isinstance(exc, EngineUnavailable) and slot.early_hold is not None and not slot.engine.is_open:
+                raise WeightsUnproven(str(exc)) from exc  # it waits again, like the chats that were not sent early
             if isinstance(exc, EngineUnavailable | TimeoutError):
                 raise self.lost(slot, exc) from exc
             raise

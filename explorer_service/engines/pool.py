@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from explorer_service.engines.affinity import least_loaded
 from explorer_service.engines.engine import OPEN, Engine, EngineState
 from explorer_service.engines.hold import Hold
 from explorer_service.engines.slot import EngineSlot
-from explorer_service.engines.soon import require_soon
+from explorer_service.engines.soon import none_free, require_soon
 from explorer_service.errors import NoEngine, WeightsUnproven
 from shared import clock
 from shared.config import EngineAddress
@@ -110,13 +111,20 @@ class EnginePool:
                     await self._changed.wait()
                 return engine
         except TimeoutError:
-            if clock.since_boot_s() >= self.known_until:
-                message = "the explorer does not know what engines serve now: is the database up? Try again"
-                raise NoEngine(message, "engines_unavailable") from None
-            message = f"no engine was free for this chat within {self.wait_s:g} s; try again"
-            raise NoEngine(message, "engines_busy") from None
+            raise self._none_free() from None
         finally:
             self.waiting -= 1
+
+    async def wait_open(self, early_hold: Hold) -> None:
+        """Wait until the engine of a chat that was sent early is open. Raises WeightsUnproven, NoEngine."""
+        try:
+            async with asyncio.timeout(self.wait_s):
+                await early_hold.wait()
+        except TimeoutError:
+            raise self._none_free() from None
+
+    def _none_free(self) -> NoEngine:
+        return none_free(self.wait_s, is_known=clock.since_boot_s() < self.known_until)
 
     def _choose(self, version: int | None, affinity: int, avoid: Collection[str]) -> Engine | None:
         """Return the least loaded engine, or the conversation's preferred one if its load is not much higher."""
@@ -211,27 +219,31 @@ class EnginePool:
         engine.switches.append((clock.since_boot_s(), since, engine.version))
         return True
 
-    def admit(self, engine: Engine) -> None:
+    @contextmanager
+    def admitted(self, engine: Engine) -> Iterator[None]:
         """Send the engine waiting chats, if no other one is open, and hold back their replies until it is open."""
         engine.early_hold.begin()
         engine.early_places = min(self.waiting, max(1, engine.in_flight))
         self._announce()
+        try:
+            yield
+        finally:
+            engine.early_places = 0
 
     def go_on(self, engine: Engine) -> None:
-        """Forward the replies that were held back: the weights are proven. More chats wait until it is open."""
-        engine.early_places = 0
+        """Forward the replies that were held back: the weights are proven."""
         engine.hold.release()
 
     def spoil(self, engine: Engine, reason: str) -> None:
         """End the requests in flight with an error, unrecorded: the weights cannot be trusted."""
         engine.hold.spoil(reason)
         engine.hold = Hold()
-        self._send_again(engine, reason)
+        self._end_early(engine, reason)
 
-    def _send_again(self, engine: Engine, reason: str) -> None:
-        """End chats that were sent before the engine was open: their callers got nothing, so they are sent again."""
-        engine.early_hold.spoil(reason)
-        engine.early_hold, engine.early_places = Hold(), 0
+    def _end_early(self, engine: Engine, wrong: str | None) -> None:
+        """Forward the replies to early chats. wrong: why these are sent again instead; their callers got nothing."""
+        engine.early_hold.release() if wrong is None else engine.early_hold.spoil(wrong)
+        engine.early_hold, engine.early_places = Hold(), 0  # the next take-up concerns later chats only
 
     def check(self, engine: Engine, reason: str) -> None:
         """Close the engine, which answers, until its version is proven."""
@@ -249,11 +261,7 @@ class EnginePool:
         if state is EngineState.UNAVAILABLE and engine.state is not state:  # logged once per outage
             log.warning("engine is unavailable", engine=engine.name, reason=reason)
         engine.state, engine.reason = state, reason
-        if state in OPEN:
-            engine.early_hold.release()
-            engine.early_hold, engine.early_places = Hold(), 0  # the next take-up concerns later chats only
-        else:
-            self._send_again(engine, reason)
+        self._end_early(engine, None if state in OPEN else reason)
         self._note(engine)
         self._announce()
 
@@ -280,13 +288,11 @@ class EnginePool:
 
     async def wait_drained(self, engine: Engine, timeout_s: float) -> bool:
         """Wait until the engine has no requests in flight. Returns False after `timeout_s`."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while engine.in_flight:
                     await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        return not engine.in_flight
 
     def _announce(self) -> None:
         self._changed.set()

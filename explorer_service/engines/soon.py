@@ -32,6 +32,14 @@ def require_soon(
         raise NoEngine(f"{what} answers; try again", "engines_unavailable")
 
 
+def none_free(wait_s: float, *, is_known: bool) -> NoEngine:
+    """Return the error of a chat that waited as long as it may. is_known: whether it is known what engines serve."""
+    if is_known:
+        return NoEngine(f"no engine was free for this chat within {wait_s:g} s; try again", "engines_busy")
+    message = "the explorer does not know what engines serve now: is the database up? Try again"
+    return NoEngine(message, "engines_unavailable")
+
+
 def _may_serve(engine: Engine, version: int, pinned: Collection[int]) -> bool:
     """Whether an engine serves a version, or may load it because it is pinned."""
     return version in engine.versions or (version in pinned and version not in engine.refused)

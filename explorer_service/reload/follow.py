@@ -9,6 +9,7 @@ from explorer_service.engines.engine import Engine, EngineState
 from explorer_service.reload.probe import read_defaults_before, read_sampling_defaults
 from explorer_service.reload.reloading import Reloading
 from explorer_service.reload.take_up import LOADING
+from shared import clock
 from shared.errors import VersionMissing
 from shared.experience import Sampling
 from shared.ledger import queries
@@ -46,6 +47,7 @@ class EngineFollower:
         if (reason := self._reloading.leases.owned_otherwise(engine.url)) is not None:
             self._stand_back(reason)
             return
+        known_until = self._pool.known_until
         row = await self._reloading.leases.read(engine.url)
         self.owner_reloads = row is not None and row.state == EngineState.RELOADING
         if row is None:
@@ -57,7 +59,8 @@ class EngineFollower:
             if row.version not in names:  # the engine was moved meanwhile
                 return
             if (other := await self._read_other_label(row.version)) is None:
-                await self._serve(row.version, names, EngineState(row.state), row.switched_at)
+                if not await self._serve(row, row.version, names, known_until):
+                    return
             elif await self._is_unmoved(row):
                 self._stand_back(_otherwise(row.version, other))
             else:
@@ -139,19 +142,26 @@ class EngineFollower:
             self._missing = version
             return None
 
-    async def _serve(self, version: int, names: dict[int, str], state: EngineState, switched_at: float) -> None:
-        engine = self._engine
+    async def _serve(self, row: EngineRow, version: int, names: dict[int, str], known_until: float) -> bool:
+        """Open the engine with the row's version. Returns False if its owner may have moved it since the row was read.
+
+        known_until: clock.since_boot_s(); until then, the owner waits for this explorer's acknowledgement.
+        """
+        engine, state = self._engine, EngineState(row.state)
         if engine.state is state and engine.version == version and engine.versions == names:
-            return
+            return True
         adapters = self._reloading.loads_adapters  # then a request is computed by one version
         if engine.version != version and not adapters:  # requests may cross the change of versions
-            self._pool.switch(engine, names, switched_at)
+            self._pool.switch(engine, names, row.switched_at)
         defaults = await self._read_defaults(0 if adapters else version)
+        if clock.since_boot_s() >= known_until and not await self._is_unmoved(row):
+            return False
         if defaults is None:
             self._pool.check(engine, f"the folder of version {version} is not there")
-            return
+            return True
         degraded = "its owner reports it as degraded" if state is EngineState.DEGRADED else ""
         self._pool.serve(engine, names, defaults, degraded, version)
+        return True
 
     async def _hold_back(self) -> None:
         """Send no new chats and forward no replies: the engine's next token may be of another version."""

@@ -204,14 +204,14 @@ class FullTakeUp:
         self._pool.hold_back(self._engine)
         try:
             await self._admin.resume()
-            self._pool.admit(self._engine)
             metrics.reload_pause.observe(time.monotonic() - paused_at)
-            with metrics.reload_proof.time():
+            with self._pool.admitted(self._engine), metrics.reload_proof.time():
                 await self._prove(held, bounds)
         except EngineError as error:
             self._pool.spoil(self._engine, str(error))
             self._leases.note_spoiled(self._engine.url)
             raise
+        await self._require_owned()
         self._pool.go_on(self._engine)
 
     async def _prove(self, held: TargetVersion, bounds: Bounds) -> None:

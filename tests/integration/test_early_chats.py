@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import sqlite3
 import threading
+from typing import Any
 
 import pytest
 from sqlalchemy import select
 
+from explorer_service.engines.dispatch import Dispatcher, EngineRequest
 from explorer_service.engines.pool import EnginePool
+from explorer_service.errors import EngineUnavailable
+from explorer_service.metrics import ExplorerMetrics
 from shared.config import EngineAddress
 from shared.experience import Sampling
 from shared.ledger.tables import experiences
@@ -114,6 +121,41 @@ def test_a_version_that_is_rejected_before_it_is_announced_answers_no_chat(scrip
     assert rows(explorer) == [(0, 0)]
 
 
+def test_a_chat_that_was_sent_early_waits_no_longer_for_the_announcement_than_for_an_engine(waiting, tmp_path):
+    """The engine proves its version, and its owner cannot announce that, because the ledger is locked."""
+    explorer, start = waiting
+    explorer.deps.pool.wait_s = 1.0
+    asked, probe = start(stream=False)
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.sqlite3", isolation_level=None)) as other:
+        other.execute("PRAGMA busy_timeout=60000")
+        other.execute("BEGIN IMMEDIATE")
+        probe.release.set()
+        asked.join(60)
+        assert (asked.status, "engines_busy" in asked.text) == (503, True)
+        other.rollback()
+    wait_until(lambda: states(explorer)[1] == "SERVING")
+
+
+async def test_an_early_chat_whose_engine_dies_waits_for_another_like_those_that_were_not_sent_early():
+    class Http:
+        timeout_s = 60.0
+
+        async def post(self, url: str, *_: object) -> object:
+            raise EngineUnavailable("it closed the connection")
+
+    pool = EnginePool([EngineAddress(name=name, url=f"http://{name}") for name in ("e0", "e1")], 60.0)
+    dispatcher: Any = Dispatcher(pool, Http(), ExplorerMetrics(), {})
+    pool.close(pool.engines[0], "taking up version 1")
+    asked = asyncio.create_task(dispatcher.fetch(EngineRequest("/chat", {}, "r"), lambda reply: reply))
+    await asyncio.sleep(0)
+    pool.switch(pool.engines[0], {1: "agent"}, 0.0)
+    with pool.admitted(pool.engines[0]):
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (pool.engines[0].early_places, pool.waiting, asked.done()) == (0, 1, False)
+    asked.cancel()
+
+
 async def test_an_engine_gets_no_more_chats_before_its_proof_than_it_has_in_flight_and_than_waited():
     pool = EnginePool([EngineAddress(name="e0", url="http://e0")], 60.0)
     (engine,) = pool.engines
@@ -122,15 +164,15 @@ async def test_an_engine_gets_no_more_chats_before_its_proof_than_it_has_in_flig
         await pool.acquire(None)
     pool.close(engine, "taking up version 2")
     pool.waiting = 3
-    pool.admit(engine)
-    assert [(await pool.acquire(None)).version for _ in range(2)] == [1, 1]
-    assert pool._choose(None, 0, ()) is None
+    with pool.admitted(engine):
+        assert [(await pool.acquire(None)).version for _ in range(2)] == [1, 1]
+        assert pool._choose(None, 0, ()) is None
     pool.waiting = 0
-    pool.admit(engine)
-    assert pool._choose(None, 0, ()) is None
+    with pool.admitted(engine):
+        assert pool._choose(None, 0, ()) is None
 
 
-@pytest.mark.parametrize("end", [EnginePool.go_on, EnginePool.spoil, EnginePool.check, EnginePool.withdraw])
+@pytest.mark.parametrize("end", [EnginePool.spoil, EnginePool.check, EnginePool.withdraw, None])
 async def test_chats_are_sent_early_only_during_the_proof_and_only_if_no_other_engine_is_open(end):
     pool = EnginePool([EngineAddress(name=name, url=f"http://{name}") for name in ("e0", "e1")], 60.0)
     proving, other = pool.engines
@@ -139,11 +181,13 @@ async def test_chats_are_sent_early_only_during_the_proof_and_only_if_no_other_e
     pool.close(proving, "taking up version 2")
     pool.waiting = 1
     pool.hold_back(proving)
-    pool.admit(proving)
-    assert pool._choose(None, 0, ()) is other
-    pool.close(other, "taking up version 2")
-    assert pool._choose(None, 0, ()) is proving
-    end(pool, proving, *([] if end is EnginePool.go_on else ["a reason"]))
+    with pool.admitted(proving):
+        assert pool._choose(None, 0, ()) is other
+        pool.close(other, "taking up version 2")
+        assert pool._choose(None, 0, ()) is proving
+        if end is not None:
+            end(pool, proving, "a reason")
+            assert pool._choose(None, 0, ()) is None
     assert pool._choose(None, 0, ()) is None
 
 
@@ -153,10 +197,10 @@ async def test_an_early_chat_that_goes_on_is_not_sent_again_at_the_next_take_up(
     pool.serve(engine, {1: "agent"}, Sampling())
     pool.close(engine, "taking up version 2")
     pool.waiting = 1
-    pool.admit(engine)
-    early = (await pool.acquire(None)).early_hold
+    with pool.admitted(engine):
+        early = (await pool.acquire(None)).early_hold
     assert early is not None and early.is_on
     pool.serve(engine, {2: "agent"}, Sampling())
     pool.close(engine, "taking up version 3")
-    pool.admit(engine)
-    await early.wait()
+    with pool.admitted(engine):
+        await early.wait()
