@@ -66,6 +66,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 _COUNTED = (answer_chat, answer_completion)  # included in the metrics of chat
 _CALLER_LEFT = 499
+_OPENAI_PATHS = ("/chat/completions", "/completions", "/models", "/responses")  # that clients append to the base URL
 
 
 class ExplorerApp(FastAPI):
@@ -115,7 +116,10 @@ class _RawRoute(Route):
 
 
 async def _answer_not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    await ApiError(404, "Not Found", kind="NotFoundError").response()(scope, receive, send)
+    message = "Not Found"
+    if scope["path"].endswith(_OPENAI_PATHS) and "/v1/" not in scope["path"]:
+        message = "Not Found: the base URL of an OpenAI client ends in /v1"
+    await ApiError(404, message, kind="NotFoundError").response()(scope, receive, send)
 
 
 class Endpoint:

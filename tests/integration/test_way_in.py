@@ -74,6 +74,12 @@ def test_another_method_is_told_which_one_is_right(explorer):
         assert reply.json()["error"]["code"] is None
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/run/t/r/chat/completions", "/models", "/nothing"])
+def test_a_base_url_without_v1_is_named(explorer, path):
+    message = explorer.http.get(path).json()["error"]["message"]
+    assert ("/v1" in message) == (path != "/nothing")
+
+
 def test_middleware_sees_every_request(explorer, monkeypatch):
     seen: list[str] = []
     stack = explorer.app.middleware_stack
