@@ -19,7 +19,6 @@ from shared.experience import Lease, TrajectoryKey
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.log import StageLogger
-from shared.reward import kinds_learned_again, learned_kinds
 from shared.stop_request import StopRequest
 from trainer_service.answers import AnswerTokenizer
 
@@ -39,23 +38,21 @@ class Claimer:
         config: TrainerConfig,
         stop: StopRequest,
         vocabulary: int | None = None,
-        whole: transitions.Whole = "run",
         answers: AnswerTokenizer | None = None,
         check: Callable[[Connection], None] | None = None,
         rule: RewardConfig | None = None,
     ) -> None:
         """vocabulary: number of token ids of the model; rows with other ids are quarantined.
 
-        whole: unit of a claim: one trajectory, or all runs of a task. answers: tokenizer of corrections; None: no
-        algorithm learns from corrections. check: called before each search for rows; may raise. rule: of rewards; None:
-        every metric counts as one with a weight, and scores that an expired lease refused become no rewards.
+        answers: tokenizer of corrections; None: no algorithm learns from corrections. check: called before each search
+        for rows; may raise. rule: of rewards; None: every metric counts as one with a weight, and scores that an
+        expired lease refused become no rewards.
         """
         self._ledger = ledger
         self._config = config
         self._stop = stop
         self._vocabulary = vocabulary
-        self._whole = whole
-        self._group = group_wait(config) if whole == "task" else {}
+        self._group = group_wait(config)
         self._answers = answers
         self._check, self._rule = check, rule
         self._metrics = None if rule is None else rule.metrics
@@ -149,11 +146,12 @@ class Claimer:
             size = self._batch_size(failures)
             ready = queries.count_ready(connection, at_most=size, after_id=after_id)
             expired = self._any_expired(connection)
-        whole: transitions.Whole = self._whole if failures < 2 else "run"  # single runs isolate one that fails
+        whole = self._config.together if failures < 2 else "trajectory"  # single runs isolate one that fails
         if expired:
             with self._ledger.write() as connection:
                 # its own may have expired while the database was unavailable
                 transitions.extend_lease(connection, owner=self._config.name, lease_s=self._config.lease_s)
+            with self._ledger.write() as connection:  # of two trainers at once, each would wait for the other's batch
                 returned = transitions.give_back(connection, rule=self._rule)
             if returned:
                 log.warning("leases expired without heartbeats from their trainer", rows_taken_back=returned)
@@ -196,7 +194,7 @@ class Claimer:
 
     def _load(self, connection: Connection, batch_id: int) -> Lease | None:
         """Load the claimed rows and quarantine the corrupt ones. Returns None if all are corrupt."""
-        config, kinds = self._config, learned_kinds(self._config)
+        config, kinds = self._config, self._config.learns_from
         limits = (self._vocabulary, kinds, config.max_trajectory_tokens)
         lease = queries.load_lease(connection, batch_id, *limits, self._metrics)
         if lease.corrupt:
@@ -215,7 +213,7 @@ class Claimer:
         config = self._config
         if not config.rehearse:
             return lease
-        bounds = (config.seed, kinds_learned_again(config), self._vocabulary, config.max_trajectory_tokens)
+        bounds = (config.seed, config.learns_again, self._vocabulary, config.max_trajectory_tokens)
         again = queries.draw_rehearsal(connection, config.rehearse, lease.rows, *bounds)
         return replace(lease, rows=[*lease.rows, *again])
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.experience import Experience, Sampling, Tokens, TrajectoryKey, choice_name, trajectory_key
+from shared.ledger.conditions import split_name
 from shared.reward import SCORES, reward_key
 from trainer_service.credit import Lineage
 from trainer_service.sequence_index import SequenceIndex
@@ -192,7 +193,7 @@ class _Builder:
         tree = turn if answered is None else self._trees[answered]
         if row.parent_id is None:
             return tree
-        return self._trees_of.setdefault(row.parent_id.partition("#")[0], tree)
+        return self._trees_of.setdefault(split_name(row.parent_id)[0], tree)
 
     @property
     def _lineage(self) -> Lineage:

@@ -116,3 +116,16 @@ def test_a_lease_that_is_loaded_later_has_the_scores_that_it_was_claimed_with(le
         (row,) = queries.load_lease(connection, lease.batch_id, kinds=LEARNED).rows
         assert connection.execute(select(func.count()).select_from(signals)).scalar() == 2
     assert (row.own_reward, list(row.signals)) == (1.0, [UP])
+
+
+@RETURNS
+def test_a_score_about_a_row_that_was_erased_while_it_was_leased_changes_nothing(ledger, end):
+    record(ledger, "m")
+    say(ledger, "m", UP)
+    commit(ledger)
+    claim(ledger)
+    with ledger.write() as connection:
+        transitions.erase(connection, msg_id="m")
+    assert say(ledger, "m", DOWN) == "already_trained"
+    end(ledger)
+    assert stands(ledger, "reward", "teaches") == [(1.0, 0)]

@@ -147,6 +147,17 @@ def test_a_history_that_was_rewritten_is_no_alternative():
     assert [returns(sequence) for sequence in assemble([first, second, fork])] == [[0.0, 0.0], [1.0]]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "is_one"), [("d#a", "d#b", False), ("d#01", "d#1", False), ("d#1", "d", True)]
+)
+def test_turns_that_continue_choices_of_one_message_outside_of_the_batch_are_alternatives(first, second, is_one):
+    """A caller's id may contain the mark that separates a message from its choice."""
+    silent = replace(row(1, [1, 2], [3], run="r"), parent_id=first, reward=None)
+    judged = replace(row(2, [7, 8], [4], run="r", reward=1.0), parent_id=second)
+    found = {one.row_ids[0]: returns(one) for one in assemble([silent, judged])}
+    assert found == {1: [0.0] if is_one else [1.0], 2: [1.0]}
+
+
 def test_signals_of_another_key_group_about_a_run_of_the_same_name_are_separate():
     mine = replace(row(1, [1], [2], run="r", reward=1.0), key_group="mine", outcome=1.0)
     theirs = replace(row(2, [1, 2, 3], [4], run="r", reward=-9.0), key_group="theirs", outcome=-9.0)

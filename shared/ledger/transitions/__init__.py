@@ -10,12 +10,13 @@ A version:   reserve → RESERVED → publish → PUBLISHED → SERVING → RETI
 A batch:     claim → LEASED → CONSUMED, or RETURNED
 
 Each function runs inside the caller's write transaction. Its statements require the state that they change, so the
-loser of a race changes nothing. Callers write `transitions.claim(...)`.
+loser of a race changes nothing. On PostgreSQL a transaction locks trainers first, then versions, batches and rows, each
+in ascending order, so that two of them do not deadlock. Callers write `transitions.claim(...)`.
 """
 
 from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version, renew_adapters, renew_pin
 from shared.ledger.transitions.answers import NO_ANSWER, forget_answers, remember_answer, take_key
-from shared.ledger.transitions.claim import Whole, claim, close_empty_batch, discard_stale, extend_lease, give_back
+from shared.ledger.transitions.claim import Whole, claim, discard_stale
 from shared.ledger.transitions.commit import commit, commit_part, expire
 from shared.ledger.transitions.counts import merge_counts
 from shared.ledger.transitions.engine_leases import (
@@ -52,6 +53,7 @@ from shared.ledger.transitions.publish import (
     trip_breaker,
 )
 from shared.ledger.transitions.record import record, restore_quarantine, restore_trained
+from shared.ledger.transitions.release import close_empty_batch, extend_lease, give_back
 from shared.ledger.transitions.retain import (
     VERSION_LEASE_S,
     forget_old_states,

@@ -1,4 +1,4 @@
-"""5, claim: lease READY rows to a trainer as a batch; they are released on request, or when the lease expires."""
+"""5, claim: lease READY rows to a trainer as a batch. release.py ends the lease."""
 
 from __future__ import annotations
 
@@ -23,22 +23,18 @@ from sqlalchemy import (
     update,
 )
 
-from shared.config import RewardConfig
 from shared.experience import BatchState, State, VersionState, choice_name
 from shared.ledger.conditions import in_parts, is_in, is_ready, names_a_run, need_not_wait, run_of_task
 from shared.ledger.connect import database_time
 from shared.ledger.queries.lease import equal_prompts, held_rows, other_turns, rewarded_rows
-from shared.ledger.tables import batches, experiences, signals, trainers, versions
-from shared.ledger.transitions.failures import count_death
-from shared.ledger.transitions.late_scores import credit_again, refused_by_lease
+from shared.ledger.tables import batches, experiences, signals, versions
 from shared.reward import Lesson
 
 _IS_READY = is_in(experiences.c.state, State.READY)
-_IS_LEASED = is_in(experiences.c.state, State.LEASED)
 _UNREWARDED = experiences.c.teaches.bitwise_and(int(~Lesson.REWARD))  # the lessons to act, except the reward
 _IS_WRITTEN = experiences.c.teaches.bitwise_or(experiences.c.taught).bitwise_and(int(Lesson.DEMONSTRATION)) != 0
 WHOLE_GROUP = 1000  # rows
-Whole = Literal["run", "task"]
+Whole = Literal["trajectory", "task"]
 
 
 def claim(
@@ -51,7 +47,7 @@ def claim(
     share_per_key: float = 1.0,
     after_id: int = 0,
     group_rows: int = WHOLE_GROUP,
-    whole: Whole = "run",
+    whole: Whole = "trajectory",
     runs_of_task: int = 1,
     wait_s: float | None = None,
     next_messages: bool = False,
@@ -233,7 +229,8 @@ def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int 
     """READY → DISCARDED for rows sampled by a version that more than `at_most_behind` later ones have followed.
 
     Rows that were trained on something before become CONSUMED again instead. A demonstration that is still to be
-    learned loses its reward only. Returns the number of rows.
+    learned loses its reward only. A row that another transaction has locked is left for the next search. Returns the
+    number of rows.
     """
     stale = (*is_ready(after_id), _is_stale(at_most_behind))
     reason = f"stale: more than {at_most_behind} versions behind (trainer.max_staleness_versions)"
@@ -244,7 +241,9 @@ def discard_stale(connection: Connection, *, at_most_behind: int, after_id: int 
         "teaches": case((stays, _UNREWARDED), else_=0),
         "reason": case((stays, experiences.c.reason), else_=reason),
     }
-    return connection.execute(update(experiences).where(*stale).values(values)).rowcount
+    found = select(experiences.c.id).where(*stale).order_by(experiences.c.id).with_for_update(skip_locked=True)
+    discarded = update(experiences).where(experiences.c.id.in_(found), *stale)
+    return connection.execute(discarded.values(values)).rowcount
 
 
 def _is_stale(at_most_behind: int) -> ColumnElement[bool]:
@@ -257,43 +256,3 @@ def _is_stale(at_most_behind: int) -> ColumnElement[bool]:
     oldest_allowed = newest_first.offset(at_most_behind).limit(1).scalar_subquery()
     as_written = and_(_IS_WRITTEN, _UNREWARDED != 0, experiences.c.teaches == _UNREWARDED)
     return and_(experiences.c.version < func.coalesce(oldest_allowed, 0), not_(as_written))
-
-
-def close_empty_batch(connection: Connection, batch_id: int) -> None:
-    """LEASED → RETURNED for a batch whose rows were all quarantined."""
-    held = (batches.c.id == batch_id, is_in(batches.c.state, BatchState.LEASED))
-    connection.execute(update(batches).where(*held).values(state=BatchState.RETURNED))
-
-
-def extend_lease(connection: Connection, *, owner: str, lease_s: float | None) -> None:
-    """Record a trainer's heartbeat, and extend its leases to `lease_s` from now; None: they stay as they are."""
-    now = database_time(connection)
-    # in the order in which a trainer that publishes locks them
-    connection.execute(update(trainers).where(trainers.c.name == owner).values(heartbeat_at=now))
-    if lease_s is not None:
-        held = (batches.c.owner == owner, batches.c.state == BatchState.LEASED)
-        connection.execute(update(batches).where(*held).values(lease_until=now + lease_s))
-
-
-def give_back(connection: Connection, *, owner: str | None = None, rule: RewardConfig | None = None) -> int:
-    """LEASED → READY for an owner's batches or, without an owner, for every batch whose lease has expired.
-
-    rule: by which scores that the lease refused become rewards; None: they do not. Returns the number of rows.
-    """
-    mine = batches.c.owner == owner if owner is not None else batches.c.lease_until < database_time(connection)
-    ids = connection.execute(select(batches.c.id).where(batches.c.state == BatchState.LEASED, mine)).scalars().all()
-    if not ids:
-        return 0
-    held = (batches.c.id.in_(ids), is_in(batches.c.state, BatchState.LEASED), mine)  # a heartbeat may have renewed it
-    returned = (
-        update(batches).where(*held).values(state=BatchState.RETURNED).returning(batches.c.id, batches.c.updating)
-    )
-    ended = connection.execute(returned).all()
-    for batch in ended:
-        if batch.updating:
-            count_death(connection, batch.id)
-    theirs = (experiences.c.batch_id.in_([batch.id for batch in ended]), _IS_LEASED)
-    late = refused_by_lease(connection, *theirs)
-    count = connection.execute(update(experiences).where(*theirs).values(state=State.READY, batch_id=None)).rowcount
-    credit_again(connection, late, rule)
-    return count

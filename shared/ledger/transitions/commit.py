@@ -98,7 +98,7 @@ def _make_ready(connection: Connection, rows: Sequence[AnyRow], where: Sequence[
 
 
 def _set(connection: Connection, ids: Sequence[int], *where: ColumnElement[bool], **values: str | None) -> int:
-    """Update those of these rows that meet the conditions. Returns their number."""
+    """Update those of these rows, which are locked, that meet the conditions. Returns their number."""
     parts = [update(experiences).where(mine, *where).values(values) for mine in in_parts(experiences.c.id, ids)]
     return sum(connection.execute(part).rowcount for part in parts)
 
@@ -122,6 +122,8 @@ def expire(connection: Connection, *, before: float) -> int:
     query = select(experiences.c.id).where(*old).order_by(experiences.c.id).limit(_EXPIRED_AT_ONCE)
     reason = "expired: nothing that is learned from was said in time"
     ids = connection.execute(query).scalars().all()
+    for mine in in_parts(experiences.c.id, ids):
+        lock_rows(connection, experiences.c.id, mine)
     return _set(connection, ids, _still_in(State.RECORDED), silent, state=State.DISCARDED, reason=reason)
 
 

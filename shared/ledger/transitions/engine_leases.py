@@ -10,11 +10,10 @@ from typing import Any
 
 from sqlalchemy import Connection, or_, update
 
-from shared.ledger.connect import database_clock, database_time, insert_into, placeholder
+from shared.ledger.connect import database_clock, database_time, insert_into
 from shared.ledger.tables import engines
 
 ENGINE_LEASE_S = 6.0  # how long an owner without a heartbeat keeps an engine
-_RENEWALS = {mark: f"UPDATE {engines.name} SET owner_until = {mark} WHERE owner = {mark}" for mark in ("?", "%s")}
 
 
 def acquire_engine(connection: Connection, url: str, explorer: str) -> bool:
@@ -68,7 +67,7 @@ def confirm_engine(connection: Connection, url: str, explorer: str, generation: 
 
 def renew_engines(connection: Connection, explorer: str, now: float) -> None:
     """Extend the leases of all engines that the explorer owns."""
-    connection.exec_driver_sql(_RENEWALS[placeholder(connection)], (now + ENGINE_LEASE_S, explorer))
+    connection.execute(update(engines).where(engines.c.owner == explorer).values(owner_until=now + ENGINE_LEASE_S))
 
 
 def release_engine(connection: Connection, url: str, explorer: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
 from shared.experience import State, choice_name
-from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, in_parts, is_done, split_name
+from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, are_about, in_parts, is_done, split_name
 from shared.ledger.connect import lock_rows
 from shared.ledger.prefix import inline_prefix, lock_tokens
 from shared.ledger.queries.signals import count_signals
@@ -73,14 +73,13 @@ def _versions_trained_on(connection: Connection, rows: Sequence[AnyRow]) -> Iter
 def _preferring(connection: Connection, rows: Sequence[AnyRow]) -> Iterator[AnyRow]:
     """Yield the rows that were trained on a preference over these replies, or are leased for one."""
     names = {row.msg_id for row in rows} | {f"{row.msg_id}#{row.choice}" for row in rows}  # as callers may write them
-    about = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     is_leased = and_(experiences.c.state == State.LEASED, experiences.c.acts.bitwise_and(int(Lesson.PREFERENCE)) != 0)
     known = or_(experiences.c.taught.bitwise_and(int(Lesson.PREFERENCE)) != 0, is_leased)
     columns = (experiences.c[name] for name in ("id", "taught", "consumed_version"))
     query = (
         select(*columns, is_leased.label("is_leased"))
         .distinct()
-        .join(signals, about)
+        .join(signals, are_about())
         .where(signals.c.kind == "preferred_over", known)
     )
     for part in in_parts(signals.c.text, sorted(names)):
@@ -142,8 +141,7 @@ def _delete_signals(connection: Connection, ids: Sequence[int]) -> None:
     """Delete the signals about these rows; those about other choices of the same messages stay."""
     mine = experiences.c.id.in_(ids)
     names = select(experiences.c.msg_id).where(mine)
-    its_choice = and_(experiences.c.msg_id == signals.c.msg_id, experiences.c.choice == signals.c.choice)
-    theirs = select(experiences.c.id).where(its_choice, mine).exists()
+    theirs = select(experiences.c.id).where(are_about(), mine).exists()
     connection.execute(delete(signals).where(signals.c.msg_id.in_(names), theirs))
 
 

@@ -13,6 +13,7 @@ from sqlalchemy import Connection, update
 from shared.config import RewardConfig
 from shared.experience import BatchState, State
 from shared.ledger.conditions import is_in
+from shared.ledger.connect import lock_rows
 from shared.ledger.queries.lease import DEATHS_TOLERATED, held_rows, is_to_blame
 from shared.ledger.tables import batches, experiences
 from shared.ledger.transitions.late_scores import credit_again, refused_by_lease
@@ -30,12 +31,13 @@ def fail_update(connection: Connection, batch_id: int, reason: str, *, rule: Rew
     """
     held = (batches.c.id == batch_id, is_in(batches.c.state, BatchState.LEASED))
     connection.execute(update(batches).where(*held).values(state=BatchState.RETURNED))
+    mine = (experiences.c.batch_id == batch_id, is_in(experiences.c.state, State.LEASED))
+    lock_rows(connection, experiences.c.id, *mine)
     rows = held_rows(connection, batch_id)
     if is_to_blame(rows):
         quarantine(connection, {row.id: f"the update failed with it alone: {reason}" for row in rows})
         return len(rows)
     failures = experiences.c.failures + 1
-    mine = (experiences.c.batch_id == batch_id, is_in(experiences.c.state, State.LEASED))
     late = refused_by_lease(connection, *mine)
     connection.execute(update(experiences).where(*mine).values(state=State.READY, batch_id=None, failures=failures))
     credit_again(connection, late, rule)
@@ -43,7 +45,10 @@ def fail_update(connection: Connection, batch_id: int, reason: str, *, rule: Rew
 
 
 def count_death(connection: Connection, batch_id: int) -> None:
-    """Count a trainer's death in an update with this batch, which is being released. Its rows stay LEASED."""
+    """Count a trainer's death in an update with this batch, which is being released.
+
+    Its rows are locked, and stay LEASED.
+    """
     rows = held_rows(connection, batch_id)
     blamed = bool(rows) and min(row.deaths for row in rows) >= DEATHS_TOLERATED
     if blamed and is_to_blame(rows):
@@ -56,7 +61,7 @@ def count_death(connection: Connection, batch_id: int) -> None:
 
 
 def quarantine(connection: Connection, reasons: dict[int, str]) -> None:
-    """LEASED → DISCARDED for rows that must not be trained on."""
+    """LEASED → DISCARDED for rows that must not be trained on. They are locked."""
     for row_id, reason in reasons.items():
         connection.execute(
             update(experiences)

@@ -13,8 +13,8 @@ from shared.config import RewardConfig
 from shared.errors import TooManySignals
 from shared.experience import State, choice_name
 from shared.ledger import tables
-from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, in_parts
-from shared.ledger.connect import copy_rows, database_time, placeholder, plan_by_values
+from shared.ledger.conditions import MAX_PARAMETERS, AnyRow, are_about, in_parts
+from shared.ledger.connect import COPY_ROWS, copy_rows, database_time, placeholder, plan_by_values
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.queries.targets import Targets, find_targets
 from shared.ledger.tables import experiences
@@ -44,7 +44,6 @@ _NEXT_NUMBER = """SELECT 1 + max(coalesce((SELECT max(id) FROM signals), 0),
     coalesce((SELECT last_signal FROM batches ORDER BY id DESC LIMIT 1), 0))"""
 _UNTRAINED = (State.RECORDED, State.READY)
 _MANY = 50  # number of targets from which statements are planned anew
-_COPIED_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
 ReceiptState = Literal["applied", "updated", "duplicate", "unknown", "already_trained", "expired"]
 
 
@@ -241,7 +240,7 @@ def _append(connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
         first = connection.exec_driver_sql(_NEXT_NUMBER).scalar_one()
         names, rows = ("id", *_LOGGED), [(number, *row) for number, row in enumerate(rows, first)]
     columns, mark = ", ".join(names), placeholder(connection)
-    if connection.dialect.name == "postgresql" and len(rows) >= _COPIED_ROWS:
+    if connection.dialect.name == "postgresql" and len(rows) >= COPY_ROWS:
         copy_rows(connection, f"COPY {tables.signals.name} ({columns}) FROM STDIN", rows)
         return
     marks = ", ".join([mark] * len(names))
@@ -277,8 +276,7 @@ def recompute_rewards(
 
     after_id: where the previous call ended. Returns (rows changed, where the next call starts; None at the end).
     """
-    same = (tables.signals.c.msg_id == experiences.c.msg_id, tables.signals.c.choice == experiences.c.choice)
-    about = select(tables.signals.c.id).where(*same)
+    about = select(tables.signals.c.id).where(are_about())
     columns = (experiences.c[name] for name in _COLUMNS)
     mine = (experiences.c.id > after_id, experiences.c.state.in_(_UNTRAINED), about.exists())
     query = select(*columns).where(*mine).order_by(experiences.c.id).limit(MAX_PARAMETERS)

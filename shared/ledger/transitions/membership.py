@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete
+from sqlalchemy import Connection, delete, select
 
-from shared.ledger.connect import database_time, placeholder
+from shared.ledger.connect import database_time, insert_into
 from shared.ledger.queries.explorers import LIVE_S, Followed
 from shared.ledger.tables import explorers, open_streams
 from shared.ledger.transitions.engine_leases import release_engines, renew_engines
@@ -23,12 +23,6 @@ from shared.process import is_gone, is_running
 
 Settings = dict[str, Any]
 _DEAD_S = 60.0  # age of a heartbeat from which an explorer is presumed dead
-_HEARTBEATS = {
-    mark: f"INSERT INTO {explorers.name} (id, acknowledged, settings, heartbeat_at)"
-    f" VALUES ({mark}, {mark}, {mark}, {mark})"
-    " ON CONFLICT (id) DO UPDATE SET acknowledged = excluded.acknowledged, heartbeat_at = excluded.heartbeat_at"
-    for mark in ("?", "%s")
-}
 
 
 def heartbeat(
@@ -40,11 +34,11 @@ def heartbeat(
     Returns the settings of the other live explorers, by explorer.
     """
     now = database_time(connection)
-    found = connection.exec_driver_sql(f"SELECT id, settings, heartbeat_at FROM {explorers.name}").all()
+    found = connection.execute(select(explorers.c.id, explorers.c.settings, explorers.c.heartbeat_at)).all()
     has_jumped = any(row.id == explorer and abs(now - row.heartbeat_at) > _DEAD_S / 2 for row in found)
-    encoded = msgspec.json.encode(acknowledged)
-    own = msgspec.json.encode(settings or {})
-    connection.exec_driver_sql(_HEARTBEATS[placeholder(connection)], (explorer, encoded, own, now))
+    beat = {"acknowledged": msgspec.json.encode(acknowledged), "heartbeat_at": now}
+    first = insert_into(connection, explorers).values(id=explorer, settings=msgspec.json.encode(settings or {}), **beat)
+    connection.execute(first.on_conflict_do_update(index_elements=[explorers.c.id], set_=beat))
     renew_engines(connection, explorer, now)
     renew_leases(connection, explorer, now)
     renew_version_leases(connection, explorer, now)

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, and_, func, select, update
 
 from shared.errors import LeaseLost
 from shared.experience import BatchState, Purpose, State, VersionState
-from shared.ledger.conditions import in_parts, is_in
+from shared.ledger.conditions import are_about, in_parts, is_in
 from shared.ledger.connect import database_time, insert_into, lock_rows
 from shared.ledger.queries.signals import load_signals
 from shared.ledger.tables import batches, experiences, signals, trainer_states, trainers, versions
@@ -109,6 +109,7 @@ def record_state(
     """
     if _is_official(connection, trainer, version, state_path):
         return
+    _lock_batches(connection, sorted({one for batch_ids in contained.values() for one in batch_ids}))
     for number, batch_ids in contained.items():
         _consume(connection, trainer, number, batch_ids)
     state = {"state_path": state_path, "state_sha256": state_sha256}
@@ -117,6 +118,14 @@ def record_state(
     release_version(connection, reader=trainer, purpose=Purpose.PARENT)  # the trainer's row keeps its files now
     encoded = msgspec.json.encode(stats or {})
     _save_trainer(connection, name=trainer, step=step, version=version, **state, stats=encoded)
+
+
+def _lock_batches(connection: Connection, ids: Sequence[int]) -> None:
+    """Lock batches and then their rows. Feedback that was being stored is then in the log before the log is read."""
+    if ids:
+        lock_rows(connection, batches.c.id, batches.c.id.in_(ids))
+        held = (experiences.c.batch_id.in_(ids), is_in(experiences.c.state, State.LEASED))
+        lock_rows(connection, experiences.c.id, *held)
 
 
 def _consume(connection: Connection, trainer: str, version: int, batch_ids: Collection[int]) -> None:
@@ -128,7 +137,6 @@ def _consume(connection: Connection, trainer: str, version: int, batch_ids: Coll
     acts, taught, teaches = experiences.c.acts, experiences.c.taught, experiences.c.teaches
     acted = {"taught": taught.bitwise_or(acts), "teaches": teaches.bitwise_and(acts.bitwise_not())}
     rows = (experiences.c.batch_id.in_(batch_ids), is_in(experiences.c.state, State.LEASED))
-    lock_rows(connection, experiences.c.id, *rows)  # feedback that is being stored is logged before the log is read
     later = _words_since(connection, rows)
     last_signal = select(batches.c.last_signal).where(batches.c.id == experiences.c.batch_id).scalar_subquery()
     first = func.coalesce(experiences.c.consumed_version, version)
@@ -146,10 +154,9 @@ def _words_since(connection: Connection, held: Sequence[ColumnElement[bool]]) ->
 
     Words about an erased row never act.
     """
-    of_choice = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
     since = and_(batches.c.id == experiences.c.batch_id, signals.c.id > batches.c.last_signal)
     columns = (*(experiences.c[name] for name in ("id", "msg_id", "choice", "acts")), batches.c.last_signal)
-    query = select(*columns).distinct().join_from(experiences, signals, of_choice).join(batches, since)
+    query = select(*columns).distinct().join_from(experiences, signals, are_about()).join(batches, since)
     of_words = (signals.c.kind.in_(sorted(WORDS)), experiences.c.taught != EVERY_LESSON)
     rows = connection.execute(query.where(*held, *of_words)).all()
     log = load_signals(connection, rows, WORDS)

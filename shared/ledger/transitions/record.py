@@ -11,13 +11,12 @@ from sqlalchemy import Connection, and_, func, or_, select, update
 
 from shared.experience import Sample, Sampling, State, choice_name
 from shared.ledger.conditions import AnyRow, is_in
-from shared.ledger.connect import copy_rows, placeholder
+from shared.ledger.connect import COPY_ROWS, copy_rows, placeholder
 from shared.ledger.prefix import share_prefix
 from shared.ledger.queries.rows import Alike, find_alike
 from shared.ledger.tables import experiences, payloads, signals, versions
 from shared.ledger.transitions.lineage import restore_lineage
 
-_COPY_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
 Extends = tuple[bytes, ...]  # digests of exchanges that a chat may continue
 
 _OF_SAMPLE = [field.name for field in fields(Sample) if field.name in experiences.c]
@@ -65,7 +64,7 @@ def _record(connection: Connection, samples: Sequence[Sample], waits: bool) -> N
         (tokens.encode(), s.request, s.reply, prefix_of, s.msg_id, s.choice)
         for s, (tokens, prefix_of) in zip(samples, stored, strict=True)
     ]
-    if connection.dialect.name == "postgresql" and len(samples) >= _COPY_ROWS:
+    if connection.dialect.name == "postgresql" and len(samples) >= COPY_ROWS:
         _copy(connection, rows, texts)
     else:
         insert_row, insert_payload = _INSERTS[placeholder(connection)]

@@ -1,7 +1,7 @@
 """Which versions keep their files: leases of their readers, tags, and the order of deletion.
 
-A reader gets its lease before the files are given up, or does not get it: both lock the version's row. The trainer
-deletes given-up files afterwards (trainer_service/janitor.py).
+A reader gets its lease before the files are given up, or does not get it: both lock the version's row, and then its
+leases. The trainer deletes given-up files afterwards (trainer_service/janitor.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Float, String, and_, delete, literal, or_, se
 
 from shared.experience import Purpose, VersionState
 from shared.ledger.conditions import in_parts
-from shared.ledger.connect import database_time, insert_into
+from shared.ledger.connect import database_time, insert_into, lock_rows
 from shared.ledger.queries.trainers import StateRow, list_states
 from shared.ledger.queries.versions import VersionRow, kept_versions
 from shared.ledger.tables import trainer_states, trainers, version_leases, versions
@@ -105,11 +105,14 @@ def give_up_files(
     """
     if not acquire_lease(connection, _JANITOR, owner):
         return []
-    _end_leases(connection)
     rows = [row for row in kept_versions(connection) if row.has_files]
     bytes_of = {row.version: row.bytes if row.bytes is not None else sizes.get(row.version, 0) for row in rows}
     given_up: list[int] = []
-    for group in _in_order(rows):
+    groups = list(_in_order(rows)) if len(bytes_of) > max_versions or sum(bytes_of.values()) > max_bytes else []
+    numbers = [row.version for group in groups for row in group]
+    lock_rows(connection, versions.c.version, versions.c.version.in_(numbers))
+    _end_leases(connection)
+    for group in groups:
         candidates: dict[int | None, VersionRow] = {row.version: row for row in group}
         for oldest in group:
             row: VersionRow | None = oldest
@@ -132,11 +135,9 @@ def _in_order(rows: list[VersionRow]) -> Iterator[list[VersionRow]]:
 
 
 def _give_up(connection: Connection, row: VersionRow, by: str) -> bool:
-    """Give up a version's files. Returns False if it is in use. Its row is locked first, so that no lease is missed."""
-    here = versions.c.version == row.version
-    connection.execute(select(versions.c.version).where(here).with_for_update())
+    """Give up a version's files. Returns False if it is in use. Its row is locked, so that no lease is missed."""
     unused = [
-        here,
+        versions.c.version == row.version,
         versions.c.state == row.state,
         versions.c.tag.is_(None),
         versions.c.share.is_(None),

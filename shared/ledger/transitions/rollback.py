@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, not_, select, update
+from sqlalchemy import ColumnElement, Connection, case, or_, select, update
 
 from shared.config import RewardConfig
 from shared.errors import CannotRollBack, RolledBack
 from shared.experience import State, VersionState
 from shared.ledger.conditions import in_parts
+from shared.ledger.connect import lock_rows
 from shared.ledger.queries.trainers import list_trainers
-from shared.ledger.queries.versions import VersionRow, find_versions, kept_versions, wanted_versions
-from shared.ledger.tables import experiences, trainer_states, trainers, versions
+from shared.ledger.queries.versions import VersionRow, any_published, find_versions, kept_versions, wanted_versions
+from shared.ledger.tables import experiences, lineage, trainer_states, trainers, versions
 from shared.ledger.transitions.late_scores import credit_again, scored_and_trained
 from shared.ledger.transitions.traffic import lock_shares, move_shares
 from shared.ledger.transitions.versions import reject_versions_after
@@ -34,7 +35,7 @@ class Rollback:
     trainers: dict[str, bool]  # those that start again, by name: whether with the optimizer's state of that version
     held: dict[str, str]  # of these, those that their breaker holds until an operator resumes them: by which figure
     traffic: dict[int, float]  # shares of the versions that answer chats from now on
-    rows: int = 0  # made READY again
+    rows: int = 0  # made READY again, or leased ones that are once their trainer returns them
 
 
 def roll_back(
@@ -55,7 +56,7 @@ def roll_back(
     version = _previous(connection) if to is None else to
     if not 0 <= version <= LARGEST_VERSION:
         raise _no_such(version)
-    connection.execute(select(versions.c.version).where(versions.c.version == version).with_for_update())
+    lock_rows(connection, versions.c.version, or_(versions.c.version >= version, versions.c.share.is_not(None)))
     _require_served(connection, version)
     rejected = reject_versions_after(connection, version, f"rolled back to version {version}", by=by)
     move_shares(connection, version, by=by)
@@ -74,6 +75,8 @@ def _previous(connection: Connection) -> int:
     answering = (row.version for row in proven if row.state == VersionState.SERVING or row.share is not None)
     serving = max(answering, default=newest)
     earlier = [row.version for row in proven if row.version < serving and _is_saved(row, saved)]
+    if not any_published(connection):
+        raise CannotRollBack("there is no version yet; see `flywheel versions`")
     if not earlier:
         raise CannotRollBack(f"no version before {serving} has served and has its files; see `flywheel versions`")
     return earlier[-1]
@@ -116,20 +119,48 @@ def _require_served(connection: Connection, version: int) -> None:
 
 
 def _make_ready(connection: Connection, to: int, rule: RewardConfig | None) -> int:
-    """CONSUMED → READY, with all that was said, for rows that no version up to `to` was trained on.
+    """CONSUMED → READY, with all that was said, for rows that versions after `to` were trained on, and no kept one.
 
-    If a later signal has made such a row READY already, its earlier signals act again, too. A leased row stays as it
-    is.
+    If a later signal has made such a row READY already, its earlier signals act again, too. A row that is leased for a
+    later signal stays LEASED: its earlier signals act when it is claimed again.
     """
-    trained = experiences.c.state.in_((State.CONSUMED, State.READY))
     is_erased = experiences.c.taught == int(EVERY_LESSON)  # it has no tokens, and stays for the lineage
-    consumed = (experiences.c.consumed_version > to, trained, not_(is_erased))
-    scored = scored_and_trained(connection, *consumed)
-    teaches = experiences.c.teaches.bitwise_or(experiences.c.taught)
-    untrained = {"teaches": teaches, "taught": 0, "last_signal": 0, "consumed_version": None, "batch_id": None}
-    count = connection.execute(update(experiences).where(*consumed).values(state=State.READY, **untrained)).rowcount
+    trained = (
+        experiences.c.state.in_((State.CONSUMED, State.READY, State.LEASED)),
+        ~is_erased,
+        *_of_later(connection, to),
+    )
+    lock_rows(connection, experiences.c.id, *trained)
+    scored = scored_and_trained(connection, *trained)
+    is_leased = experiences.c.state == State.LEASED
+    values = {
+        "state": case((is_leased, State.LEASED), else_=State.READY),
+        "batch_id": case((is_leased, experiences.c.batch_id), else_=None),
+        "teaches": experiences.c.teaches.bitwise_or(experiences.c.taught),
+    }
+    untrained = {"taught": 0, "last_signal": 0, "consumed_version": None}
+    count = connection.execute(update(experiences).where(*trained).values(**values, **untrained)).rowcount
     credit_again(connection, scored, rule)
     return count
+
+
+def _of_later(connection: Connection, to: int) -> tuple[ColumnElement[bool], ...]:
+    """Rows that a version after `to` has consumed, and none that is kept: not rejected, or `to` descends from it.
+
+    An engine may have rejected a version whose trainer went on from its weights. Of rows that were trained on before
+    the lineage was stored, only the first version is known, with the row.
+    """
+    line = select(versions.c.version, versions.c.parent).where(versions.c.version == to).cte("line", recursive=True)
+    line = line.union(select(versions.c.version, versions.c.parent).join(line, versions.c.version == line.c.parent))
+    rejected = versions.c.state == VersionState.REJECTED
+    ancestors = connection.execute(
+        select(versions.c.version).where(versions.c.version.in_(select(line.c.version)), rejected)
+    )
+    kept = select(versions.c.version).where(or_(~rejected, versions.c.version.in_(ancestors.scalars().all())))
+    first = experiences.c.consumed_version
+    consumed = select(lineage.c.version).where(lineage.c.experience_id == experiences.c.id, lineage.c.consumed)
+    later = or_(first > to, consumed.where(lineage.c.version > to).exists())
+    return first.not_in(kept), ~consumed.where(lineage.c.version.in_(kept)).exists(), later
 
 
 def _return_trainers(connection: Connection, to: int, rejected: Sequence[int]) -> dict[str, bool]:

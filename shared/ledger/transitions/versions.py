@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 
 from shared.experience import MAY_SERVE, Purpose, VersionState
-from shared.ledger.connect import database_time, insert_into
+from shared.ledger.connect import database_time, insert_into, lock_rows
 from shared.ledger.queries.versions import PINNABLE
 from shared.ledger.tables import decisions, engines, load_failures, version_leases, versions
 from shared.versions import version_path
@@ -75,14 +75,15 @@ def serve_version(connection: Connection, version: int, *, by: str, engine: str 
     served_at = func.coalesce(versions.c.served_at, database_time(connection))
     may = and_(versions.c.state.in_(_MAY_COME_INTO_SERVICE), versions.c.deleted_at.is_(None))
     here = versions.c.version == version
+    kept = versions.c.deleted_at.is_(None)
+    others = and_(kept, versions.c.state == VersionState.SERVING, versions.c.version != version)
+    overtaken = and_(kept, versions.c.version.between(1, version - 1), versions.c.state == VersionState.PUBLISHED)
+    lock_rows(connection, versions.c.version, or_(here, others, overtaken))
     if not _move(connection, and_(here, may), VersionState.SERVING, by=by, served_at=served_at):
         serving = select(versions.c.version).where(here, versions.c.state == VersionState.SERVING)
         if connection.execute(serving).first() is None:
             return False
-    kept = versions.c.deleted_at.is_(None)
-    others = and_(kept, versions.c.state == VersionState.SERVING, versions.c.version != version)
     _move(connection, and_(others, ~is_held(connection, but=engine)), VersionState.RETIRED, by=by)
-    overtaken = and_(kept, versions.c.version.between(1, version - 1), versions.c.state == VersionState.PUBLISHED)
     overtaken = and_(overtaken, versions.c.share.is_(None))
     _move(connection, overtaken, VersionState.SKIPPED, by=by, reason=f"version {version} served before it did")
     loaded = (version_leases.c.reader == engine, version_leases.c.purpose == Purpose.LOADING)
