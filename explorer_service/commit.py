@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
@@ -10,9 +9,9 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.responses import Response
 
+from explorer_service.api.answer import json_answer
 from explorer_service.api.body import decode_typed, ignored_fields
 from explorer_service.api.compat import agentscope_java_answer
-from explorer_service.api.errors import bad_request
 from explorer_service.chat.request import read_id
 from explorer_service.deps import Deps
 from explorer_service.ledger_writer import LedgerWriter, WriteInParts
@@ -52,7 +51,7 @@ async def answer_commit(request: Request, deps: Deps) -> Response:
     answer: dict[str, Any] = {"status": "success", "committed": committed, "ready": ready}
     if ignored:
         answer["ignored"] = ignored
-    return Response(msgspec.json.encode(agentscope_java_answer(request, answer)), media_type="application/json")
+    return json_answer(agentscope_java_answer(request, answer))
 
 
 async def commit_rows(writer: LedgerWriter, metrics: ExplorerMetrics, **scope: Any) -> tuple[int, int]:
@@ -78,7 +77,4 @@ def parse_commit(raw: bytes) -> CommitBody:
     """Parse a body that is empty, null or an object. Raises ApiError 400."""
     if raw.strip() in _NO_BODY:
         return CommitBody()
-    scope = decode_typed(raw, _decode_commit)
-    if scope.time_threshold is not None and not math.isfinite(scope.time_threshold):
-        raise bad_request("time_threshold must be a finite number", param="time_threshold")
-    return scope
+    return decode_typed(raw, _decode_commit)

@@ -25,7 +25,7 @@ FlywheelError                     shared/errors.py
 CallerLeft                        the caller closed its connection; nobody waits for the answer
 ApiError                          an error response, for errors of HTTP itself (api/errors.py)
 FramingError                      a connection's bytes can no longer be split into requests (api/framing.py)
-CannotGroup, JobFailed            a group of writes failed; only the writer uses them (write_group.py)
+CannotGroup                       a group of writes failed; only the writer uses it (write_group.py)
 """
 
 from __future__ import annotations

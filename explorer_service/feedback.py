@@ -20,6 +20,7 @@ from sqlalchemy.exc import IntegrityError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from explorer_service.api.answer import json_answer
 from explorer_service.api.auth import Caller
 from explorer_service.api.body import decode_typed, ignored_fields, while_caller_waits
 from explorer_service.api.compat import agentscope_java_answer
@@ -45,7 +46,7 @@ from shared.errors import LedgerError
 from shared.ledger import queries, transitions
 from shared.ledger.queries import Targets
 from shared.ledger.transitions import GivenFeedback, Receipt
-from shared.reward import Scope, Signal, learned_kinds
+from shared.reward import Scope, Signal
 
 
 class FeedbackBody(msgspec.Struct):
@@ -78,23 +79,18 @@ async def answer_feedback(request: Request, deps: Deps) -> Response:
         feedback = _Feedback(body, msg_ids, signals, caller, deps, _keyed_request(request, caller.name, raw))
         async with while_caller_waits(request.receive):  # if the caller leaves now, nothing is applied
             await feedback.wait_recorded()
-        answer = _answer(await feedback.apply())
-    answer.ignored = ignored or msgspec.UNSET
-    for state, count in Counter(receipt.state for receipt in answer.receipts).items():
+        receipts = await feedback.apply()
+    for state, count in Counter(receipt.state for receipt in receipts).items():
         deps.metrics.feedback_receipts.labels(state).inc(count)
-    if answer.status != "success":
-        return Response(msgspec.json.encode(answer), 404, media_type="application/json")
-    return Response(msgspec.json.encode(agentscope_java_answer(request, answer)), media_type="application/json")
-
-
-class Answer(msgspec.Struct):
-    """The answer to feedback."""
-
-    status: str
-    applied: int
-    receipts: list[Receipt]
-    error: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    ignored: list[str] | msgspec.UnsetType = msgspec.UNSET  # fields that feedback does not have
+    is_unknown = all(receipt.state == "unknown" for receipt in receipts)
+    applied = sum(receipt.state in ("applied", "updated") for receipt in receipts)
+    answer: dict[str, Any] = {"status": "error" if is_unknown else "success", "applied": applied, "receipts": receipts}
+    if ignored:
+        answer["ignored"] = ignored
+    if is_unknown:
+        answer["error"] = ApiError(404, "all targets of this feedback are unknown", code="unknown_target").content()
+        return json_answer(answer, 404)
+    return json_answer(agentscope_java_answer(request, answer))
 
 
 def parse_feedback(raw: bytes, rule: RewardConfig) -> tuple[FeedbackBody, list[Signal]]:
@@ -151,21 +147,18 @@ class _Feedback:
         keyed: KeyedRequest | None,
     ) -> None:
         self._msg_ids = msg_ids
-        self._task_id, self._run_id = read_id(body.task_id, "task_id"), read_id(body.run_id, "run_id")
-        self._group = caller.group
-        self._conversations = body.scope == "conversation"
-        self._scope: Scope | None = "message" if body.each else None
-        rule, learned = deps.config.reward, learned_kinds(deps.config.trainer)
-        self._feedback = GivenFeedback(
+        self._given = GivenFeedback(
             signals,
-            rule,
-            learned,
+            deps.config.reward,
+            deps.config.trainer.learns_from,
             caller.name,
-            self._task_id,
-            self._run_id,
-            frozenset(msg_ids),
-            self._conversations,
+            read_id(body.task_id, "task_id"),
+            read_id(body.run_id, "run_id"),
+            named=frozenset(msg_ids),
+            conversations=body.scope == "conversation",
         )
+        self._group = caller.group
+        self._scope: Scope | None = "message" if body.each else None
         self._cost = cost_of_row(signals)
         self._deps = deps
         self._keyed = keyed
@@ -179,8 +172,8 @@ class _Feedback:
         streams, names = self._deps.open_streams, self._msg_ids
         try:
             async with asyncio.timeout(limit_s):
-                if not names and self._task_id is not None:
-                    names = await streams.of_task(self._task_id, self._run_id, self._group)
+                if not names and self._given.task_id is not None:
+                    names = await streams.of_task(self._given.task_id, self._given.run_id, self._group)
                 await streams.wait_recorded(names)
         except TimeoutError as exc:
             reason = f"a message is still being streamed after {limit_s:g} s; try again when its stream has ended"
@@ -199,14 +192,14 @@ class _Feedback:
             return known  # the same request was sent twice at once, and the other copy was applied first
 
     async def _apply(self) -> list[Receipt]:
-        if self._msg_ids and not self._conversations and len(self._msg_ids) * self._cost <= AT_ONCE_COST:
+        if self._msg_ids and not self._given.conversations and len(self._msg_ids) * self._cost <= AT_ONCE_COST:
             done = await self._deps.feedback_writer.write(self._apply_at_once)
             if done is not None:
                 return done
         known, targets = await self._deps.reader.read(self._read, FIND_TIMEOUT_S)
         if known is not None:
             return known
-        require_room(self._feedback.signals, sum(map(len, targets.values())))
+        require_room(self._given.signals, sum(map(len, targets.values())))
         receipts: list[Receipt] = []
         *first, last = _slices(targets, self._cost)
         if first and (keyed := self._keyed) is not None:
@@ -226,10 +219,10 @@ class _Feedback:
         return queries.find_targets(
             connection,
             msg_ids=self._msg_ids,
-            task_id=self._task_id,
-            run_id=self._run_id,
+            task_id=self._given.task_id,
+            run_id=self._given.run_id,
             key_group=self._group,
-            conversations=self._conversations,
+            conversations=self._given.conversations,
             scope=self._scope,
             at_most=MAX_ROWS,
         )
@@ -244,7 +237,7 @@ class _Feedback:
         return None if is_too_much else self._apply_last(connection, targets, [])
 
     def _apply_part(self, targets: Targets, connection: Connection) -> list[Receipt]:
-        return transitions.apply_to(connection, targets, self._feedback)
+        return transitions.apply_to(connection, targets, self._given)
 
     def _apply_last(self, connection: Connection, targets: Targets, before: list[Receipt]) -> list[Receipt]:
         receipts = before + self._apply_part(targets, connection)
@@ -264,10 +257,3 @@ def _slices(targets: Targets, cost_of_row: float) -> Iterator[Targets]:
         part[name] = ids
         cost += more
     yield part
-
-
-def _answer(receipts: list[Receipt]) -> Answer:
-    if all(receipt.state == "unknown" for receipt in receipts):
-        error = ApiError(404, "all targets of this feedback are unknown", code="unknown_target")
-        return Answer("error", 0, receipts, error.content())
-    return Answer("success", sum(receipt.state in ("applied", "updated") for receipt in receipts), receipts)

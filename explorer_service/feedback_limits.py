@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 from explorer_service.api.errors import bad_request
@@ -43,8 +42,6 @@ def check_signals(signals: Sequence[Signal]) -> None:
             raise bad_request(f"at most {MAX_OF_A_KIND} {param} in one request", param)
     for signal in signals:
         field = _field(signal)
-        if signal.value is not None and not math.isfinite(signal.value):
-            raise bad_request(f"{signal.name or signal.kind} must be a finite number", field)
         if len(signal.name or "") > MAX_NAME:
             raise bad_request(f"a metric's name has at most {MAX_NAME} characters", field)
         if signal.kind == "preferred_over" and len(signal.text or "") > MAX_MSG_ID:

@@ -20,7 +20,7 @@ from sqlalchemy import Connection
 
 from explorer_service.background import Background
 from explorer_service.metrics import ExplorerMetrics
-from explorer_service.write_group import CannotGroup, Job, JobFailed, Outcome, answer, attempt_each, store_together
+from explorer_service.write_group import CannotGroup, Job, Outcome, answer, attempt_each, store_together
 from shared.errors import LedgerError
 from shared.experience import Sample
 from shared.ledger import transitions
@@ -72,7 +72,12 @@ class LedgerWriter:
         return result
 
     async def record(self, samples: list[Sample]) -> None:
-        """Store samples durably. Raises LedgerError. Cancellation takes effect after the write."""
+        """Store samples durably. Raises LedgerError. Cancellation takes effect after the write.
+
+        samples: none if the chat is not recorded, or its stream contained an error.
+        """
+        if not samples:
+            return
         stored = self._submit(lambda connection: transitions.record(connection, samples), samples)
         try:
             await asyncio.shield(stored)
@@ -177,23 +182,18 @@ class LedgerWriter:
                 is_locked = is_lock_timeout(error.__cause__)
                 if is_locked and len(group) == 1:
                     return [(group[0], None, error.__cause__)]
-        try:
-            outcomes = self._commit(group, partial(attempt_each, is_locked))
-        except JobFailed as failed:
-            outcomes = [failed.outcome]
-        return [self._repeat(outcome[0]) if is_conflict(outcome[2]) else outcome for outcome in outcomes]
+        return [self._repeat(outcome) for outcome in self._commit(group, partial(attempt_each, is_locked))]
 
-    def _repeat(self, job: Job) -> Outcome:
-        """Repeat a job after a deadlock, in its own transactions; the rest of its group is stored already."""
-        outcome: Outcome = (job, None, LedgerError("the database rolled this back repeatedly; try again"))
-        for repeat in range(_MAX_REPEATS):
-            time.sleep(random.uniform(0, _PAUSE_S * 2**repeat))
+    def _repeat(self, outcome: Outcome) -> Outcome:
+        """Repeat a job that failed by a deadlock, in its own transactions; the rest of its group is stored already."""
+        job, pause_s = outcome[0], _PAUSE_S
+        for _ in range(_MAX_REPEATS):
+            if not is_conflict(outcome[2]):
+                break
+            time.sleep(random.uniform(0, pause_s))
+            pause_s *= 2
             try:
-                return self._commit([job], partial(attempt_each, False))[0]
-            except JobFailed as failed:
-                outcome = failed.outcome
-                if not is_conflict(outcome[2]):
-                    break
+                (outcome,) = self._commit([job], partial(attempt_each, False))
             except LedgerError as error:
                 return job, None, error
         return outcome

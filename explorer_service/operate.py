@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from explorer_service.api.answer import json_answer
 from explorer_service.api.auth import Caller
 from explorer_service.api.body import decode_typed, ignored_fields
 from explorer_service.api.errors import bad_request
@@ -84,5 +85,4 @@ def _operator(caller: Caller) -> str:
 
 
 def _answer(done: Mapping[str, Any], ignored: list[str]) -> Response:
-    answer = {"status": "success", **done, **({"ignored": ignored} if ignored else {})}
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_answer({"status": "success", **done, **({"ignored": ignored} if ignored else {})})

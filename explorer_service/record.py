@@ -1,4 +1,4 @@
-"""Stage 2, record: store samples as rows, durable before the caller has its answer.
+"""Stage 2, record: samples are stored as rows (ledger_writer.py), durable before the caller has its answer.
 
 A stream's caller gets the message id with the first event, before the row is stored. Feedback for such an id, its run
 or its task waits here until the row is stored. Other explorers on the ledger see the stream in the table
@@ -18,7 +18,6 @@ from explorer_service.ledger_reader import LedgerReader
 from explorer_service.ledger_writer import LedgerWriter
 from explorer_service.membership import Membership
 from shared.errors import LedgerError
-from shared.experience import Sample
 from shared.ledger import queries, transitions
 from shared.ledger.conditions import UNGROUPED
 from shared.ledger.transitions import RunName
@@ -28,12 +27,6 @@ log = StageLogger("record")
 
 POLL_S = 0.05  # first pause between queries for another explorer's stream; each next one is 1.5 times as long
 MAX_POLL_S = 1.0
-
-
-async def record(samples: list[Sample], writer: LedgerWriter) -> None:
-    """Store samples durably, even if the caller leaves meanwhile. Raises LedgerError."""
-    if samples:  # empty if the chat is not recorded, or the stream contained an error
-        await writer.record(samples)
 
 
 class _Open(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from explorer_service.api.answer import json_answer
 from explorer_service.api.errors import bad_request
 from explorer_service.api.paging import MAX_ROWS, read_place
 from explorer_service.chat.request import read_id
@@ -26,5 +26,4 @@ async def answer_runs(request: Request, deps: Deps) -> Response:
     with caller.limit.taken():
         rows = await deps.reader.read(partial(of_task, after_id=read_place(request, "after") or 0, at_most=MAX_ROWS))
     following = rows[-1].id if len(rows) == MAX_ROWS else None
-    answer = {"rows": [row.shown() for row in rows], "next": following}
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return json_answer({"rows": [row.shown() for row in rows], "next": following})

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from explorer_service.api.answer import json_answer
 from explorer_service.api.errors import ApiError, unavailable
 from explorer_service.api.paging import MAX_ROWS, read_place
 from explorer_service.deps import Deps
@@ -24,13 +24,9 @@ from shared.ledger.queries import ledger_status, list_versions
 from shared.versions import LARGEST_VERSION
 
 
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
-
-
 async def answer_health(_request: Request, _deps: Deps) -> Response:
     """GET /health: the process is alive."""
-    return _json({"status": "ok"})
+    return json_answer({"status": "ok"})
 
 
 async def answer_ready(_request: Request, deps: Deps) -> Response:
@@ -44,13 +40,13 @@ async def answer_ready(_request: Request, deps: Deps) -> Response:
     if not deps.writer.is_available:
         raise unavailable("the ledger cannot be written", "ledger_unavailable")
     degraded = sum(engine.state is EngineState.DEGRADED for engine in deps.pool.engines)
-    return _json({"status": "ready"} | ({"degraded": degraded} if degraded else {}))
+    return json_answer({"status": "ready"} | ({"degraded": degraded} if degraded else {}))
 
 
 async def answer_models(request: Request, deps: Deps) -> Response:
     """GET /v1/models: the configured name, and NAME@VERSION for each version in service."""
     deps.auth.require(request, "chat", "feedback")
-    return _json({"object": "list", "data": _models(deps)})
+    return json_answer({"object": "list", "data": _models(deps)})
 
 
 async def answer_model(request: Request, deps: Deps) -> Response:
@@ -59,7 +55,7 @@ async def answer_model(request: Request, deps: Deps) -> Response:
     name = unquote(request.path_params["model"])
     for model in _models(deps):
         if model["id"] == name:
-            return _json(model)
+            return json_answer(model)
     raise VersionNotServed(f"The model `{name}` does not exist.")
 
 
@@ -82,7 +78,7 @@ async def answer_versions(request: Request, deps: Deps) -> Response:
         versions = await deps.reader.read(partial(list_versions, before=before, at_most=MAX_ROWS))
     if not _is_admin(request, deps):
         versions = [replace(row, reason=without_addresses(row.reason)) if row.reason else row for row in versions]
-    return _json({"versions": versions, "next": versions[0].version if len(versions) == MAX_ROWS else None})
+    return json_answer({"versions": versions, "next": versions[0].version if len(versions) == MAX_ROWS else None})
 
 
 async def answer_status(request: Request, deps: Deps) -> Response:
@@ -108,7 +104,7 @@ async def answer_status(request: Request, deps: Deps) -> Response:
         status["differing_explorers"] = deps.membership.differing
         for shown, engine in zip(status["engines"], deps.pool.engines, strict=True):
             shown |= {"url": engine.url, "reason": engine.reason}
-    return _json(status)
+    return json_answer(status)
 
 
 def _is_admin(request: Request, deps: Deps) -> bool:

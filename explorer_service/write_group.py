@@ -42,13 +42,6 @@ class CannotGroup(Exception):
     """The jobs of a group cannot be run together."""
 
 
-class JobFailed(Exception):
-    """The only job of a transaction failed, and the transaction with it."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
-
-
 def store_together(group: list[Job], connection: Connection) -> list[Outcome]:
     """Store all samples of a group of chats, the usual case, at once and without savepoints. Raises CannotGroup."""
     try:
@@ -64,8 +57,6 @@ def attempt_each(is_locked: bool, group: list[Job], connection: Connection) -> l
 
     is_locked: another transaction holds a lock that one of them needs, and they have waited for it already.
     """
-    if len(group) == 1:
-        return [_attempt_alone(group[0], connection)]
     if is_locked:
         wait_no_more(connection)
     chats = [job for job in group if job.samples]
@@ -74,14 +65,6 @@ def attempt_each(is_locked: bool, group: list[Job], connection: Connection) -> l
         with contextlib.suppress(CannotGroup), connection.begin_nested():
             done = store_together(chats, connection)
     return done + [_attempt(job, connection) for job in group if not (done and job.samples)]
-
-
-def _attempt_alone(job: Job, connection: Connection) -> Outcome:
-    try:
-        return job, job.work(connection), None
-    except Exception as error:
-        _raise_if_of_the_database(error)
-        raise JobFailed((job, None, error)) from error
 
 
 def _attempt(job: Job, connection: Connection) -> Outcome:

@@ -190,7 +190,7 @@ async def open_deps(config: Config, ledger: Ledger, background: Background | Non
         writer, feedback_writer = _start_writers(explorer, ledger, metrics, background)
         for stop in {reader.stop, writer.stop, feedback_writer.stop}:
             stack.push_async_callback(stop)
-        poller = VersionPoller(ledger, explorer.reload.poll_interval_s, background)
+        poller = VersionPoller(ledger, explorer.reload.poll_interval_s)
         stack.push_async_callback(poller.stop)
         admin_http = await stack.enter_async_context(open_client())
         http = EngineHttp(explorer.request_timeout_s, explorer.max_reply_bytes)
@@ -238,6 +238,7 @@ def _start_controllers(
     """
     config, pool = reloading.config, reloading.pool
     token, reload = _engine_token(config), config.explorer.reload
+    background.start_task("version-poller", reloading.poller.run())
     background.start_task("standstill", Standstill(pool, membership, reloading.leases).run())
     health_checks: dict[str, Callable[[], Awaitable[None]]] = {}
     for engine in pool.engines:

@@ -52,6 +52,7 @@ from shared.versions import version_path
 
 TIMEOUT_S = 120.0
 SignalsByKey = list[tuple[tuple[str | None, Scope], list[Signal]]]  # oldest first; by key, None: no key
+_NO_ENGINE = "rows without tokens need an engine that answers: start `flywheel up` or `flywheel engine`"
 _DEMONSTRATION = Signal("demonstration")
 Ends = frozenset[int]  # tokens that end a reply
 
@@ -96,7 +97,7 @@ class SampleReader:
                 except UNUSABLE as exc:
                     self.reasons.add(str(exc) or type(exc).__name__)
                 except EngineError as exc:
-                    raise StartupError(f"rows without tokens need an engine that answers: {exc}") from exc
+                    raise StartupError(f"{_NO_ENGINE} ({exc})") from exc
         return samples
 
     async def _sample(self, row: dict[str, Any], engine: EngineAdmin) -> Sample:

@@ -102,7 +102,7 @@ def resumed(
         log.info("engines reserve the next higher rank", rank=model.lora.rank, reserved=model.lora.engine_rank)
     with contextlib.closing(Ledger.open(config.ledger_url)) as ledger, contextlib.ExitStack() as starting:
         ensure_base_version(config, ledger)
-        compared = Agreement(ledger, config if rows is None else None)
+        compared = Agreement(ledger, config) if rows is None else contextlib.nullcontext()
         with contextlib.closing(StateStore(config.root, config.trainer.name)) as states, compared:
             row = remove_leftovers(config.root, ledger, config.trainer.name)
             warn_of_others(ledger, config.trainer.name)
@@ -234,22 +234,18 @@ def build_update(config: Config, start: Path, ranks: Ranks):  # type: ignore[no-
     start: folder of the version that the policy starts from.
     """
     from trainer_service.algorithms.registry import algorithm
-    from trainer_service.algorithms.seam import Needs
     from trainer_service.assembly import assemble, frozen_teachers
     from trainer_service.backends.deepspeed import DeepSpeedBackend, configuration, has_bf16, learning_rate
     from trainer_service.packing import fewest
-    from trainer_service.parts import Part
+    from trainer_service.parts import Part, needs_of
     from trainer_service.past_policy import PastPolicy
     from trainer_service.self_test import check_rows
     from trainer_service.update import Updater
 
     settings = config.trainer
     parts = {name: Part(algorithm(name, settings), weight) for name, weight in settings.parts.items()}
-    needs = Needs.NOTHING
-    for part in parts.values():
-        needs |= part.algorithm.needs
     bf16 = settings.precision == "bf16" or (settings.precision == "auto" and has_bf16())
-    models = assemble(config, start, needs, bf16=bf16)
+    models = assemble(config, start, needs_of(parts.values()), bf16=bf16)
     deepspeed = configuration(settings.learning_rate or DEFAULT_RATES[config.model.kind], settings.deepspeed, bf16=bf16)
     rate = learning_rate(deepspeed)
     groups: list[dict[str, Any]] = [{"params": models.own, "lr": rate}]

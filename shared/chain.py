@@ -15,7 +15,16 @@ import msgspec
 
 from shared.delta import rebuild
 from shared.errors import VersionError, VersionMissing
-from shared.versions import MANIFEST, FileEntry, Manifest, delta_name, file_entry, read_manifest, version_path
+from shared.versions import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    delta_name,
+    file_entry,
+    manifest_sha256,
+    read_manifest,
+    version_path,
+)
 
 MOST_DELTAS = 256  # longest chain
 _COPY_BYTES = 1024 * 1024
@@ -82,7 +91,7 @@ def _read_link(root: Path, version: int, sha256: str | None) -> Link:
     manifest = read_manifest(folder, sha256)
     if manifest.version != version:
         raise VersionError(f"{folder}: {MANIFEST} says version {manifest.version}")
-    return Link(folder, manifest, sha256 or file_entry(folder / MANIFEST).sha256)
+    return Link(folder, manifest, sha256 or manifest_sha256(folder))
 
 
 def _present(folder: Path, name: str) -> Path:

@@ -11,17 +11,16 @@ import sys
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
-from typing import Literal, get_args
+from typing import Literal
 
-from shared.config import RewardConfig, TrainerConfig
+from shared.config import SCORES as SCORES
+from shared.config import Kind as Kind
+from shared.config import RewardConfig
 
 _LARGEST = sys.float_info.max
 
-# `demonstration`: the reply was written, not sampled. Only `flywheel import` writes this kind.
-Kind = Literal["reward", "rating", "metric", "comment", "correction", "preferred_over", "demonstration"]
 # What a signal is about: this message, or a whole: a run, a conversation, or several messages of one trajectory.
 Scope = Literal["message", "run", "conversation", "messages"]
-SCORES: frozenset[Kind] = frozenset(("reward", "rating", "metric"))  # the kinds that the rule turns into a reward
 
 
 class Lesson(IntFlag):
@@ -52,16 +51,6 @@ def lessons_of(kinds: Iterable[Kind]) -> int:
     for kind in kinds:
         lessons |= _LESSONS[kind]
     return lessons
-
-
-def learned_kinds(config: TrainerConfig) -> frozenset[Kind]:
-    """Return the kinds of signals that the configured algorithms learn from."""
-    return frozenset(kind for kind in get_args(Kind) if kind in config.learns_from)
-
-
-def kinds_learned_again(config: TrainerConfig) -> frozenset[Kind]:
-    """Return the kinds of signals whose rows the configured algorithms learn from again (rehearsal)."""
-    return frozenset(kind for kind in get_args(Kind) if kind in config.learns_again)
 
 
 @dataclass(frozen=True, slots=True)

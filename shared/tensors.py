@@ -90,7 +90,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """Return a safetensors file's tensors. Raises VersionError if the header is damaged or does not fit the size."""
+    """Return a safetensors file's tensors, in the order of their data.
+
+    Raises VersionError if the header is damaged or does not fit the size.
+    """
     return {name: Tensor(entry.dtype, tuple(entry.shape)) for name, entry in _read_entries(file)[1].items()}
 
 
@@ -133,13 +136,14 @@ def _header_length(file: Path) -> int:
 
 
 def _read_entries(file: Path) -> tuple[int, dict[str, _Entry]]:
-    """Return the offset of the data, and the header's entries, which must cover the data without a gap."""
+    """Return the offset of the data, and the header's entries in the order of their data, which they must cover."""
     size, length = file.stat().st_size, _header_length(file)
     entries = _decode(_read(file, 8, length), _HEADER, file)
     entries.pop("__metadata__", None)
     parsed = {name: _decode(raw, _ENTRY, file) for name, raw in entries.items()}
+    parsed = dict(sorted(parsed.items(), key=lambda item: item[1].data_offsets))
     end = 0
-    for name, entry in sorted(parsed.items(), key=lambda item: item[1].data_offsets):
+    for name, entry in parsed.items():
         begin, stop = entry.data_offsets
         if begin != end or stop < begin or stop - begin != _bytes(entry, stop - begin):
             raise VersionError(f"{file}: tensor {name!a} ({entry.dtype!a}) has not the bytes that its shape needs")

@@ -24,23 +24,20 @@ class Agreement:
     A failure only ends the comparison.
     """
 
-    def __init__(self, ledger: Ledger, config: Config | None) -> None:
-        """config: None: nothing is compared, because the trainer learns from a file."""
+    def __init__(self, ledger: Ledger, config: Config) -> None:
         self._ledger = ledger
-        self._own = None if config is None else agreed_settings(config)
+        self._own = agreed_settings(config)
         self._logged: dict[str, str] = {}  # by explorer: the differences
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="agreement", daemon=True)
 
     def __enter__(self) -> Agreement:
-        if self._own is not None:
-            self._thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        if self._own is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         has_ended = False
@@ -56,7 +53,7 @@ class Agreement:
 
     def _compare(self) -> None:
         explorers = self._ledger.fetch(settings_of_explorers)
-        found = {name: text for name, theirs in explorers.items() if (text := differences(self._own or {}, theirs))}
+        found = {name: text for name, theirs in explorers.items() if (text := differences(self._own, theirs))}
         for text in sorted({text for name, text in found.items() if self._logged.get(name) != text}):
             log.error(
                 "explorers have other settings than this trainer; start all processes of a ledger with the same file",

@@ -78,11 +78,11 @@ def chosen(config: Config, ledger: Ledger, row: TrainerRow | None, stop: StopReq
 
 def chosen_for(config: Config, rows: Iterable[Experience], row: TrainerRow | None) -> Config:
     """Return the configuration with a choice by the signals of these rows, besides the trainer's choice in its row."""
+    if not is_open(config.trainer):
+        return config
     rows = list(rows)
     said = (signal for row in rows for signal in row.signals if has_effect(signal, config.reward.metrics))
     kinds = _learnable(Counter(signal.kind for signal in said), config)
-    if not is_open(config.trainer):
-        return config
     before = None if row is None or row.chosen is None else row.chosen["algorithms"]
     repeats = queries.do_repeat(rows)
     algorithms = choose(kinds, repeats=repeats, before=before)

@@ -33,10 +33,11 @@ from shared.ledger.given import (
 from shared.ledger.queries.lease import check_rewards, rewarded_rows
 from shared.ledger.queries.preferences import prefer
 from shared.log import StageLogger
-from shared.reward import EVERY_LESSON, Lesson, Signal, credit_of, has_effect, learned_kinds
+from shared.reward import EVERY_LESSON, Lesson, Signal, credit_of, has_effect
 from shared.tokenizer import tokenizer_digest
 
 log = StageLogger("train")
+_TOKENLESS = "without tokens"
 # In place of a left-out row's tokens, which may be damaged: its names and signals are still read.
 _HARMLESS: dict[str, Any] = {"prompt_ids": [0], "reply_ids": [0], "logprobs": [0.0], "sampling": {}}
 
@@ -57,7 +58,7 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
             with suppress(*UNUSABLE):
                 others += [] if quarantine_of(row) else [_experience(number, row, config)[0]]
         elif row.get("prompt_ids") is None:
-            reason = "without tokens"
+            reason = _TOKENLESS
         else:
             try:
                 rows.append(_experience(number, row, config))
@@ -70,7 +71,10 @@ def read_export(file: Path, config: Config, model: Path) -> list[Experience]:
         with suppress(*UNUSABLE):
             lost |= _whole_corrections(_experience(number, {**row, **_HARMLESS}, config)[0])
     if not rows:
-        raise StartupError(f"{file}: no row has tokens ({_shown(left_out)}); export it again with --tokens")
+        remedy = "export it again with --tokens"
+        if left_out[_TOKENLESS]:
+            remedy += "; `flywheel import` gives rows of messages their tokens"
+        raise StartupError(f"{file}: no row has tokens ({_shown(left_out)}); {remedy}")
     rows = [(_without(row, lost), teaches) for row, teaches in rows]
     spoken_of = {trajectory_key(row) for row, teaches in rows if teaches}
     chosen = [row for row in _with_preferences(_acting(rows), others) if trajectory_key(row) in spoken_of]
@@ -98,7 +102,7 @@ def _experience(number: int, row: dict[str, Any], config: Config) -> tuple[Exper
     tokens, sampling = tokens_of(row)
     tokens.check(max_tokens=config.trainer.max_trajectory_tokens)
     sampling.check()
-    signals, learned = signals_of(row, config.reward), learned_kinds(config.trainer)
+    signals, learned = signals_of(row, config.reward), config.trainer.learns_from
     credit = credit_of(signals, config.reward, learned)
     check_rewards(credit.reward, credit.turn_reward, credit.outcome)
     names = names_of(row)
@@ -176,11 +180,10 @@ def batches_of(rows: Iterable[Experience], config: Config, epoch: int) -> list[l
     Where whole tasks are kept together, choices of one message without a task are, too.
     """
     settings = config.trainer
-    by_task = any(settings.settings_of(name).together == "task" for name in settings.parts)
     together: dict[TrajectoryKey, list[Experience]] = {}
     for row in rows:
         key = trajectory_key(row)
-        if by_task:
+        if settings.together == "task":
             key = (split_name(row.conversation_id)[0],) if row.task_id is None else (None, row.task_id)
         together.setdefault(key, []).append(row)
     groups = list(together.values())

@@ -26,6 +26,7 @@ from trainer_service.publish import (
     PROBE_SEQUENCES,
     compute_probe,
     probe_sequences,
+    pytorch_name,
     sample_sequences,
     weight_names,
     write_full_version,
@@ -167,7 +168,7 @@ class AdapterVersions:
 
 def _arithmetic(policy: Any) -> str:
     """Return the name of the dtype in which a policy computes."""
-    return str(next(policy.parameters()).dtype).removeprefix("torch.")
+    return pytorch_name(next(policy.parameters()).dtype)
 
 
 def _noise(dtype: str, arithmetic: str) -> float:

@@ -103,13 +103,11 @@ class Trainer:
         Returns True if the trainer must be built again: it chose other algorithms (choice.py), or see rollback.py.
         """
         config = self._config.trainer
-        wholes = {config.settings_of(name).together for name in config.parts}
-        whole: transitions.Whole = "task" if "task" in wholes else "run"
         vocabulary, context, rule = self._learner.vocabulary, self._learner.context, self._config.reward
         answers = answer_tokenizer(config, self._base_folder, vocabulary=vocabulary, context=context)
         if config.max_trajectory_tokens is None:
             config = config.model_copy(update={"max_trajectory_tokens": context})
-        claimer = Claimer(self._ledger, config, self._stop, vocabulary, whole, answers, self._rollback.check, rule)
+        claimer = Claimer(self._ledger, config, self._stop, vocabulary, answers, self._rollback.check, rule)
         anew = False
         beats = Heartbeat(self._ledger, config, self._stop, self._janitor.note_contact)
         with beats, contextlib.suppress(Stopped), self._rollback.noted():
@@ -275,8 +273,7 @@ class Trainer:
         about |= {"batch_ids": progress.batch_ids, "earlier": progress.held}
         about |= {"state_path": state.path, "state_sha256": state.sha256}
         self._write_leased(lambda connection: transitions.publish(connection, **about))
-        self._progress = Progress(step=progress.step, version=version)
-        self._saved = Progress(step=progress.step, version=version)
+        self._note_saved(version)
 
     def _record(self, state: SavedState) -> None:
         """Commit a saved state that contains the versions before it."""
@@ -289,8 +286,11 @@ class Trainer:
             "state_sha256": state.sha256,
         }
         self._write_leased(lambda connection: transitions.record_state(connection, **about))
-        self._progress = Progress(step=progress.step, version=progress.version)
-        self._saved = Progress(step=progress.step, version=progress.version)
+        self._note_saved(progress.version)
+
+    def _note_saved(self, version: int) -> None:
+        self._progress = Progress(step=self._progress.step, version=version)
+        self._saved = Progress(step=self._progress.step, version=version)
 
     def _write_leased(self, work: Callable[[Connection], None]) -> None:
         """Like `_write`, if this trainer has its leases; else raises StartupError. Raises RolledBack."""

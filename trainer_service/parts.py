@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_service.algorithms.seam import Algorithm, Batch, Constants, Figures, Ints, Now, Unit
+from trainer_service.algorithms.seam import Algorithm, Batch, Constants, Figures, Ints, Needs, Now, Unit
 from trainer_service.logprobs import Scores
 from trainer_service.packing import MicroBatch
 from trainer_service.ranks import Ranks
@@ -24,6 +26,11 @@ class Part:
 
     algorithm: Algorithm
     weight: float = 1.0
+
+
+def needs_of(parts: Iterable[Part]) -> Needs:
+    """Return what the algorithms need together."""
+    return reduce(or_, (part.algorithm.needs for part in parts), Needs.NOTHING)
 
 
 class Work:

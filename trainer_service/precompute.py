@@ -6,13 +6,13 @@ It runs before the first step of a batch, without gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer_service.algorithms.seam import Algorithm, Batch, Floats, Needs, Unit, Words
+from trainer_service.algorithms.seam import Algorithm, Batch, Floats, Needs, Precomputed, Unit, Words
 from trainer_service.backends.deepspeed import DeepSpeedBackend
 from trainer_service.logprobs import Scores
 from trainer_service.packer import Packer
@@ -22,6 +22,18 @@ from trainer_service.trajectories import TokenSequence
 Reference = Callable[[MicroBatch], Scores]
 
 _NOTHING = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Scores by the models, as fields of `Precomputed` by name."""
+
+    common: dict[str, list[Any]]  # the same for all parts
+    of_part: dict[str, dict[str, list[Any]]]  # by part: the scores by its teacher
+
+    def seen_by(self, part: str) -> Precomputed:
+        """Return what a part gets to see."""
+        return Precomputed(**self.common, **self.of_part.get(part, {}))
 
 
 class Precompute:
@@ -41,9 +53,8 @@ class Precompute:
         self._packer = packer
 
     @torch.no_grad()
-    def run(self, batch: Batch, parts: Mapping[str, tuple[Algorithm, list[Unit]]]) -> dict[str, list[Floats]]:
-        """Return the fields of `Precomputed` by name, computed once for all parts; and for each part its own
-        `teacher/PART`, `top/PART` and `top_logprobs/PART`.
+    def run(self, batch: Batch, parts: Mapping[str, tuple[Algorithm, list[Unit]]]) -> Arrays:
+        """Return scores by the models: those of `common` are computed once for all parts.
 
         Each rank computes its share of the sequences, and leaves the other arrays empty.
         """
@@ -61,10 +72,12 @@ class Precompute:
         for micro in self._pack(batch.sequences, sorted(_wanted(parts, Needs.REFERENCE))):
             assert self._reference is not None
             scatter(self._reference(micro)["logprobs"], micro, seen["reference"])
-        taught = {name: units for name, (algorithm, units) in parts.items() if Needs.TEACHER in algorithm.needs}
-        for name, units in taught.items():
-            seen |= self._teach(batch, name, units, getattr(parts[name][0], "top", 0))
-        return seen
+        taught = {
+            name: self._teach(batch, name, units, getattr(algorithm, "top", 0))
+            for name, (algorithm, units) in parts.items()
+            if Needs.TEACHER in algorithm.needs
+        }
+        return Arrays(seen, taught)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], places: Sequence[int]) -> tuple[list[Floats], list[Floats]]:
@@ -90,7 +103,7 @@ class Precompute:
             for place, words in zip(unit.members, unit.words or (None,) * len(unit.members), strict=True)
         ]
         kinds = ("teacher", "top", "top_logprobs") if top else ("teacher",)
-        scored: dict[str, list[Any]] = {f"{kind}/{name}": [_NOTHING] * len(asked) for kind in kinds}
+        scored: dict[str, list[Any]] = {kind: [_NOTHING] * len(asked) for kind in kinds}
         teacher: Callable[..., Scores] = self._teachers.get(name) or self._backend
         for micro in self._pack(asked, range(len(asked))):
             scores = teacher(micro, top=top) if top else teacher(micro)

@@ -61,7 +61,7 @@ def write_base_version(root: Path, model_folder: Path) -> Manifest:
     untie(model)
     round_weights(model, dtype)  # to the precision in which version 0 is stored
     round_weights(model, torch.float32)
-    probe = Probe(_name(dtype), compute_probe(model, sample_sequences(model)))
+    probe = Probe(pytorch_name(dtype), compute_probe(model, sample_sequences(model)))
     base = (str(model_folder), fingerprint(model_folder))
 
     def write_files(folder: Path) -> None:
@@ -167,5 +167,6 @@ def _vocabulary(model: Any) -> int:
     return min(int(model.get_input_embeddings().num_embeddings), int(model.config.get_text_config().vocab_size))
 
 
-def _name(dtype: torch.dtype) -> str:
+def pytorch_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in PyTorch."""
     return str(dtype).removeprefix("torch.")

@@ -5,8 +5,6 @@ A file's header precedes its data, so all names, types and shapes are known befo
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
@@ -14,7 +12,7 @@ from typing import IO
 import torch
 
 from shared.errors import VersionError
-from shared.tensors import MAX_HEADER_BYTES, Tensor, read_header
+from shared.tensors import Tensor, data_start, read_header
 
 PYTORCH = {"format": "pt"}  # metadata in the header of a file that PyTorch may read
 TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
@@ -31,12 +29,9 @@ def copy_header(file: Path) -> tuple[bytes, dict[str, Tensor]]:
 
     Files with a copied header are equal byte for byte, except for the data.
     """
-    found = read_header(file)
+    layout = read_header(file)
     with file.open("rb") as stream:
-        length = stream.read(8)
-        text = stream.read(min(struct.unpack("<Q", length)[0], MAX_HEADER_BYTES))
-    begins = {name: entry["data_offsets"] for name, entry in json.loads(text).items() if name in found}
-    return length + text, {name: found[name] for name in sorted(found, key=begins.__getitem__)}
+        return stream.read(data_start(file)), layout
 
 
 def write_tensors(file: Path, header: bytes, layout: Mapping[str, Tensor], read: Callable[[str], torch.Tensor]) -> None:

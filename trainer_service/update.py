@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -28,9 +27,9 @@ from trainer_service.logprobs import Scores
 from trainer_service.minibatches import blocks_of, even_minibatches
 from trainer_service.packer import Packer
 from trainer_service.packing import MicroBatch, Rows
-from trainer_service.parts import Part, Work, others_of
+from trainer_service.parts import Part, Work, needs_of, others_of
 from trainer_service.past_policy import PastPolicy
-from trainer_service.precompute import Precompute, Reference
+from trainer_service.precompute import Arrays, Precompute, Reference
 from trainer_service.shares import bound_shares, keys_of
 
 Stats = dict[str, float]
@@ -67,9 +66,7 @@ class Updater:
         self._precompute = Precompute(backend, reference, self._packer, {**(teachers or {}), **own})
         self._parts = parts
         self._config = config
-        needs = Needs.NOTHING
-        for part in parts.values():
-            needs |= part.algorithm.needs
+        needs = needs_of(parts.values())
         self._wanted = {"values": Needs.VALUES in needs, "entropy_gradient": Needs.ENTROPY in needs}
 
     def close(self) -> None:
@@ -91,7 +88,7 @@ class Updater:
             self._precompute.run(batch, {n: (p.algorithm, units[n]) for n, p in self._parts.items()})
         )
         works = {name: self._prepare(name, batch, units[name], precomputed) for name in self._parts if units[name]}
-        drift = Drift(self._precompute, self._ranks, batch, precomputed)
+        drift = Drift(self._precompute, self._ranks, batch, precomputed.common)
         self.costs = {"precompute_seconds": time.perf_counter() - started}
         norms = self._train(batch, list(works.values()), step)
         figures = {name: work.figures(self._ranks) for name, work in works.items()}
@@ -104,7 +101,7 @@ class Updater:
         if self.past is not None:
             self.past.updated()
         used = {row_id for work in works.values() for row_id in work.rows(batch)}
-        stats = _stats(batch, precomputed["processed"], used, version, ahead)
+        stats = _stats(batch, precomputed.common["processed"], used, version, ahead)
         for name, shown in figures.items():
             prefix = f"{name}/" if len(self._parts) > 1 else ""
             stats |= {prefix + key: value for key, value in shown.items()}
@@ -116,24 +113,23 @@ class Updater:
         Raises UpdateError if a gradient is not finite.
         """
         units = algorithm.units(batch)
-        constants, _ = algorithm.constants(batch, units, Precomputed([], [], [], [], []), {})
+        constants, _ = algorithm.constants(batch, units, Precomputed([], [], [], []), {})
         norms = [self._train(batch, [Work(Part(algorithm), units, constants, {})], step=0) for _ in range(2)]
         if not np.isfinite(norms).all():
             raise UpdateError("a gradient is not finite")
 
-    def _gather(self, precomputed: dict[str, list[Floats]]) -> dict[str, list[Floats]]:
+    def _gather(self, precomputed: Arrays) -> Arrays:
         """Exchange the arrays among the ranks: of each array, the first copy that is not empty."""
-        flat = [array for arrays in precomputed.values() for array in arrays]
+        named = [precomputed.common, *precomputed.of_part.values()]
+        flat = [array for one in named for arrays in one.values() for array in arrays]
         of_ranks = zip(*self._ranks.gather(flat), strict=True)
         found = iter([next((array for array in arrays if len(array)), arrays[0]) for arrays in of_ranks])
-        return {name: [next(found) for _ in arrays] for name, arrays in precomputed.items()}
+        common, *of_parts = [{name: [next(found) for _ in arrays] for name, arrays in one.items()} for one in named]
+        return Arrays(common, dict(zip(precomputed.of_part, of_parts, strict=True)))
 
-    def _prepare(self, name: str, batch: Batch, units: list[Unit], precomputed: dict[str, list[Floats]]) -> Work:
+    def _prepare(self, name: str, batch: Batch, units: list[Unit], precomputed: Arrays) -> Work:
         """Compute the constants of one part's loss."""
-        arrays: dict[str, Any] = {key: found for key, found in precomputed.items() if "/" not in key}
-        arrays |= {kind: precomputed.get(f"{kind}/{name}", []) for kind in ("teacher", "top", "top_logprobs")}
-        seen = Precomputed(**arrays)
-        part = self._parts[name]
+        part, seen = self._parts[name], precomputed.seen_by(name)
         constants, figures = part.algorithm.constants(batch, units, seen, self.memory.setdefault(name, {}))
         constants, shown = bound_shares(constants, keys_of(batch, units), self._config.max_share_per_key)
         return Work(part, units, constants, figures | shown)

@@ -27,7 +27,7 @@ from shared.config import Config, RewardConfig
 from shared.experience import Sample, Sampling
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.reward import Signal, learned_kinds
+from shared.reward import Signal
 from shared.stop_request import StopRequest
 from shared.versions import version_path
 from trainer_service.answers import answer_tokenizer
@@ -126,7 +126,7 @@ class Desk:
             for name, signals, key in said:
                 transitions.apply_feedback(
                     connection, msg_ids=[name], signals=signals, key_name=key,
-                    learned=learned_kinds(self.config.trainer), **about,
+                    learned=self.config.trainer.learns_from, **about,
                 )  # fmt: skip
             return transitions.commit(connection)[1] > 0
 
@@ -160,9 +160,7 @@ def open_desk(base: Path, plan: Plan, seed: int) -> Iterator[Desk]:
             learner = Learner(partial(build_update, config, start, ranks), ranks, None, preparations(config, stop))
             known = {"vocabulary": learner.vocabulary, "context": learner.context}
             answers = answer_tokenizer(config.trainer, start, **known)
-            tasks = any(config.trainer.settings_of(name).together == "task" for name in config.trainer.parts)
-            whole: transitions.Whole = "task" if tasks else "run"
-            claimer = Claimer(ledger, config.trainer, stop, learner.vocabulary, whole, answers)
+            claimer = Claimer(ledger, config.trainer, stop, learner.vocabulary, answers)
             yield Desk(config, plan, ledger, learner, claimer)
             learner.close()
 

@@ -84,7 +84,10 @@ def decode_body(raw: bytes) -> dict[str, Any]:
 
 
 def decode_typed(raw: bytes, decode: Callable[[bytes], T]) -> T:
-    """Decode a JSON object by `decode`, a typed decoder. Raises ApiError 400 with the name of a wrong field."""
+    """Decode a JSON object by `decode`, a typed decoder. Raises ApiError 400 with the name of a wrong field.
+
+    msgspec refuses numbers that are no finite float where a type is float, also integers of many digits.
+    """
     try:
         return decode(raw)
     except msgspec.ValidationError as exc:

@@ -62,15 +62,15 @@ class _Finish(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Identity(msgspec.Struct):
+class _Unrecorded(msgspec.Struct):
+    """A whole reply of which nothing is recorded: its logprobs, if it has any, may be of any form."""
+
     id: str
-
-
-class _Unrecorded(_Identity):
     choices: list[_Finish] = []
 
 
-class _Reply(_Identity):
+class _Reply(msgspec.Struct):
+    id: str
     choices: list[_WholeChoice]
     prompt_token_ids: list[int] | None = None
 
@@ -99,14 +99,11 @@ def capture_reply(chat: ChatRequest, reply: EngineReply) -> list[Sample]:
     samples: list[Sample] = []
     slot = reply.slot
     try:
-        if not chat.recorded:
-            answered = _decode_unrecorded(reply.content)
-            _require_id(answered.id, chat, slot)
-            _require_not_aborted(answered.choices, slot)
-            return []
-        completion = _decode_reply(reply.content)
+        completion = (_decode_reply if chat.recorded else _decode_unrecorded)(reply.content)
         _require_id(completion.id, chat, slot)
         _require_not_aborted(completion.choices, slot)
+        if isinstance(completion, _Unrecorded):
+            return []
         for choice in completion.choices:
             captured = _Captured(completion.prompt_token_ids or [])
             captured.add(choice)

@@ -20,7 +20,6 @@ from explorer_service.chat.redact import redact, rename
 from explorer_service.chat.request import CHAT, COMPLETION, ChatRequest, Surface, parse_chat
 from explorer_service.chat.stream import describe, open_stream
 from explorer_service.deps import Deps
-from explorer_service.record import record
 
 
 async def answer_chat(request: Request, deps: Deps) -> Response:
@@ -59,7 +58,7 @@ async def _answer_whole(chat: ChatRequest, deps: Deps) -> Response:
     reply, samples = await deps.dispatcher.fetch(chat.engine_request(), partial(capture_reply, chat))
     if reply.status != 200:
         return Response(reply.content, reply.status, media_type=reply.content_type)
-    await record(samples, deps.writer)
+    await deps.writer.record(samples)
     deps.metrics.chat_added.observe(time.perf_counter() - chat.received_at - reply.engine_s)
     headers = describe(chat, reply.slot)
     content = rename(redact(reply.content, chat), reply.slot.model, chat.route.asked)

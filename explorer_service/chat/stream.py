@@ -23,7 +23,6 @@ from explorer_service.deps import Deps
 from explorer_service.engines.dispatch import Exchange
 from explorer_service.engines.slot import EngineSlot
 from explorer_service.errors import InvalidReply
-from explorer_service.record import record
 from shared.ledger.transitions import RunName
 
 DONE = b"data: [DONE]\n\n"
@@ -74,7 +73,7 @@ async def relay(exchange: Exchange, chat: ChatRequest, deps: Deps) -> AsyncItera
         if not chat.recorded and b'"abort"' in event:
             capture_events([event], chat, exchange.slot)  # raises if that is the finish reason
         if chat.recorded and event == DONE:
-            await record(capture_events(captured, chat, exchange.slot), deps.writer)
+            await deps.writer.record(capture_events(captured, chat, exchange.slot))
         elif chat.recorded:
             captured.append(event)
             unfinished -= len(_FINISH_REASON.findall(event))

@@ -269,7 +269,7 @@ class AdapterController:
         followed = await self._reloading.leases.read_followed(self._engine.url)
         for version, since in quiet.items():
             if all(other.generation >= since and version not in other.ending for other in followed):
-                await self._reloading.leases.require(self._engine.url)
+                await self._reloading.leases.require_held(self._engine.url)
                 await self._take_up.unload(version)
                 del self._left_at[version]
                 for backoff in (self._leading, self._backoff):

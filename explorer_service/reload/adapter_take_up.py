@@ -209,10 +209,16 @@ class AdapterTakeUp:
             )
 
     async def _prove(self, target: TargetVersion) -> None:
-        """Raises ProbeMismatch, also for a probe that an engine refuses which is well; NoRoom if such an engine has not
-        answered: vLLM keeps a request waiting while requests of `max_loras` other adapters run, however long."""
+        """Prove the target under its name. Raises ProbeMismatch; NoRoom if a healthy engine has not answered.
+
+        vLLM keeps a request waiting while requests of `max_loras` other adapters run, however long.
+        """
         try:
-            await self._score(target)
+            if target.version == 0:
+                await self._tolerance.prove_started(self._admin, target)
+                return
+            name = self._reloading.adapter_name(target.version, target.sha256)
+            await prove(self._admin, target.manifest.probe, await self._tolerance.bounds(target), name)
         except EngineTimeout as error:
             await self._admin.check_health()
             raise NoRoom(
@@ -220,16 +226,6 @@ class AdapterTakeUp:
                 "engine.max_loras slots; it is tried again, or raise engine.max_loras"
             ) from error
         except EngineRefused as error:
-            await self._admin.check_health()  # the process that answers may outlive the one that computes
-            if error.status == 404:
-                raise StageFailed(f"{error}; the engine may have restarted") from error
-            raise ProbeMismatch(f"the probe of version {target.version} is refused: {error}") from error
-
-    async def _score(self, target: TargetVersion) -> None:
-        if target.version == 0:
-            await self._tolerance.prove_started(self._admin, target)
-            return
-        name = self._reloading.adapter_name(target.version, target.sha256)
-        await prove(self._admin, target.manifest.probe, await self._tolerance.bounds(target), name)
+            raise StageFailed(f"{error}; the engine may have restarted") from error
         self.leaving.pop(target.version, None)
         self.served[target.version] = name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, NoReturn
 
 from sqlalchemy import Connection
@@ -37,6 +38,18 @@ class _Announced(NamedTuple):
     generation: int
 
 
+@dataclass(slots=True)
+class _Lease:
+    """What this explorer knows of its ownership of one engine."""
+
+    key: str  # the engine's name in the ledger
+    acquired_at: float | None = None  # clock.since_boot_s(); None: another explorer may own the engine
+    announced: _Announced | None = None  # None while it may or may not be stored
+    spoiled: bool = False  # to be stated in the next announcement
+    switched_at: float | None = None  # clock.since_boot_s()
+    owned_otherwise: str | None = None  # who owns it by another url, in words
+
+
 class EngineLeases:
     """The engines that this explorer owns, and the announced states of all engines.
 
@@ -50,15 +63,10 @@ class EngineLeases:
         self._ledger = ledger
         self._writer = writer
         self._membership = membership
-        self._acquired_at: dict[str, float] = {}  # clock.since_boot_s(); by engine url
-        self._announced: dict[str, _Announced] = {}  # by engine url; missing while it may or may not be stored
-        self._spoiled: set[str] = set()  # urls
-        self._switched_at: dict[str, float] = {}  # clock.since_boot_s(); by engine url
         engines = list(engines)
-        self._keys = {engine.url: engine_key(engine) for engine in engines}
+        self._leases = {engine.url: _Lease(engine_key(engine)) for engine in engines}
         self._own_names = OwnNames(engines)  # second names in the ledger
-        self._owned_otherwise: dict[str, str] = {}  # by engine url: who owns it by another url, in words
-        membership.acknowledged.update(dict.fromkeys(self._keys.values(), Followed()))
+        membership.acknowledged.update({lease.key: Followed() for lease in self._leases.values()})
 
     @property
     def explorer(self) -> str:
@@ -67,7 +75,7 @@ class EngineLeases:
 
     def key(self, url: str) -> str:
         """The engine's name in the ledger."""
-        return self._keys[url]
+        return self._leases[url].key
 
     async def identify(self, url: str, identity: str | None) -> None:
         """Note the own name of an engine that does not serve yet; None: it has none. Raises LedgerError."""
@@ -76,17 +84,18 @@ class EngineLeases:
             return
         await self.release_own_name(url)  # another engine has this url now
         self._own_names.note(url, name)
-        self._acquired_at.pop(url, None)
+        self._leases[url].acquired_at = None
 
     def owned_otherwise(self, url: str) -> str | None:
         """Return who owns the engine by another url, in words; None: nobody, according to the last `acquire`."""
-        return self._owned_otherwise.get(url)
+        return self._leases[url].owned_otherwise
 
     async def acquire(self, url: str) -> bool:
         """Acquire the engine unless another explorer owns it. Returns whether this one does. Raises LedgerError."""
         if self.holds(url):
             return True
-        asked_at, key, own = clock.since_boot_s(), self.key(url), self._membership.id
+        lease, asked_at, own = self._leases[url], clock.since_boot_s(), self._membership.id
+        key = lease.key
 
         def acquire(connection: Connection) -> Literal[True] | str:
             """Returns whether it is acquired, or else who owns it by another url; empty: its owner has the same url."""
@@ -99,18 +108,16 @@ class EngineLeases:
             return ""
 
         acquired = await self._writer.write(acquire)
-        self._owned_otherwise.pop(url, None)
         if acquired is True:
-            self._acquired_at[url] = asked_at
+            lease.acquired_at, lease.owned_otherwise = asked_at, None
             return True
         self.forget(url)
-        if acquired:
-            self._owned_otherwise[url] = acquired
+        lease.owned_otherwise = acquired or None
         return False
 
     def holds(self, url: str) -> bool:
         """Whether this explorer certainly owns the engine. Makes no query."""
-        acquired_at, heartbeat_at = self._acquired_at.get(url), self._membership.heartbeat_at
+        acquired_at, heartbeat_at = self._leases[url].acquired_at, self._membership.heartbeat_at
         if acquired_at is None:
             return False
         if heartbeat_at > acquired_at and not self._names(url) <= self._membership.owned:
@@ -120,21 +127,21 @@ class EngineLeases:
 
     def believes_to_own(self, url: str) -> bool:
         """Whether this explorer owned the engine at its last query, however long ago."""
-        return url in self._acquired_at
+        return self._leases[url].acquired_at is not None
 
     def forget(self, url: str) -> None:
         """Query the ledger the next time."""
-        self._acquired_at.pop(url, None)
-        self._spoiled.discard(url)
-        self._switched_at.pop(url, None)  # another owner may have replaced them again
+        lease = self._leases[url]
+        lease.acquired_at, lease.spoiled = None, False
+        lease.switched_at = None  # another owner may have replaced the weights again
 
     def note_spoiled(self, url: str) -> None:
         """State in the next announcement that weights that failed their proof sampled requests in flight."""
-        self._spoiled.add(url)
+        self._leases[url].spoiled = True
 
     def note_switch(self, url: str, switched_at: float) -> None:
         """State in all announcements when the engine's weights were replaced. switched_at: clock.since_boot_s()."""
-        self._switched_at[url] = switched_at
+        self._leases[url].switched_at = switched_at
 
     async def announce(
         self, url: str, state: str, version: int | None, *, also: Callable[[Connection], object] | None = None
@@ -143,9 +150,9 @@ class EngineLeases:
 
         also: further writes in the same transaction. Raises NotOwner, LedgerError.
         """
-        key, own, spoiled = self.key(url), self._membership.id, url in self._spoiled
-        self._announced.pop(url, None)
-        switched_at = self._switched_at.get(url)
+        lease, own = self._leases[url], self._membership.id
+        key, spoiled, switched_at = lease.key, lease.spoiled, lease.switched_at
+        lease.announced = None
 
         def write(connection: Connection) -> int | None:
             moved = transitions.set_engine_state(
@@ -158,8 +165,8 @@ class EngineLeases:
         generation = await self._writer.write(write)
         if generation is None:
             self._lose(url)
-        self._spoiled.discard(url)
-        self._announced[url] = _Announced(state, version, generation)
+        lease.spoiled = False
+        lease.announced = _Announced(state, version, generation)
         return generation
 
     async def report_away(self, engine: Engine) -> bool:
@@ -172,11 +179,11 @@ class EngineLeases:
         url = engine.url
         if not await self.acquire(url):
             return False
-        if not self.has_told(url, EngineState.UNAVAILABLE, None):
+        announced = self._leases[url].announced
+        if announced is None or not self.has_told(url, EngineState.UNAVAILABLE, None):
             await self.announce(url, EngineState.UNAVAILABLE, None)
             return True
-        told = self._announced[url].generation
-        if all(other.generation < told for other in await self.read_followed(url)):
+        if all(other.generation < announced.generation for other in await self.read_followed(url)):
             if not engine.in_flight:
                 await self.release_own_name(url)
             return True
@@ -187,7 +194,7 @@ class EngineLeases:
     async def release(self, url: str) -> None:
         """Let another explorer own the engine. Raises LedgerError."""
         names, own = sorted(self._names(url)), self._membership.id
-        self._announced.pop(url, None)
+        self._leases[url].announced = None
         self.forget(url)
 
         def release(connection: Connection) -> None:
@@ -209,11 +216,11 @@ class EngineLeases:
 
     def has_told(self, url: str, state: str, version: int | None) -> bool:
         """Whether this explorer's last announcement of the engine is this one."""
-        return (announced := self._announced.get(url)) is not None and announced[:2] == (state, version)
+        return (announced := self._leases[url].announced) is not None and announced[:2] == (state, version)
 
     def known_generation(self, url: str) -> int:
         """Return the generation of the engine's last move that this explorer has made or followed."""
-        own = -1 if (announced := self._announced.get(url)) is None else announced.generation
+        own = -1 if (announced := self._leases[url].announced) is None else announced.generation
         return max(own, self._membership.acknowledged[self.key(url)].generation)
 
     async def confirm(
@@ -232,7 +239,7 @@ class EngineLeases:
         confirmed = await self._writer.write(write)
         if confirmed is None:
             self._lose(url)
-        self._acquired_at[url] = asked_at
+        self._leases[url].acquired_at = asked_at
         return confirmed
 
     async def require_held(self, url: str, generation: int | None = None) -> None:
@@ -241,22 +248,11 @@ class EngineLeases:
         generation: of this explorer's last move; nobody may have moved the engine since. Queries the ledger only after
         so much time that another explorer may own the engine. Raises LedgerError.
         """
-        if self.holds(url):
-            return
         if generation is None:
-            await self.require(url)
-        else:
+            if not await self.acquire(url):
+                self._lose(url)
+        elif not self.holds(url):
             await self.confirm(url, generation)
-
-    async def require(self, url: str) -> None:
-        """Raise NotOwner unless this explorer still owns the engine; renews the lease."""
-        key, own = self.key(url), self._membership.id
-
-        def write(connection: Connection) -> bool:
-            return self._own_names.acquire(connection, url, own) and transitions.acquire_engine(connection, key, own)
-
-        if not await self._writer.write(write):
-            self._lose(url)
 
     async def read_followed(self, url: str) -> list[Followed]:
         """Return how far each other live explorer with this engine has followed it. Raises LedgerError."""

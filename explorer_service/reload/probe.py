@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from explorer_service.engines.admin import EngineAdmin
-from explorer_service.errors import NO_JSON, ProbeMismatch
+from explorer_service.errors import NO_JSON, EngineRefused, ProbeMismatch
 from shared.config import Tolerance
 from shared.errors import VersionError, VersionMissing
 from shared.experience import Sampling
@@ -53,9 +53,15 @@ async def measure(admin: EngineAdmin, probe: Probe, rounding: Gap, model: str | 
 
     Its `nearer` is set if the engine is nearer to an adapter's base, or to a full version's parent, than to the
     version, and these differ by more than the engine rounds. Raises EngineError if the engine does not answer,
-    ProbeMismatch for logprobs that are not finite.
+    EngineRefused if it does not know the model, ProbeMismatch for logprobs that are not finite.
     """
-    scores = await admin.score(probe.asked, model)
+    try:
+        scores = await admin.score(probe.asked, model)
+    except EngineRefused as error:  # vLLM has no answer for logprobs that are no numbers, or tokens it does not know
+        await admin.check_health()  # the process that answers may outlive the one that computes
+        if error.status == 404:
+            raise
+        raise ProbeMismatch(f"the probe is refused: {error}") from error
     if not all(math.isfinite(logprob) for score in scores for logprob in score):
         raise ProbeMismatch(f"engine {admin.url} computes logprobs that are not finite")
     whole, last = scores[: len(probe.sequences)], [score[-1:] for score in scores[len(probe.sequences) :]]

@@ -101,5 +101,5 @@ class Recovery:
     async def _restart(self, reason: str) -> NoReturn:
         """Restart an engine that gets no version into service by a load."""
         self._restarts, self._wait_until, self.reason = self._restarts + 1, None, reason
-        await self._leases.require(self._admin.url)
+        await self._leases.require_held(self._admin.url)
         await restart_engine(self._admin, reason)

@@ -27,7 +27,6 @@ from explorer_service.errors import (
     EngineUnavailable,
     LoadsRefused,
     LoadUndone,
-    ProbeMismatch,
     StageFailed,
     TurnLost,
 )
@@ -206,22 +205,13 @@ class FullTakeUp:
             await self._admin.resume()
             metrics.reload_pause.observe(time.monotonic() - paused_at)
             with self._pool.admitted(self._engine), metrics.reload_proof.time():
-                await self._prove(held, bounds)
+                await prove(self._admin, held.manifest.probe, bounds)
         except EngineError as error:
             self._pool.spoil(self._engine, str(error))
             self._leases.note_spoiled(self._engine.url)
             raise
         await self._require_owned()
         self._pool.go_on(self._engine)
-
-    async def _prove(self, held: TargetVersion, bounds: Bounds) -> None:
-        """Raises ProbeMismatch, also for a probe that an engine refuses which is well: vLLM has no answer for logprobs
-        that are no numbers, and none for tokens that it does not know."""
-        try:
-            await prove(self._admin, held.manifest.probe, bounds)
-        except EngineRefused as error:
-            await self._admin.check_health()  # the process that answers may outlive the one that computes
-            raise ProbeMismatch(f"the probe of version {held.version} is refused: {error}") from error
 
     async def _stop_new_chats(self, target: TargetVersion) -> str:
         """Wait until no explorer sends the engine new chats. Returns the mode of the pause."""

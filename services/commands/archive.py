@@ -136,9 +136,9 @@ def _new_file(folder: Path, name: str) -> Path:
 
 def _rows_over(ledger: Ledger, keep_gb: float) -> int:
     """Return the number of rows of mean size by which the ledger exceeds `keep_gb`."""
-    from shared.ledger.queries import count_rows, size_bytes
+    from shared.ledger.queries import count_by_state, size_bytes
 
     with ledger.read() as connection:
-        size, rows = size_bytes(connection), count_rows(connection)
+        size, rows = size_bytes(connection), sum(count_by_state(connection).values())
     most = keep_gb * 1e9
     return round((size - most) / size * rows) if size > most else 0

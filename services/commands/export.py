@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         required=True,
         metavar="FILE",
         type=Path,
-        help="the file to write; its name ends in .jsonl, .jsonl.gz or .parquet",
+        help="the file to write, or to replace; its name ends in .jsonl, .jsonl.gz or .parquet",
     )
     parser.add_argument("--state", default=None, help="only rows in this state, such as CONSUMED")
     parser.add_argument("--min-reward", type=float, default=None, help="only rows with at least this reward")

@@ -15,9 +15,8 @@ def run(args: Namespace) -> int:
     config = read_config(args)
     from shared.ledger import transitions
     from shared.ledger.connect import Ledger
-    from shared.reward import learned_kinds
 
-    learned = learned_kinds(config.trainer)
+    learned = config.trainer.learns_from
     changed = 0
     last_id: int | None = 0
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger:

@@ -10,10 +10,9 @@ import re
 from typing import Any
 
 from services.trinity.key import Given, NoCounterpart, NotNeeded, Settings, Take
-from shared.config import refusal_of_argument
+from shared.config import DATABASES, refusal_of_argument
 
 ROLLOUT = "explorer.rollout_model."
-_URLS = ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///")
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _LAST_PORT = 65535
 MOST_GPUS = 1024  # for one engine
@@ -204,7 +203,7 @@ def database_url(value: Any, _given: Given) -> Settings:
     """Return a database's address if we support it."""
     if not value:
         raise NotNeeded("SQLite in root_dir")
-    if not str(value).startswith(_URLS):
+    if not str(value).startswith(DATABASES):
         raise NoCounterpart("the ledger is PostgreSQL or SQLite; set database_url, or leave it out")
     return {"database_url": value}
 

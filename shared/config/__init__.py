@@ -26,18 +26,18 @@ from shared.config.keys import KeyConfig
 from shared.config.load import load_config
 from shared.config.model import LoraConfig, ModelConfig
 from shared.config.reward import RewardConfig
-from shared.config.surrogate import AlgorithmConfig, SurrogateConfig
+from shared.config.surrogate import SCORES, AlgorithmConfig, Kind, SurrogateConfig
 from shared.config.taught import DistillConfig, HintConfig
 from shared.config.trainer import TrainerConfig
 from shared.config.versions import VersionsConfig
 from shared.config.watch import BreakerConfig, WatchConfig
-from shared.config.whole import Config, agreed_settings, check_database_url, differences, ledger_url
+from shared.config.whole import DATABASES, Config, agreed_settings, check_database_url, differences, ledger_url
 
 __all__ = [
-    "ALGORITHMS", "AUTO", "CHOICES", "AlgorithmConfig", "BreakerConfig", "Config", "DPOConfig", "DistillConfig",
-    "EngineAddress", "EngineConfig", "ExplorerConfig", "GRPOConfig", "GroupConfig", "HintConfig", "KTOConfig",
-    "KeyConfig", "LoraConfig", "ModelConfig", "PPOConfig", "RAFTConfig", "RLOOConfig", "ReinforcePPConfig",
-    "ReloadConfig", "RewardConfig", "SFTConfig", "SPOConfig", "StepGRPOConfig", "SurrogateConfig", "Tolerance",
-    "TrainerConfig", "VersionsConfig", "WatchConfig", "agreed_settings", "check_database_url", "differences",
-    "is_loopback", "ledger_url", "load_config", "refusal_of_argument",
+    "ALGORITHMS", "AUTO", "CHOICES", "DATABASES", "SCORES", "AlgorithmConfig", "BreakerConfig", "Config", "DPOConfig",
+    "DistillConfig", "EngineAddress", "EngineConfig", "ExplorerConfig", "GRPOConfig", "GroupConfig", "HintConfig",
+    "KTOConfig", "KeyConfig", "Kind", "LoraConfig", "ModelConfig", "PPOConfig", "RAFTConfig", "RLOOConfig",
+    "ReinforcePPConfig", "ReloadConfig", "RewardConfig", "SFTConfig", "SPOConfig", "StepGRPOConfig", "SurrogateConfig",
+    "Tolerance", "TrainerConfig", "VersionsConfig", "WatchConfig", "agreed_settings", "check_database_url",
+    "differences", "is_loopback", "ledger_url", "load_config", "refusal_of_argument",
 ]  # fmt: skip

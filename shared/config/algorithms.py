@@ -7,14 +7,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from shared.config.base import NUMBER, Bounds, Count, Finite, Flag, NonNegative, Positive, Share, require_ascending
-from shared.config.surrogate import AlgorithmConfig, RewardSignals, SurrogateConfig
+from shared.config.surrogate import SCORES, AlgorithmConfig, Kind, SurrogateConfig
 from shared.config.taught import DistillConfig, HintConfig
 
 
 class PPOConfig(SurrogateConfig):
     """Proximal policy optimization (Schulman et al. 2017) with a critic."""
 
-    learns_from: ClassVar[frozenset[str]] = RewardSignals
+    learns_from: ClassVar[frozenset[Kind]] = SCORES
 
     value_clip: NonNegative = 0.2
     """How far the critic's value may move from the old one within a batch; 0 turns value clipping off."""
@@ -39,7 +39,7 @@ class PPOConfig(SurrogateConfig):
 class ReinforcePPConfig(SurrogateConfig):
     """REINFORCE++ (Hu et al. 2025): clipped policy gradient with a global baseline, without a critic."""
 
-    learns_from: ClassVar[frozenset[str]] = RewardSignals
+    learns_from: ClassVar[frozenset[Kind]] = SCORES
 
     gamma: Share = 1.0
     """Discount for each token."""
@@ -50,17 +50,17 @@ class ReinforcePPConfig(SurrogateConfig):
 class SFTConfig(AlgorithmConfig):
     """Supervised fine-tuning: likelihood of written answers."""
 
-    learns_from: ClassVar[frozenset[str]] = frozenset({"correction", "demonstration"})
+    learns_from: ClassVar[frozenset[Kind]] = frozenset({"correction", "demonstration"})
 
     @property
-    def learned_again(self) -> frozenset[str]:
+    def learned_again(self) -> frozenset[Kind]:
         return self.learns_from
 
 
 class SPOConfig(SurrogateConfig):
     """SPO (Xu & Ding 2025): single samples, compared with earlier scores of similar attempts."""
 
-    learns_from: ClassVar[frozenset[str]] = RewardSignals
+    learns_from: ClassVar[frozenset[Kind]] = SCORES
 
     bounds: Bounds | None = None
     """Lowest and highest reward of a trajectory, for a Beta tracker; null: a Gaussian tracker."""
@@ -89,8 +89,7 @@ class SPOConfig(SurrogateConfig):
 class GroupConfig(SurrogateConfig):
     """Common settings of algorithms that compare the runs of a task with each other."""
 
-    learns_from: ClassVar[frozenset[str]] = RewardSignals
-    whole: ClassVar[Literal["trajectory", "task"]] = "task"
+    learns_from: ClassVar[frozenset[Kind]] = SCORES
 
     kl: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence at a token: the log-ratio, half its square, or the one that is never negative."""
@@ -105,6 +104,10 @@ class GroupConfig(SurrogateConfig):
     `group_size`; null: never."""
     baseline_sequences: Count = 256
     """Attempts in the baseline of groups of one: a smaller batch is completed with running moments of earlier ones."""
+
+    @property
+    def together(self) -> Literal["trajectory", "task"]:
+        return "task"
 
 
 class GRPOConfig(GroupConfig):
@@ -125,7 +128,7 @@ class StepGRPOConfig(GroupConfig):
 class RAFTConfig(AlgorithmConfig):
     """Reward-ranked fine-tuning (Dong et al. 2023): likelihood of the best sampled replies."""
 
-    learns_from: ClassVar[frozenset[str]] = RewardSignals
+    learns_from: ClassVar[frozenset[Kind]] = SCORES
 
     quantile: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.5
     """Quantile of the batch's rewards from which replies are learned, except those with the lowest reward."""
@@ -142,7 +145,7 @@ class RAFTConfig(AlgorithmConfig):
 class DPOConfig(AlgorithmConfig):
     """Direct preference optimization (Rafailov et al. 2023)."""
 
-    learns_from: ClassVar[frozenset[str]] = frozenset({"preferred_over", "correction"})
+    learns_from: ClassVar[frozenset[Kind]] = frozenset({"preferred_over", "correction"})
 
     beta: Positive = 0.1
     """β: cost of moving away from the base model."""
@@ -159,8 +162,8 @@ class DPOConfig(AlgorithmConfig):
         return True
 
     @property
-    def learned(self) -> frozenset[str]:
-        return self.learns_from | RewardSignals if self.best_over_worst else self.learns_from
+    def learned(self) -> frozenset[Kind]:
+        return self.learns_from | SCORES if self.best_over_worst else self.learns_from
 
     @property
     def together(self) -> Literal["trajectory", "task"]:
@@ -170,7 +173,7 @@ class DPOConfig(AlgorithmConfig):
 class KTOConfig(AlgorithmConfig):
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024): learns from ratings alone."""
 
-    learns_from: ClassVar[frozenset[str]] = frozenset({"rating"})
+    learns_from: ClassVar[frozenset[Kind]] = frozenset({"rating"})
 
     beta: Positive = 0.1
     """β: cost of moving away from the base model."""

@@ -8,16 +8,17 @@ from pydantic import Field
 
 from shared.config.base import NUMBER, Bounds, Count, Flag, NonNegative, Positive, Section, require_ascending
 
-RewardSignals = frozenset({"reward", "rating", "metric"})
+Kind = Literal["reward", "rating", "metric", "comment", "correction", "preferred_over", "demonstration"]
+"""A kind of signal. `demonstration`: the reply was written, not sampled; only `flywheel import` writes this kind."""
+SCORES: frozenset[Kind] = frozenset(("reward", "rating", "metric"))
+"""The kinds that the rule turns into a reward."""
 
 
 class AlgorithmConfig(Section):
     """Settings of one algorithm."""
 
-    learns_from: ClassVar[frozenset[str]]
+    learns_from: ClassVar[frozenset[Kind]]
     """The kinds of signals that it learns from."""
-    whole: ClassVar[Literal["trajectory", "task"]] = "trajectory"
-    """What a batch must not split."""
 
     @property
     def loads_base(self) -> bool:
@@ -31,19 +32,19 @@ class AlgorithmConfig(Section):
         """Raise ValueError for settings with which the algorithm cannot be used. key: of this section."""
 
     @property
-    def learned(self) -> frozenset[str]:
+    def learned(self) -> frozenset[Kind]:
         """The kinds of signals that it learns from with these settings."""
         return self.learns_from
 
     @property
-    def learned_again(self) -> frozenset[str]:
+    def learned_again(self) -> frozenset[Kind]:
         """The kinds of signals that it learns from again in later batches: those independent of sampled tokens."""
         return frozenset()
 
     @property
     def together(self) -> Literal["trajectory", "task"]:
-        """What a batch must not split with these settings."""
-        return self.whole
+        """What a batch must not split."""
+        return "trajectory"
 
 
 class SurrogateConfig(AlgorithmConfig):

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from shared.config.base import NUMBER, Count, Finite, NonNegative, Positive, Variable, matches
-from shared.config.surrogate import RewardSignals, SurrogateConfig
+from shared.config.surrogate import SCORES, Kind, SurrogateConfig
 
 _FORM = matches(r"[^{}]*\{text\}[^{}]*", "a text with {text} in it once, and without other braces")
 Wording = Annotated[str, Field(max_length=2000), _FORM]
@@ -32,7 +32,7 @@ class TaughtConfig(SurrogateConfig):
 class HintConfig(TaughtConfig):
     """Words as a teacher: the policy with words about a reply in its prompt teaches the policy without them."""
 
-    learns_from: ClassVar[frozenset[str]] = frozenset({"comment", "correction"})
+    learns_from: ClassVar[frozenset[Kind]] = frozenset({"comment", "correction"})
 
     comment: Wording | None = "An earlier answer to the conversation below got this feedback: {text}"
     """The teacher's text for a comment, which replaces {text}; null: comments are not used."""
@@ -59,11 +59,11 @@ class HintConfig(TaughtConfig):
     more likely; auto: by the mean and the range of recent rewards; null: never."""
 
     @property
-    def learned(self) -> frozenset[str]:
+    def learned(self) -> frozenset[Kind]:
         return frozenset(kind for kind in self.learns_from if getattr(self, kind) is not None)
 
     @property
-    def learned_again(self) -> frozenset[str]:
+    def learned_again(self) -> frozenset[Kind]:
         return self.learned if self.top_k else frozenset()
 
     def check_in_use(self, key: str) -> None:
@@ -80,7 +80,7 @@ class HintConfig(TaughtConfig):
 class DistillConfig(TaughtConfig):
     """Distillation on the policy's own samples (Agarwal et al. 2024): another model scores each token."""
 
-    learns_from: ClassVar[frozenset[str]] = RewardSignals | {"comment", "correction", "preferred_over"}
+    learns_from: ClassVar[frozenset[Kind]] = SCORES | {"comment", "correction", "preferred_over"}
 
     path: str | None = None
     """The teacher's folder, which is loaded next to the policy."""

@@ -24,7 +24,7 @@ from shared.config.algorithms import (
 )
 from shared.config.base import NUMBER, Count, Devices, FileName, Flag, NonNegative, Positive, Section
 from shared.config.deepspeed import check_deepspeed
-from shared.config.surrogate import AlgorithmConfig, SurrogateConfig
+from shared.config.surrogate import AlgorithmConfig, Kind, SurrogateConfig
 from shared.config.taught import DistillConfig, HintConfig, TaughtConfig
 from shared.config.watch import BreakerConfig, WatchConfig
 
@@ -146,14 +146,19 @@ class TrainerConfig(Section):
         return {name: weight for name, weight in named.items() if weight > 0}
 
     @property
-    def learns_from(self) -> frozenset[str]:
+    def learns_from(self) -> frozenset[Kind]:
         """The kinds of signals that an algorithm in use learns from."""
         return frozenset().union(*(self.settings_of(name).learned for name in self.parts))
 
     @property
-    def learns_again(self) -> frozenset[str]:
+    def learns_again(self) -> frozenset[Kind]:
         """The kinds of signals that an algorithm in use learns from again in later batches."""
         return frozenset().union(*(self.settings_of(name).learned_again for name in self.parts))
+
+    @property
+    def together(self) -> Literal["trajectory", "task"]:
+        """What a batch must not split: the largest unit of the algorithms in use."""
+        return "task" if any(self.settings_of(name).together == "task" for name in self.parts) else "trajectory"
 
     def settings_of(self, algorithm: str) -> AlgorithmConfig:
         """Return the section of an algorithm."""

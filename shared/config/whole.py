@@ -16,7 +16,7 @@ from shared.config.reward import RewardConfig
 from shared.config.trainer import TrainerConfig
 from shared.config.versions import VersionsConfig
 
-_SCHEMES = ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///")
+DATABASES = ("postgresql://", "postgres://", "postgresql+psycopg://", "sqlite:///")  # how their URLs begin
 
 
 class Config(Section):
@@ -103,7 +103,7 @@ class Config(Section):
 
 def check_database_url(setting: str, url: str) -> None:
     """Raise ValueError for a URL that is no database. The message omits the URL, which may contain a password."""
-    if not url.startswith(_SCHEMES):
+    if not url.startswith(DATABASES):
         raise ValueError(f"{setting}: write postgresql://user:pw@host/db or sqlite:///FILE")
     if url.startswith("sqlite:") and ("?" in url or url.removeprefix("sqlite:///") in ("", ":memory:")):
         raise ValueError(f"{setting}: write sqlite:///FILE; the file's name has %3F for ?, and no options follow it")

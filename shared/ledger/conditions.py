@@ -63,6 +63,11 @@ def in_group(key_group: str | None, rows: FromClause = experiences) -> ColumnEle
     return rows.c.key_group.is_(None) if key_group == UNGROUPED else rows.c.key_group == key_group
 
 
+def are_about(rows: FromClause = experiences) -> ColumnElement[bool]:
+    """Signals about these rows."""
+    return and_(signals.c.msg_id == rows.c.msg_id, signals.c.choice == rows.c.choice)
+
+
 def names_a_run(rows: FromClause = experiences) -> ColumnElement[bool]:
     """Rows whose trajectory is a run: `shared.experience.trajectory_key` in SQL."""
     return and_(rows.c.task_id.is_not(None), rows.c.run_id.is_not(None))
@@ -133,7 +138,6 @@ def need_not_wait(runs_of_task: int, quiet_since: float | None) -> list[ColumnEl
     run, own_run = run_of_task(mates), run_of_task()
     rewarded = mates.c.teaches.bitwise_and(int(Lesson.REWARD)) != 0
     enough: list[ColumnElement[bool]] = [func.count(case((rewarded, run)).distinct()) >= runs_of_task]
-    of_choice = and_(signals.c.msg_id == mates.c.msg_id, signals.c.choice == mates.c.choice)
     if quiet_since is not None:
         enough.append(func.coalesce(func.max(signals.c.created_at), 0.0) <= quiet_since)
     ready_of_task = (
@@ -141,7 +145,7 @@ def need_not_wait(runs_of_task: int, quiet_since: float | None) -> list[ColumnEl
         mates.c.task_id == experiences.c.task_id,
         mates.c.key_group.is_not_distinct_from(experiences.c.key_group),
     )
-    with_signals = select(mates.c.task_id).join_from(mates, signals, of_choice, isouter=True)
+    with_signals = select(mates.c.task_id).join_from(mates, signals, are_about(mates), isouter=True)
     complete = with_signals.where(*ready_of_task).group_by(mates.c.task_id).having(or_(*enough))
     own_reward = select(mates.c.id).where(*ready_of_task, rewarded, run == own_run)
     has_failed = experiences.c.failures >= 2

@@ -11,6 +11,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ from shared.experience import LARGEST_TOP_K, CorruptTokens, Sampling, State, Tok
 from shared.ledger.conditions import MAX_ID_BYTES, split_name
 from shared.ledger.dataset import CHUNK, PACKED
 from shared.ledger.tables import experiences, signals
-from shared.reward import Kind, Lesson, Scope, Signal
+from shared.reward import Lesson, Scope, Signal
 
 _NAMES = ("msg_id", "task_id", "run_id", "parent_id", "conversation_id", "key_name", "key_group", "finish_reason")
 NOT_OURS = -1  # as `version_end`: of an imported row that no version of this ledger sampled to its end
@@ -192,28 +193,17 @@ def _token_ids(given: Sequence[int]) -> TokenArray:
     return found.astype(np.int32)
 
 
-class _ExportedSignal(msgspec.Struct):
-    """A signal as `export --tokens` writes it."""
-
-    kind: Kind
-    value: float | None = None
-    name: str | None = None
-    text: str | None = None
-    scope: Scope = "message"
-    key_name: str | None = None
-
-
 def signals_of(row: dict[str, Any], rule: RewardConfig) -> list[Signal]:
     """Return the row's signals, oldest first, or its rewards if it has none. Raises ValidationError and ValueError.
 
     Exported signals were accepted when they were sent; a reward without signals is checked here.
     """
-    exported = msgspec.convert(row.get("signals") or [], list[_ExportedSignal])
+    exported = [replace(one, id=None) for one in msgspec.convert(row.get("signals") or [], list[Signal])]
     for one in exported:
         _check(one)
     reward = row.get("reward")
     if exported or reward is None:
-        return [Signal(one.kind, one.value, one.name, one.text, one.scope, one.key_name) for one in exported]
+        return exported
     return _rewards(row, reward, rule)
 
 
@@ -269,7 +259,7 @@ def require_accepted(reward: float | None, rule: RewardConfig) -> None:
         raise ValueError(f"reward {reward:g} is outside of reward.accept={[lowest, highest]}")
 
 
-def _check(signal: _ExportedSignal) -> None:
+def _check(signal: Signal) -> None:
     """Raise ValueError for a signal that lacks what its kind requires."""
     kind = signal.kind
     if kind in ("reward", "metric"):

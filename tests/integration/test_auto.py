@@ -10,14 +10,14 @@ from shared.config import RewardConfig, TrainerConfig
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import TrainerRow, find_trainer, ledger_status
-from shared.reward import Lesson, Signal, learned_kinds
+from shared.reward import Lesson, Signal
 from tests.integration.test_lessons import stands
 from tests.support.experiences import make_experiences, samples_of
 from tests.support.lives import Life, Lives
 from tests.support.processes import wait_for
 from tests.support.trained_roots import BATCH, begin, newest, open_ledger, prepare, weights
 
-LEARNED = learned_kinds(TrainerConfig(algorithm="auto"))
+LEARNED = TrainerConfig(algorithm="auto").learns_from
 
 
 def say(ledger: Ledger, names: list[str], signal: Signal) -> None:

@@ -252,8 +252,8 @@ def test_a_task_is_claimed_by_its_runs_once_updates_with_it_failed_twice(explore
         explorer.chat(metadata={"task_id": "a", "run_id": run})
     say(explorer, task_id="a", reward=1)
     commit(explorer)
-    config = TrainerConfig(batch_size=1, poll_interval_s=0.02)
-    claimer = Claimer(explorer.ledger, config, StopRequest(), whole="task")
+    config = TrainerConfig(algorithm="grpo", batch_size=1, poll_interval_s=0.02)
+    claimer = Claimer(explorer.ledger, config, StopRequest())
     taken = []
     for _ in range(3):
         held = claimer.next()

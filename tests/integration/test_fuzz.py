@@ -163,11 +163,14 @@ def test_sql_in_ids_is_only_text(explorer):
     assert explorer.http.post("/feedback", json={"msg_ids": [name, name + "#1"], "reward": 1}).status_code == 404
 
 
-@pytest.mark.parametrize("reward", ["NaN", "Infinity", "-Infinity", "1e309", '"1"', "true", "[]"])
-def test_a_reward_that_is_no_finite_number_is_refused(explorer, reward):
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e309", "9" * 400, '"1"', "true", "[]"])
+def test_a_number_that_is_not_finite_is_refused(explorer, number):
     known = explorer.chat().json()["id"]
-    body = f'{{"msg_ids": ["{known}"], "reward": {reward}}}'
-    assert explorer.http.post("/feedback", content=body).status_code == 400
+    bodies = [
+        f'{{"msg_ids": ["{known}"], {given}}}' for given in (f'"reward": {number}', f'"metrics": {{"a": {number}}}')
+    ]
+    assert [explorer.http.post("/feedback", content=body).status_code for body in bodies] == [400, 400]
+    assert explorer.http.post("/commit", content=f'{{"time_threshold": {number}}}').status_code == 400
 
 
 def test_a_reward_at_the_edge_of_numbers_is_refused_and_one_in_the_ledger_is_never_trained_on(explorer):

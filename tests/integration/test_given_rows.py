@@ -12,7 +12,7 @@ from sqlalchemy import select
 
 from shared.errors import ConfigError, StartupError
 from shared.ledger.connect import Ledger
-from shared.ledger.queries import count_rows
+from shared.ledger.queries import count_by_state
 from shared.ledger.tables import experiences
 from tests.support.forms import one_database
 from tests.support.processes import run_here
@@ -53,7 +53,7 @@ BAD = [
 def stored(config) -> int:
     ledger = Ledger.open(config.ledger_url)
     with ledger.read() as connection:
-        rows = count_rows(connection)
+        rows = sum(count_by_state(connection).values())
     ledger.close()
     return rows
 
@@ -131,6 +131,23 @@ def test_a_file_that_cannot_be_read_is_one_line(config, tmp_path: Path, name):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(StartupError, match=said):
         run_here(config, "import", str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", [*files(), "missing.jsonl"])
+def test_a_file_whose_beginning_cannot_be_read_leaves_no_new_ledger(tmp_path: Path, name):
+    config, file = make_config(tmp_path / "root", ["http://127.0.0.1:1"]), tmp_path / name
+    if name in files():
+        file.write_bytes(files()[name][0])
+    with pytest.raises(StartupError, match=name):
+        run_here(config, "import", str(file))
+    assert (config.root / "ledger.sqlite3").exists() == (name == "cut.jsonl.gz"), "whose first rows are stored"
+
+
+def test_without_an_engine_for_rows_of_messages_a_remedy_is_named(config, tmp_path: Path):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": messages}))
+    with pytest.raises(StartupError, match=r"need an engine .* start `flywheel up` or `flywheel engine` \(engine http"):
+        run_here(config, "import", str(tmp_path / "rows.jsonl"))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row(config, tmp_path: Path):

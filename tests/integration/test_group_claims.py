@@ -122,7 +122,7 @@ def test_choices_of_a_message_without_a_task_are_claimed_together_where_rewards_
             return [(row.msg_id, row.choice) for row in queries.load_lease(connection, batch).rows]
 
     assert claimed("task") == [("m", 0), ("m", 1), ("other", 0), ("other", 1), ("other", 2)]
-    assert claimed("run") == [("m", 0), ("m", 1), ("other", 0)], "a failing row can stand alone"
+    assert claimed("trajectory") == [("m", 0), ("m", 1), ("other", 0)], "a failing row can stand alone"
 
 
 def test_choices_of_a_message_of_a_task_without_runs_are_runs_of_it(explorer):

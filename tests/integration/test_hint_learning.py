@@ -21,7 +21,7 @@ from shared.config import Config, HintConfig, RewardConfig
 from shared.experience import Experience, Sampling, Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.reward import Signal, learned_kinds
+from shared.reward import Signal
 from shared.stop_request import StopRequest
 from shared.versions import version_path
 from tests.integration.test_learning import next_token_logprobs
@@ -96,7 +96,7 @@ def record_commented(ledger: Ledger, config: Config, rows: list[Experience], com
                 run_id=None,
                 signals=[Signal("comment", text=text)],
                 rule=RewardConfig(),
-                learned=learned_kinds(config.trainer),
+                learned=config.trainer.learns_from,
             )
         transitions.commit(connection)
 

@@ -22,7 +22,7 @@ from shared.ledger.connect import Ledger
 from shared.ledger.dataset import replace_whole
 from shared.ledger.given import read_rows
 from shared.ledger.prefix import load_tokens
-from shared.ledger.queries import count_by_state, count_rows, size_bytes
+from shared.ledger.queries import count_by_state, size_bytes
 from shared.ledger.tables import experiences, payloads, signals
 from shared.reward import Signal
 from tests.support.experiences import record_ready, rows
@@ -171,7 +171,8 @@ def test_a_ledger_that_is_too_large_loses_its_oldest_done_rows(ledger, config, t
         connection.execute(update(experiences).where(experiences.c.id <= 300).values(state="CONSUMED", teaches=0))
     run_here(config, "archive", "--to", str(tmp_path / "archive"), "--keep-gb", "0")
     with ledger.read() as connection:
-        assert count_rows(connection) == 100, "what is still to be trained stays, however little room there is"
+        left = sum(count_by_state(connection).values())
+    assert left == 100, "what is still to be trained stays, however little room there is"
     with pytest.raises(ConfigError, match="--older-than-days"):
         run_here(config, "archive", "--to", str(tmp_path / "archive"))
 
@@ -186,7 +187,7 @@ def test_an_archive_that_left_the_rest_small_enough_moves_nothing_when_it_runs_a
     for _ in range(3):
         run_here(config, "archive", "--to", str(tmp_path / "archive"), "--keep-gb", half)
         with ledger.read() as connection:
-            counts.append(count_rows(connection))
+            counts.append(sum(count_by_state(connection).values()))
     assert 180 < counts[0] < 220
     assert counts[0] - 20 < counts[2], "room that PostgreSQL keeps for later rows is no reason to move more"
 
@@ -202,7 +203,7 @@ def test_an_archive_overwrites_no_file_when_numbers_of_rows_come_again(ledger, c
             connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
         run_here(config, "archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
         with ledger.write() as connection:
-            assert count_rows(connection) == 0
+            assert sum(count_by_state(connection).values()) == 0
             if not ledger.is_sqlite:  # another ledger, archived into the same folder
                 connection.exec_driver_sql("ALTER SEQUENCE experiences_id_seq RESTART")
     assert sorted(archived_names(tmp_path / "archive")) == ["a0", "a1", "a2", "b0", "b1", "b2"]

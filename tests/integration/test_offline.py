@@ -144,7 +144,11 @@ def config(tmp_path, model):
 @pytest.mark.parametrize(
     ("exported", "said"),
     [
-        ([{"messages": [], "reward": 1}], r"no row has tokens \(1 without tokens\); export it again with --tokens"),
+        (
+            [{"messages": [], "reward": 1}],
+            r"no row has tokens \(1 without tokens\); export it again with --tokens; `flywheel import` gives rows of "
+            r"messages their tokens",
+        ),
         (
             [ROW, {**ROW, "tokenizer": "ab12"}],
             "row 2: its tokens are of the tokenizer ab12, and .* has [0-9a-f]{16}; set",

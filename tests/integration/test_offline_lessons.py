@@ -15,7 +15,7 @@ from shared.errors import StartupError
 from shared.experience import Tokens
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
-from shared.reward import Signal, learned_kinds
+from shared.reward import Signal
 from tests.integration.test_offline import train
 from tests.support.experiences import make_experiences, rows, samples_of, trainer_config
 from tests.support.processes import run_here
@@ -49,7 +49,7 @@ def shape(rows):
 @pytest.mark.parametrize("algorithms", [{"hint": 1.0}, {"sft": 1.0}, {"hint": 1.0, "reinforce_pp": 1.0}])
 def test_rewards_that_no_algorithm_learns_from_act_neither_in_the_ledger_nor_in_a_file(algorithms, tmp_path, model):
     config = trainer_config(tmp_path, model, algorithms=algorithms)
-    kinds, made = learned_kinds(config.trainer), two_turns(model)
+    kinds, made = config.trainer.learns_from, two_turns(model)
     with closing(Ledger.open(config.ledger_url)) as ledger, ledger.write() as connection:
         samples = [replace(one, task_id="t", run_id="r") for one in samples_of(made)]
         transitions.record(connection, samples)
@@ -157,7 +157,7 @@ def test_an_erasure_names_the_version_that_a_file_taught_to_prefer_another_reply
     with closing(open_ledger(tmp_path)) as ledger, ledger.write() as connection:
         transitions.record(connection, samples_of([winner, loser]))
         said = {"signals": [Signal("preferred_over", text=loser.msg_id)], "task_id": None, "run_id": None}
-        learned = learned_kinds(config.trainer)
+        learned = config.trainer.learns_from
         transitions.apply_feedback(connection, msg_ids=[winner.msg_id], rule=config.reward, learned=learned, **said)
     run_here(config, "export", "--out", str(tmp_path / "rows.jsonl"), "--tokens")
     train(lives, tmp_path, "--from", str(tmp_path / "rows.jsonl"))

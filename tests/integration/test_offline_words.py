@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from shared.config import RewardConfig, load_config
 from shared.ledger import transitions
 from shared.ledger.queries import find_trainer
-from shared.reward import Signal, learned_kinds
+from shared.reward import Signal
 from tests.integration.test_offline import ROW, rows_of, train
 from tests.support.experiences import make_experiences, samples_of
 from tests.support.forms import FULL
@@ -39,7 +39,7 @@ def exported(lives: Any, root: Path, model: Path, *, rewarded: bool = False, **t
     """The export of a root whose trainer made a version of one batch of rows with comments, each of other words."""
     root.mkdir()
     prepare(root, model, **trainer)
-    made, ledger, learned = make_experiences(model, BATCH), open_ledger(root), learned_kinds(trainer_of(root))
+    made, ledger, learned = make_experiences(model, BATCH), open_ledger(root), trainer_of(root).learns_from
     with ledger.write() as connection:
         transitions.record(connection, samples_of(made))
         for row in made:

@@ -82,7 +82,8 @@ def test_the_teacher_reads_the_words_with_the_earlier_weights_and_the_policy_kee
         before = own(learner)
         update, batch = learner._update, make_batch(rows[8:16])
         (part,) = update._parts.values()
-        taught = update._precompute.run(batch, {"hint": (part.algorithm, part.algorithm.units(batch))})["teacher/hint"]
+        scored = update._precompute.run(batch, {"hint": (part.algorithm, part.algorithm.units(batch))})
+        taught = scored.of_part["hint"]["teacher"]
         assert all(torch.equal(one, before[name]) for name, one in own(learner).items())
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     for row, found in zip(rows[8:16], taught, strict=True):

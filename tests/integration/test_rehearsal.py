@@ -12,7 +12,7 @@ from shared.experience import Experience
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences, lineage
-from shared.reward import Kind, Signal, learned_kinds
+from shared.reward import Kind, Signal
 from shared.stop_request import StopRequest
 from tests.support.plans import plans_of
 from tests.support.samples import sample
@@ -39,7 +39,7 @@ def ledger(ledger):
 
 def make_ready(ledger: Ledger, said: dict[str, Signal], *, known: bool = False, **about: Any) -> None:
     """known: the rows are in the ledger."""
-    about |= {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": learned_kinds(config())}
+    about |= {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": config().learns_from}
     with ledger.write() as connection:
         transitions.record(connection, [] if known else [sample(name) for name in said])
         for name, signal in said.items():

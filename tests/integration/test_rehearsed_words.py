@@ -12,7 +12,7 @@ from shared.config import RewardConfig, TrainerConfig
 from shared.experience import Experience
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.reward import Signal, learned_kinds
+from shared.reward import Signal
 from shared.stop_request import StopRequest
 from tests.support.samples import sample
 from trainer_service.batch import make_batch
@@ -39,7 +39,7 @@ def ledger(ledger):
 
 
 def say(ledger: Ledger, said: dict[str, list[Signal]], **about: Any) -> None:
-    every = learned_kinds(config({**MIX, "sft": 1.0}))
+    every = config({**MIX, "sft": 1.0}).learns_from
     about |= {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": every}
     with ledger.write() as connection:
         transitions.record(connection, [sample(name) for name in said])
@@ -96,7 +96,7 @@ def test_they_are_sequences_of_their_own_with_words_in_no_trajectory_and_not_cou
 
 def test_words_that_have_not_acted_yet_are_not_rehearsed(ledger):
     """A comment acts once it is committed, and once: rehearsal repeats only what was trained on."""
-    about = {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": learned_kinds(config(MIX))}
+    about = {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": config(MIX).learns_from}
     later = [Signal("comment", text="LONGER")]
     with ledger.write() as connection:
         transitions.apply_feedback(connection, msg_ids=["said-0"], signals=later, key_name="ann", **about)

@@ -17,7 +17,7 @@ from shared.experience import Experience, Tokens
 from shared.ledger import queries, transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.tables import experiences, payloads
-from shared.reward import SCORES, Kind, Signal, learned_kinds
+from shared.reward import SCORES, Kind, Signal
 from shared.stop_request import StopRequest
 from tests.support.samples import sample
 from tests.support.servers import wait_until
@@ -295,6 +295,6 @@ def test_metrics_without_weights_are_named_to_who_forgot_the_weights(ledger, cap
 
 
 def test_only_what_an_algorithm_learns_from_is_read():
-    assert learned_kinds(TrainerConfig(algorithm="kto")) == {"rating"}
-    assert learned_kinds(TrainerConfig(algorithm="sft")) == {"correction", "demonstration"}
-    assert learned_kinds(TrainerConfig(algorithms={"dpo": 1, "kto": 1})) == {"rating", "correction", "preferred_over"}
+    assert TrainerConfig(algorithm="kto").learns_from == {"rating"}
+    assert TrainerConfig(algorithm="sft").learns_from == {"correction", "demonstration"}
+    assert TrainerConfig(algorithms={"dpo": 1, "kto": 1}).learns_from == {"rating", "correction", "preferred_over"}

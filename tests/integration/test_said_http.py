@@ -11,7 +11,6 @@ import torch
 from shared.config import TrainerConfig
 from shared.experience import Experience
 from shared.ledger import queries, transitions
-from shared.reward import learned_kinds
 from tests.integration.test_update import build
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.servers import RunningExplorer, make_config
@@ -44,7 +43,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[Experien
     committed = explorer.http.post("/commit").raise_for_status().json()
     with explorer.ledger.write() as connection:
         batch = transitions.claim(connection, owner="t", at_least=1, at_most=64, lease_s=60)
-        lease = queries.load_lease(connection, batch, 208, learned_kinds(settings))
+        lease = queries.load_lease(connection, batch, 208, settings.learns_from)
     explorer.stop()
     engine.stop()
     assert committed == {"status": "success", "committed": 3, "ready": 3}

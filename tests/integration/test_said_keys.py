@@ -11,7 +11,7 @@ from shared.config import RewardConfig, TrainerConfig
 from shared.experience import Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.reward import Signal, learned_kinds
+from shared.reward import Signal
 from shared.stop_request import StopRequest
 from tests.support.batches import precomputed
 from tests.support.samples import sample
@@ -43,7 +43,7 @@ def record(ledger: Ledger, name: str, reply: str = "yes", prompt: str = PROMPT, 
 
 
 def say(ledger: Ledger, name: str, key: str | None, *signals: Signal, **about: Any) -> None:
-    learned = learned_kinds(TrainerConfig.model_validate(MIX))
+    learned = TrainerConfig.model_validate(MIX).learns_from
     asked: dict[str, Any] = {"task_id": None, "run_id": None, "rule": RewardConfig(), "learned": learned, **about}
     with ledger.write() as connection:
         transitions.apply_feedback(connection, msg_ids=[name], signals=signals, key_name=key, **asked)
@@ -121,7 +121,7 @@ def test_of_several_keys_on_one_row_the_last_that_counts_is_taken(ledger):
     whole = Signal("correction", text="of the last reply alone", scope="run")
     with ledger.write() as connection:
         asked: dict[str, Any] = {"msg_ids": [], "task_id": "t", "run_id": "r", "rule": RewardConfig()}
-        learned = learned_kinds(TrainerConfig.model_validate(MIX))
+        learned = TrainerConfig.model_validate(MIX).learns_from
         transitions.apply_feedback(connection, signals=[whole], key_name="dan", learned=learned, **asked)
     batch = batch_of(ledger, batch_size=2)
     assert list(weights(batch, "sft", 1.0)) == ["ann", "dan"], "first row: that of the message; last row: the newest"

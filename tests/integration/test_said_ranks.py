@@ -14,7 +14,7 @@ from shared.config import RewardConfig, load_config
 from shared.experience import Experience
 from shared.ledger import transitions
 from shared.ledger.queries import find_trainer
-from shared.reward import Signal, learned_kinds
+from shared.reward import Signal
 from shared.versions import version_path
 from tests.integration.test_ranks import ADAM, EVERYTHING_PARTITIONED
 from tests.support.experiences import make_experiences
@@ -53,7 +53,7 @@ def train(
     """One update, of two tasks where an algorithm asks for them. Returns the weights and the figures."""
     prepare(root, model, **trainer)
     config, ledger = load_config(root / "flywheel.yaml"), open_ledger(root)
-    learned = learned_kinds(config.trainer)
+    learned = config.trainer.learns_from
     with ledger.write() as connection:
         tasks = [{"task_id": f"t{number // 4}", "run_id": str(number)} for number in range(len(rows))]
         named = tasks if "grpo" in config.trainer.parts else [{}] * len(rows)

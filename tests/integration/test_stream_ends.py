@@ -60,7 +60,7 @@ def test_a_caller_sees_no_last_finish_reason_if_the_rows_cannot_be_stored(explor
     async def fail(*_args: object) -> None:
         raise LedgerError("a fault was put in")
 
-    monkeypatch.setattr("explorer_service.chat.stream.record", fail)
+    monkeypatch.setattr(explorer.deps.writer, "record", fail)
     lines = explorer.chat(stream=True, n=2).text.splitlines()
     assert sum(FINISHED in line for line in lines) == 1, "the end of the first choice alone"
     assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "ledger_unavailable"

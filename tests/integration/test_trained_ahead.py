@@ -17,7 +17,7 @@ from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from shared.ledger.queries import ledger_status, list_versions
 from shared.ledger.tables import batches, versions
-from shared.reward import Signal, learned_kinds
+from shared.reward import Signal
 from shared.stop_request import StopRequest
 from shared.versions import Manifest, read_manifest
 from tests.support.experiences import record_ready, rows, samples_of, trainer_config
@@ -212,7 +212,7 @@ def test_a_version_that_was_withdrawn_is_named_of_a_reply_over_which_it_learned_
 ):
     config = trainer_config(tmp_path, tmp_path, algorithm="dpo", batch_size=1, save_every=3, min_free_disk_gb=0)
     said: dict[str, Any] = {"signals": [Signal("preferred_over", text="m1")], "task_id": None, "run_id": None}
-    said |= {"rule": config.reward, "learned": learned_kinds(config.trainer)}
+    said |= {"rule": config.reward, "learned": config.trainer.learns_from}
     better, worse, other = rows(3)
     worse = replace(worse, tokens=replace(worse.tokens, reply_ids=np.array([3], np.int32)))
     stop = StopRequest()

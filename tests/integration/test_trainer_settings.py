@@ -6,11 +6,16 @@ import logging
 
 import pytest
 
-from shared.config import Config, agreed_settings
+from services.trainer import resumed
+from shared.config import Config, TrainerConfig, agreed_settings
+from shared.errors import StartupError
 from shared.ledger import transitions
-from tests.support.servers import wait_until
+from shared.stop_request import StopRequest
+from tests.support.batches import ALONE
+from tests.support.servers import wait_until, write_scripted_version
 from trainer_service import agreement
 from trainer_service.agreement import Agreement
+from trainer_service.loop import Trainer
 
 
 def settings(**trainer: object) -> Config:
@@ -51,9 +56,18 @@ def test_a_trainer_says_so_at_its_start_even_if_it_ends_at_once(ledger, caplog):
     assert "trainer.batch_size" in caplog.text
 
 
-def test_a_trainer_of_a_file_is_not_compared(ledger, caplog):
+@pytest.mark.parametrize("rows", [None, []])
+def test_only_a_trainer_that_learns_from_the_ledger_is_compared(rows, ledger, config, tmp_path, caplog):
+    write_scripted_version(tmp_path, 0, -1.0)
     with ledger.write() as connection:
+        another = {"kind": "full", "step": 0, "manifest_sha256": "0" * 64}  # with which no trainer starts
+        transitions.publish(connection, version=0, parent=None, **another)
         transitions.heartbeat(connection, "explorer", {}, agreed_settings(settings()))
-    with Agreement(ledger, None):
+    own = config.model_copy(update={"trainer": TrainerConfig(batch_size=288)})
+    with (
+        caplog.at_level(logging.ERROR, "flywheel.trainer"),
+        pytest.raises(StartupError, match="holds another v000000"),
+        resumed(own, ALONE, StopRequest(), Trainer, rows),
+    ):
         pass
-    assert "trainer.batch_size" not in caplog.text
+    assert ("trainer.batch_size" in caplog.text) == (rows is None)

@@ -29,7 +29,7 @@ def make_ready(ledger: Ledger, names: list[str], signal: Signal = UP, key: str |
 
 
 def claimer(ledger: Ledger, **config: object) -> Claimer:
-    return Claimer(ledger, TrainerConfig.model_validate({**GROUPS, **config}), StopRequest(), whole="task")
+    return Claimer(ledger, TrainerConfig.model_validate({**GROUPS, **config}), StopRequest())
 
 
 def test_a_batch_that_fails_is_halved_beside_an_older_run_that_waits_for_others(ledger):

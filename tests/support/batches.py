@@ -73,7 +73,7 @@ def rewarded_batch(said: Iterable[tuple[str | None, float | None]]) -> Batch:
 def precomputed(batch: Batch, **arrays: Sequence[np.ndarray]) -> Precomputed:
     """The models' precomputed values; by default log π = −1 and V = 0."""
     ones = [np.full(len(one.actions), -1.0, np.float32) for one in batch.sequences]
-    said = {"proximal": ones, "processed": ones, "reference": ones, "values": [0 * one for one in ones], "teacher": []}
+    said = {"proximal": ones, "processed": ones, "reference": ones, "values": [0 * one for one in ones]}
     return Precomputed(**{**said, **{name: list(given) for name, given in arrays.items()}})
 
 

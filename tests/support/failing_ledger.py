@@ -12,8 +12,8 @@ from sqlalchemy import Engine, event
 from shared.errors import LedgerError
 
 _TABLES = "versions|engines|explorers|leases|load_failures|decisions|calibrations"
-_HEARTBEATS = re.compile(r"SET owner_until = \S+ WHERE owner = |SET until=\S+ WHERE leases\.owner")
-_OTHERS = ("MainThread", "version-poller")  # threads of the test itself, and of queries in no take-up
+_HEARTBEATS = re.compile(r"SET owner_until=\S+ WHERE engines\.owner = |SET until=\S+ WHERE leases\.owner")
+_OTHERS = ("MainThread", "version-poller_0")  # threads of the test itself, and of queries in no take-up
 
 
 class FailingLedger:

@@ -122,6 +122,12 @@ def test_a_whole_reply_whose_text_is_no_utf8_is_the_engines_fault(surface: Surfa
         capture_reply(chat, EngineReply(SLOT, 200, "application/json", content, 0.0))
 
 
+def test_a_reply_that_is_not_recorded_may_have_logprobs_of_any_form():
+    chat = parse_chat(CHAT, b'{"store":false}', {}, Caller(), Router("agent", engines=1), CONFIG, {}, 0.0)
+    content = b'{"id":"m","choices":[{"index":0,"message":{},"logprobs":["inf"],"finish_reason":"stop"}]}'
+    assert capture_reply(replace(chat, msg_id="m"), EngineReply(SLOT, 200, "application/json", content, 0.0)) == []
+
+
 @pytest.mark.parametrize(
     "calls", [[{"index": 10**9}], [{"index": -1}], [{"index": "x"}], [{"index": None}], ["x"], "x", 7, {"index": 0}]
 )

@@ -15,7 +15,6 @@ from benchmarks.learning.world import Reply, in_tasks, worth
 from examples.support_desk.desk import Ticket, format_answer
 from shared.config import TrainerConfig
 from shared.experience import Tokens
-from shared.reward import learned_kinds
 
 
 def reply(text: str, desk: str = "refunds", priority: str = "low") -> Reply:
@@ -26,7 +25,7 @@ def reply(text: str, desk: str = "refunds", priority: str = "low") -> Reply:
 @pytest.mark.parametrize("name", CASES)
 def test_an_algorithm_learns_from_all_signals_of_a_case(name):
     plan, replies = CASES[name], [reply("refunds , low"), reply("refunds , urgent")]
-    learned = learned_kinds(TrainerConfig.model_validate(plan.trainer))
+    learned = TrainerConfig.model_validate(plan.trainer).learns_from
     said = plan.say(replies, random.Random(0))
     assert len(said) == 2 and all({signal.kind for signal in signals} <= learned for signals, _ in said)
 

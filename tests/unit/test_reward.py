@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from shared.config import ALGORITHMS, RewardConfig, TrainerConfig
-from shared.reward import Kind, Lesson, NewWords, Signal, credit_of, learned_kinds, reward_of
+from shared.reward import Kind, Lesson, NewWords, Signal, credit_of, reward_of
 
 UP, DOWN = Signal("rating", text="up"), Signal("rating", text="down")
 HALF, COMMENT = Signal("reward", value=0.5), Signal("comment", text="well")
@@ -41,7 +41,7 @@ def test_the_last_of_each_signal_counts(said, rule, reward):
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_declares_its_signals(name):
     teacher = {"distill": {"path": "teacher"}} if name == "distill" else {}
-    learned = learned_kinds(TrainerConfig.model_validate({"algorithm": name, **teacher}))
+    learned = TrainerConfig.model_validate({"algorithm": name, **teacher}).learns_from
     assert learned and learned <= set(get_args(Kind))
     assert learned == set(ALGORITHMS[name].learns_from)
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from shared.config import GroupConfig, SPOConfig, SurrogateConfig
 from trainer_service.algorithms.advantages import (
+    Scale,
     Span,
     is_zero,
     kl_penalties,
@@ -80,15 +81,28 @@ def attempts(
         levels = ("", _digest("prompt", prompt[:prompt_tokens]), *(() if task is None else (_digest("task", task),)))
         group = task or (trajectory.msg_id or position, _digest("prompt", prompt))
         spans, costs = turn_costs(trajectory, [number[place] for place in places], penalties)
-        paid, before = trajectory.lineage.totals(costs), [0.0] * len(spans)
-        if not by_turn:  # the score of an alternative is that of the trajectory with it
-            paid = [own + earlier for own, earlier in zip(paid, trajectory.lineage.before(costs), strict=True)]
-            before = trajectory.lineage.before([reward or 0.0 for reward in trajectory.turn_rewards])
+        own = [float(earned[one][begin]) for one, begin, _ in spans]
+        scores = (_scores_of_turns if by_turn else _scores_of_paths)(trajectory, own, costs, scale)
         for depth, turns in _parts(trajectory, by_turn=by_turn):
-            one, begin, _ = spans[turns[0]]
-            score = scale.of(float(earned[one][begin]) + before[turns[0]]) - paid[turns[0]]
-            found.append(Attempt((group, depth), levels, score, [spans[turn] for turn in turns]))
+            found.append(Attempt((group, depth), levels, scores[turns[0]], [spans[turn] for turn in turns]))
     return found
+
+
+def _scores_of_turns(trajectory: Trajectory, earned: list[float], costs: list[float], scale: Scale) -> list[float]:
+    """Return each turn's score: what it and later turns earned and cost. earned, costs: see `_scores_of_paths`."""
+    return [scale.of(own) - cost for own, cost in zip(earned, trajectory.lineage.totals(costs), strict=True)]
+
+
+def _scores_of_paths(trajectory: Trajectory, earned: list[float], costs: list[float], scale: Scale) -> list[float]:
+    """Return for each turn the score of the path through it, which includes what the turns before it earned and cost.
+
+    earned: undiscounted return of each turn. costs: KL penalty of each turn's own actions.
+    """
+    lineage = trajectory.lineage
+    before = lineage.before([reward or 0.0 for reward in trajectory.turn_rewards])
+    returned = [scale.of(own + earlier) for own, earlier in zip(earned, before, strict=True)]
+    paid = zip(lineage.totals(costs), lineage.before(costs), strict=True)
+    return [value - (later + earlier) for value, (later, earlier) in zip(returned, paid, strict=True)]
 
 
 def _parts(trajectory: Trajectory, *, by_turn: bool) -> list[tuple[int, list[int]]]:

@@ -146,7 +146,8 @@ class Precomputed:
     processed: list[Floats]  # of each sequence [A]: log π_prox as the engine's sampler processes it
     reference: list[Floats]  # of each sequence [A]: log π_ref at the sampling temperature
     values: list[Floats]  # of each sequence [A]: the critic's
-    teacher: list[Floats]  # of each member of the units, at the sampling temperature: [B] of its words, else [A]
+    # of each member of the units, at the sampling temperature: [B] of its words, else [A]
+    teacher: list[Floats] = field(default_factory=list)
     top: list[Ints] = field(default_factory=list)  # of each member [B, N]: the teacher's most likely tokens
     top_logprobs: list[Floats] = field(default_factory=list)  # [B, N]: the teacher's log π of these
 

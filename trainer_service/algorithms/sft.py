@@ -44,14 +44,10 @@ class SFT:
         self, batch: Batch, units: list[Unit], precomputed: Precomputed, memory: Memory
     ) -> tuple[Constants, Figures]:
         lengths = [len(sequence.actions) for sequence in pick(batch.sequences, units)]
-        constants: Constants = {
-            "tokens": [np.full(1, n, np.float32) for n in lengths],
-            "weights": [np.ones(n, np.float32) for n in lengths],
-        }
-        return constants, {"learnt_tokens": float(sum(lengths))}
+        return {"weights": [np.ones(n, np.float32) for n in lengths]}, {"learnt_tokens": float(sum(lengths))}
 
     def size(self, units: list[Unit], constants: Constants) -> float:
-        return float(sum(map(np.sum, constants["tokens"])))
+        return float(sum(map(len, constants["weights"])))
 
     def loss(self, now: Now, constants: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         loss = -(constants["weights"] * now.logprobs_K).sum()

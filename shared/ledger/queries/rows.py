@@ -22,11 +22,6 @@ _ALIKE = {
 }
 
 
-def count_rows(connection: Connection) -> int:
-    """Return the number of recorded rows."""
-    return int(connection.execute(select(func.count()).select_from(experiences)).scalar_one())
-
-
 def count_by_state(connection: Connection) -> dict[str, int]:
     """Return the number of rows in each state, including zeros."""
     query = select(row_counts.c.state, func.sum(row_counts.c.n)).group_by(row_counts.c.state)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
 
-from sqlalchemy import Connection, and_, func, or_, select
+from sqlalchemy import Connection, func, or_, select
 
 from shared.experience import Experience, TrajectoryKey, trajectory_key
-from shared.ledger.conditions import AnyRow, in_parts, in_trajectories
+from shared.ledger.conditions import AnyRow, are_about, in_parts, in_trajectories
 from shared.ledger.tables import experiences, signals
 from shared.reward import Kind, Signal
 
@@ -19,8 +19,7 @@ _RECENT_ROWS = 1_000
 
 def count_signals(connection: Connection, ids: Sequence[int]) -> dict[int, int]:
     """Return the number of signals about these rows, by row id; rows without signals are absent."""
-    about = and_(signals.c.msg_id == experiences.c.msg_id, signals.c.choice == experiences.c.choice)
-    counts = select(experiences.c.id, func.count()).join(signals, about).group_by(experiences.c.id)
+    counts = select(experiences.c.id, func.count()).join(signals, are_about()).group_by(experiences.c.id)
     return {
         row_id: n for mine in in_parts(experiences.c.id, ids) for row_id, n in connection.execute(counts.where(mine))
     }

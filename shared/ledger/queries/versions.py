@@ -160,7 +160,7 @@ def reason_against_serving(connection: Connection, version: int) -> str | None:
     row = find_versions(connection, [version]).get(version)
     if row is not None and row.may_be_pinned:
         return None
-    available = f"on disk: {versions_on_disk(connection)[-_MOST_NAMED:]}"
+    available = f"on disk: {versions_on_disk(connection)[-_MOST_NAMED:] or 'none'}"
     if row is None:
         return f"version {version} does not exist; {available}"
     if row.state == VersionState.RESERVED:

@@ -18,27 +18,7 @@ from shared.ledger.tables.rows import (
 from shared.ledger.tables.versions import decisions, trainer_states, trainers, version_leases, versions
 
 __all__ = [
-    "IS_QUARANTINED",
-    "IS_READY",
-    "REHEARSABLE",
-    "WAITS",
-    "batches",
-    "calibrations",
-    "decisions",
-    "engines",
-    "experiences",
-    "explorers",
-    "idempotency",
-    "leases",
-    "lineage",
-    "load_failures",
-    "metadata",
-    "open_streams",
-    "payloads",
-    "row_counts",
-    "signals",
-    "trainer_states",
-    "trainers",
-    "version_leases",
-    "versions",
-]
+    "IS_QUARANTINED", "IS_READY", "REHEARSABLE", "WAITS", "batches", "calibrations", "decisions", "engines",
+    "experiences", "explorers", "idempotency", "leases", "lineage", "load_failures", "metadata", "open_streams",
+    "payloads", "row_counts", "signals", "trainer_states", "trainers", "version_leases", "versions",
+]  # fmt: skip
