@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
+
+
+def without_credentials(url: str) -> str:
+    """Return an address as a message may show it.
+
+    >>> without_credentials("https://me:secret@host:8010/flywheel")
+    'https://host:8010/flywheel'
+    """
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def naming(url: httpx.URL, task_id: str, run_id: str) -> httpx.URL:

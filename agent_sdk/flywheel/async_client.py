@@ -65,7 +65,7 @@ class AsyncClient(Base):
         try:
             response = await self._http.send(self._request(self._http, ask))
         except httpx.TransportError as exc:
-            return exc
+            return self._unanswered(ask, exc)
         return Answer(response.status_code, response.headers, response.content)
 
     async def feedback(

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import httpx
 
 from flywheel import wire
+from flywheel.addresses import without_credentials
 from flywheel.admin import Admin
 from flywheel.connections import Connections
 from flywheel.credit import Credit
-from flywheel.errors import ConfigError
+from flywheel.errors import ConfigError, Unreachable, describe
 from flywheel.model import Model
 from flywheel.results import Committed, Receipts, Status, Version
 from flywheel.run import Run, SyncRun
@@ -40,6 +41,11 @@ class Explorer:
     name: str
     retry_s: float
     connections: Connections
+
+    @property
+    def shown_url(self) -> str:
+        """The address without credentials, for messages."""
+        return without_credentials(self.url)
 
     def model(
         self, run: Run | None = None, version: int | None = None, params: Mapping[str, Any] | None = None
@@ -81,6 +87,14 @@ class Base:
     def _headers(self) -> dict[str, str]:
         key = self.explorer.key
         return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+
+    def _unanswered(self, ask: Ask, cause: Exception) -> Unreachable:
+        """Return the error of a request that got no response."""
+        error = Unreachable(
+            f"{ask.method} {ask.path}: no answer ({describe(cause)}); is the explorer at {self.explorer.shown_url} up?"
+        )
+        error.__cause__ = cause
+        return error
 
     def _request(self, http: httpx.Client | httpx.AsyncClient, ask: Ask) -> httpx.Request:
         headers = {**self._headers(), **({"Idempotency-Key": ask.key} if ask.key else {})}
@@ -133,7 +147,7 @@ class Client(Base):
         try:
             response = self._http.send(self._request(self._http, ask))
         except httpx.TransportError as exc:
-            return exc
+            return self._unanswered(ask, exc)
         return Answer(response.status_code, response.headers, response.content)
 
     def feedback(

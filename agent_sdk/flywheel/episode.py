@@ -25,6 +25,7 @@ from flywheel.transport import Pin, current_pin
 from flywheel.workflow import Caller, score, within
 
 log = logging.getLogger("flywheel")
+UntilServed = Callable[[], Awaitable[bool]]
 _WINDOW = 50  # number of attempts that max_failed_share refers to
 
 
@@ -82,12 +83,12 @@ class Attempts:
     how: LearnConfig
     counted: int = 0  # runs that ended since this start
 
-    async def run(self, task: NamedTask, task_id: str, number: int, until_served: Callable[[], Awaitable[bool]]) -> int:
+    async def run(self, task: NamedTask, task_id: str, number: int, until_served: UntilServed) -> int | None:
         """Try until an attempt gives a result; after the last failure, drop the run. Each attempt is a new run.
 
         until_served: waits for an engine after an attempt that none answered, which is no failure for timeout_s. If it
         returns False, learn is stopping, and nothing is journaled, so that a later start makes the run.
-        Returns the number of its chats; 0 if it was dropped, or not made.
+        Returns the number of its chats: 0 if it was dropped, None if it was not made.
         """
         place = f"{task_id}#{number}"
         failed, excused_until = 0, math.inf
@@ -123,7 +124,7 @@ class Attempts:
             if failed > self.how.retries:
                 break
             if run.is_unanswered and not await until_served():
-                return 0
+                return None
         await self.journal.write(self._line(place, None, None, "dropped", 0.0))
         self.counted += 1
         return 0

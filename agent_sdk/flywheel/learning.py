@@ -13,12 +13,13 @@ from typing import Any
 from flywheel.async_client import AsyncClient
 from flywheel.config import LearnConfig
 from flywheel.episode import Attempts, Failures
+from flywheel.errors import JournalMismatch
 from flywheel.evaluation import Trial
 from flywheel.journal import Journal
 from flywheel.loops import CtrlC, run_alone
 from flywheel.pace import Pacer
 from flywheel.report import Evaluation, Report, summarize
-from flywheel.schedule import Learning, check_ledger, show
+from flywheel.schedule import Learning, show
 from flywheel.tasks import NamedTask, Task, digest_of, load_tasks
 from flywheel.threads import DaemonThreads
 from flywheel.workflow import Caller, Function, name_of
@@ -59,8 +60,6 @@ async def alearn(
         trial = Trial(flows[1], judges[1], how.eval_runs, how.at_once, how.timeout_s, how.eval_params)
         patience = {"patience_s": how.patience_s, "engine_patience_s": how.timeout_s}
         pacer = Pacer(talker, how.max_ready_rows, how.require_trainer, **patience)
-        if journal.ledger is not None:
-            await check_ledger(attempts)  # before anything is sent, also to the report
         return await _learn(Learning(how, attempts, trial, pacer, held_out), named, home)
     finally:
         journal.close()
@@ -71,8 +70,9 @@ async def alearn(
 
 
 async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Report:
-    """Run the work, and write the report even if learning fails."""
+    """Run the work, and write the report even if learning fails, unless the folder's is of other work."""
     how, journal, began = learning.how, learning.attempts.journal, time.monotonic()
+    is_ours = True
     learning.planned = len(tasks) * how.epochs * how.runs_per_task - len(journal.ended)
     learning.report.evaluations = [Evaluation(**line["result"]) for line in journal.evaluations]
     shown = asyncio.create_task(show(learning)) if how.progress else None
@@ -80,6 +80,9 @@ async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Repo
     try:
         with CtrlC(partial(_stop, learning)):
             await learning.go(tasks)
+    except JournalMismatch:
+        is_ours = False
+        raise
     except Exception as exc:
         learning.report.stopped = f"failed: {type(exc).__name__}"
         raise
@@ -90,7 +93,8 @@ async def _learn(learning: Learning, tasks: list[NamedTask], home: Path) -> Repo
         journal.close()
         learning.report.seconds = round(time.monotonic() - began, 3)
         learning.report.waited_s = round(learning.pacer.waited_s, 3)
-        summarize(learning.report, journal.path).write(home, journal.path)
+        if is_ours:
+            summarize(learning.report, journal.path).write(home, journal.path)
     return learning.report
 
 

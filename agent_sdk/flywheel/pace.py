@@ -8,12 +8,13 @@ explorer reports with each commit how many rows became READY, which includes all
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flywheel.errors import Away, NotTraining, Unreachable
 
@@ -21,12 +22,30 @@ if TYPE_CHECKING:
     from flywheel.async_client import AsyncClient
     from flywheel.results import Committed, Status
 
+T = TypeVar("T")
 log = logging.getLogger("flywheel")
 DEFAULT_READY_ROWS = 1024
 _ROWS_OF_FIRST_RUNS = 8.0  # assumed rows of a run before the first commit: otherwise at_once runs would start
 _GROUPS = 64  # number of last commits in the mean
 _HELD_POLL_S = (0.03, 0.2)  # while starts are delayed: a trainer must not run out of rows
 _POLL_SHARE = 0.1  # of that time, at most this share is spent on polls
+_QUIET_S = 3.0  # how long a call may take before a line of the log says so
+_LAST_LOOK_S = 2.0  # how long a call for the version may take once work is stopping
+
+
+async def unless_stopped(stopping: asyncio.Event, client: AsyncClient, call: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of a call to the explorer, or None if work is stopping first, which cancels the call."""
+    calling, stop = asyncio.ensure_future(call), asyncio.ensure_future(stopping.wait())
+    try:
+        done, _ = await asyncio.wait((calling, stop), timeout=_QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            log.warning("no answer from %s yet; trying for %g s", client.explorer.shown_url, client.explorer.retry_s)
+            await asyncio.wait((calling, stop), return_when=asyncio.FIRST_COMPLETED)
+        return calling.result() if calling.done() else None
+    finally:
+        stop.cancel()
+        calling.cancel()
+        await asyncio.gather(calling, return_exceptions=True)
 
 
 class Pacer:
@@ -96,17 +115,22 @@ class Pacer:
         size = self.status.batch_size if self.status is not None else None
         return 2 * size if size else DEFAULT_READY_ROWS
 
-    async def look(self, max_age_s: float = math.inf) -> Status:
-        """Return the status, polled again if it is older than poll_s. Raises NotTraining, Away and Unreachable."""
+    async def look(self, stopping: asyncio.Event, max_age_s: float = math.inf) -> Status | None:
+        """Return the status, polled again if it is older than poll_s; the last known one if work is stopping first.
+
+        Raises NotTraining, Away and Unreachable.
+        """
         async with self._asking:  # runs that wait for an engine share one request
             if self.status is None or time.monotonic() - self._asked_at >= min(max_age_s, self._poll_s):
-                await self._ask()
-            assert self.status is not None
+                await self._ask(stopping)
             return self.status
 
-    async def _ask(self) -> None:
+    async def _ask(self, stopping: asyncio.Event) -> None:
         began = time.monotonic()
-        self.status = await self._client.status()
+        found = await unless_stopped(stopping, self._client, self._client.status())
+        if found is None:
+            return
+        self.status = found
         self._held_poll_s = min(max((time.monotonic() - began) / _POLL_SHARE, _HELD_POLL_S[0]), _HELD_POLL_S[1])
         self._asked_at, self._ready = time.monotonic(), self.status.ready
         self._warn(self.status.batch_size)
@@ -138,8 +162,8 @@ class Pacer:
                 "call learn again after `flywheel trainer --resume`"
             )
         return (
-            f"no trainer has been alive at {self._client.url} for {self._patience_s:g} s, so nothing would be "
-            "learned: start `flywheel up` or `flywheel trainer`, or give require_trainer=False to collect only"
+            f"no trainer has been alive at {self._client.explorer.shown_url} for {self._patience_s:g} s, so nothing "
+            "would be learned: start `flywheel up` or `flywheel trainer`, or give require_trainer=False to collect only"
         )
 
     async def wait(self, stopping: asyncio.Event, runs: int = 1) -> None:
@@ -147,8 +171,10 @@ class Pacer:
         began, age_s = time.monotonic(), self._poll_s
         while not stopping.is_set():
             await self.until_served(stopping)
-            status = await self.look(age_s)
+            status = await self.look(stopping, age_s)
             age_s = self._held_poll_s
+            if status is None or stopping.is_set():
+                break
             if status.is_training and self._has_room(runs):
                 break
             if not self._require_trainer and (not status.is_training or status.held is not None):
@@ -160,12 +186,15 @@ class Pacer:
     async def until_served(self, stopping: asyncio.Event) -> None:
         """Return when an engine serves chats, or work is stopping. Raises Away if that takes too long."""
         began = time.monotonic()
-        while not stopping.is_set() and not (await self.look()).has_engine:
+        while not stopping.is_set():
+            status = await self.look(stopping)
+            if status is not None and status.has_engine:
+                return
             if time.monotonic() - began >= self._engine_patience_s:
                 raise Away(
                     503,
-                    f"no engine of {self._client.url} has been in service for {self._engine_patience_s:g} s; "
-                    "`flywheel status` says why",
+                    f"no engine of {self._client.explorer.shown_url} has been in service for "
+                    f"{self._engine_patience_s:g} s; `flywheel status` says why",
                 )
             await _first_of((stopping,), self._poll_s)
 
@@ -174,12 +203,14 @@ class Pacer:
         await _first_of((stopping,), self._poll_s)
         await self.until_served(stopping)
 
-    async def version(self, max_age_s: float = math.inf) -> int | None:
+    async def version(self, stopping: asyncio.Event, max_age_s: float = math.inf) -> int | None:
         """Return the version in service, from `look`; the last known one while the explorer is unavailable."""
-        try:
-            return (await self.look(max_age_s)).serving
-        except (Away, Unreachable, NotTraining):  # the last one ends starts of runs, by `wait`
-            return None if self.status is None else self.status.serving
+        if stopping.is_set():  # an answer is awaited, but not for long
+            stopping = asyncio.Event()
+            asyncio.get_running_loop().call_later(_LAST_LOOK_S, stopping.set)
+        with contextlib.suppress(Away, Unreachable, NotTraining):  # the last one ends starts of runs, by `wait`
+            await self.look(stopping, max_age_s)
+        return None if self.status is None else self.status.serving
 
 
 async def _first_of(events: Iterable[asyncio.Event], timeout_s: float) -> None:

@@ -13,7 +13,7 @@ from flywheel.episode import Attempts
 from flywheel.errors import Refused
 from flywheel.evaluation import Trial, try_serving
 from flywheel.feedback import send_all
-from flywheel.pace import Pacer
+from flywheel.pace import Pacer, unless_stopped
 from flywheel.report import Evaluation, Report
 from flywheel.tasks import NamedTask, shuffled
 from flywheel.wire import get_ledger_made
@@ -69,9 +69,13 @@ class Learning:
     async def go(self, tasks: list[NamedTask]) -> None:
         """Run everything that is not in the journal. Raises LearnError, and errors of the explorer."""
         try:
+            if self.attempts.journal.ledger is not None:
+                await self._check_ledger()  # before anything is sent
             await self._send_again()
             await self.pacer.until_served(self.stopping)
-            await check_ledger(self.attempts)
+            await self._check_ledger()
+            if self.stopping.is_set():
+                return
             await self._evaluate()
             for epoch in range(self.how.epochs):
                 for task in shuffled(tasks, self.how.seed, epoch):
@@ -89,6 +93,13 @@ class Learning:
         finally:
             await self._drain(_BREAK_OFF_S)
 
+    async def _check_ledger(self) -> None:
+        """Note in which ledger the runs are. Raises JournalMismatch if those of earlier starts are in another one."""
+        client = self.attempts.client
+        asking = client.drive(get_ledger_made(client.explorer.retry_s))
+        made = await unless_stopped(self.stopping, client, asking)
+        self.attempts.journal.check_ledger(made, client.explorer.shown_url)
+
     async def _send_again(self) -> None:
         """Send feedback again that an earlier start may not have sent; its keys are the same, so it counts once.
 
@@ -98,7 +109,9 @@ class Learning:
         for place, line in list(journal.unsent.items()):
             # if no target is known, its rows have expired, or the ledger was emptied, and nothing can be rewarded
             try:
-                await client.drive(send_all(line["feedback"], client.explorer.retry_s))
+                sending = client.drive(send_all(line["feedback"], client.explorer.retry_s))
+                if await unless_stopped(self.stopping, client, sending) is None:
+                    return  # a later start sends it
                 journal.note({"kind": "sent", "place": place})
             except Refused as exc:
                 if exc.status not in (400, 413):
@@ -136,6 +149,8 @@ class Learning:
             rows = await self.attempts.run(task, group.task_id, number, self._until_served)
         finally:
             self._slots.release()
+        if rows is None:  # learn is stopping; a group without a run that ended is not committed
+            return
         group.rows += rows
         group.ended += 1
         self.attempts.failures.check()
@@ -188,19 +203,19 @@ class Learning:
         await asyncio.gather(*late, return_exceptions=True)
 
     async def _evaluate_when_due(self) -> None:
-        version = await self.pacer.version()
+        version = await self.pacer.version(self.stopping)
         if version is not None and version >= max(0, self._evaluated or 0) + self.how.eval_every_versions:
             await self._evaluate()
 
     async def _end_when_learned(self) -> None:
         wanted = self.how.versions
-        version = None if wanted is None else await self.pacer.version()
+        version = None if wanted is None else await self.pacer.version(self.stopping)
         if wanted is not None and version is not None and version >= (self.report.version_first or 0) + wanted:
             self.end("versions")
 
     async def _evaluate(self) -> None:
         """Evaluate the version in service, unless it was evaluated before, or learn was interrupted."""
-        version = await self.pacer.version(0.0)
+        version = await self.pacer.version(self.stopping, 0.0)
         if self.report.version_first is None:
             self.report.version_first = version
         self.report.version_last = version
@@ -226,12 +241,6 @@ class Learning:
         stop = self.how.stop
         if stop is not None and stop.says_stop([one.mean for one in self.report.evaluations if one.n]):
             self.end("early")
-
-
-async def check_ledger(attempts: Attempts) -> None:
-    """Note in which ledger the runs are. Raises JournalMismatch if those of earlier starts are in another one."""
-    client = attempts.client
-    attempts.journal.check_ledger(await client.drive(get_ledger_made(client.explorer.retry_s)), client.url)
 
 
 def _evaluation_line(found: Evaluation) -> str:

@@ -260,7 +260,8 @@ class Shadow:
         try:
             await asyncio.wait_for(self._commit(), timeout_s)
         except asyncio.TimeoutError:
-            reason = f"POST /commit: no answer within {timeout_s:g} s; is the explorer at {self._client.url} up?"
+            address = self._client.explorer.shown_url
+            reason = f"POST /commit: no answer within {timeout_s:g} s; is the explorer at {address} up?"
             self._failed("commit", Unreachable(reason))
 
     def _failed(self, cause: str, error: BaseException) -> None:

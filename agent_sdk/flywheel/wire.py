@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from flywheel.errors import Away, ConfigError, FlywheelError, NothingKnown, Refused, Unreachable, describe
+from flywheel.errors import Away, ConfigError, FlywheelError, NothingKnown, Refused, Unreachable
 from flywheel.results import Committed, Receipt, Receipts, Status, Version
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Answer(NamedTuple):
 
 
 T = TypeVar("T")
-Outcome = Answer | Exception | None  # of an Ask: a response or an error; of a Pause: None
+Outcome = Answer | Unreachable | None  # of an Ask: a response or its lack; of a Pause: None
 Steps = Generator[Ask | Pause, Outcome, T]
 
 
@@ -163,11 +163,7 @@ def _final_error(ask: Ask, outcome: Outcome, retry_after_s: float | None) -> Fly
         message, code, _ = _read_error(outcome)
         return Away(outcome.status, f"{ask.method} {ask.path}: {message}", code=code, retry_after_s=retry_after_s)
     assert outcome is not None
-    error = Unreachable(
-        f"{ask.method} {ask.path}: no answer ({describe(outcome)}); is the explorer at FLYWHEEL_URL up?"
-    )
-    error.__cause__ = outcome
-    return error
+    return outcome
 
 
 def call_json(ask: Ask, retry_s: float) -> Steps[dict[str, Any]]:

@@ -42,20 +42,22 @@ def run(args: Namespace) -> int:
     from shared.ledger.connect import Ledger
     from shared.ledger.given import read_rows, require_accepted
     from shared.ledger.queries import count_ready, list_versions
-    from shared.reward import learned_kinds
 
     try:
         require_accepted(args.reward, config.reward)
     except ValueError as exc:
         raise ConfigError(f"--{exc}; give one inside") from exc
-    console, learned = open_console(stderr=True, markup=False), learned_kinds(config.trainer)
+    console, learned = open_console(stderr=True, markup=False), config.trainer.learns_from
     counts = {"imported": 0, "known": 0, "unusable": 0}
+    rows = read_rows(args.file)
+    part = list(islice(rows, TRANSACTION_ROWS))  # a file that cannot be read leaves no new ledger
+    if not part:
+        raise StartupError(f"{args.file} holds no rows; name another file")
     with closing(Ledger.open(config.ledger_url)) as ledger:
         versions = [row for row in ledger.fetch(list_versions) if row.state != VersionState.RESERVED]
         serving = [row.version for row in versions if row.state in MAY_SERVE]
         reader = SampleReader(config, serving, published=[row.version for row in versions])
-        rows = read_rows(args.file)
-        while part := list(islice(rows, TRANSACTION_ROWS)):
+        while part:
             samples = asyncio.run(reader.read(part))
             with ledger.write() as connection:
                 stored = store(connection, samples, rule=config.reward, learned=learned, default_reward=args.reward)
@@ -63,8 +65,7 @@ def run(args: Namespace) -> int:
             counts["known"] += len(samples) - stored
             counts["unusable"] += len(part) - len(samples)
             console.print(", ".join(f"{count} {what}" for what, count in counts.items()))
-        if not any(counts.values()):
-            raise StartupError(f"{args.file} holds no rows; name another file")
+            part = list(islice(rows, TRANSACTION_ROWS))
         for reason in sorted(reader.reasons):
             console.print(f"unusable: {reason}", soft_wrap=True)
         if args.commit:

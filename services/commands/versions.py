@@ -62,16 +62,21 @@ def _require_fitting(action: str, version: int | None, name: str | None) -> None
 
 def _apply(ledger: Ledger, action: str, version: int, name: str | None) -> None:
     from shared.ledger import transitions
+    from shared.ledger.queries import find_versions
 
     with ledger.write() as connection:
+        if not find_versions(connection, [version]):
+            raise StartupError(f"version {version} does not exist; see `flywheel versions`")
         if action == "retry":
-            done, reason = transitions.retry_version(connection, version, by="operator"), "has not failed, or"
+            done = transitions.retry_version(connection, version, by="operator")
+            reason = "has not failed, or its files are gone"
         elif action == "tag":
-            done, reason = transitions.tag_version(connection, version, name or ""), "does not exist, or"
+            done = transitions.tag_version(connection, version, name or "")
+            reason = "is not published yet, or its files are gone"
         else:
-            done, reason = transitions.untag_version(connection, version), "has no tag, or"
+            done, reason = transitions.untag_version(connection, version), "has no tag"
     if not done:
-        raise StartupError(f"version {version} {reason} its files are gone; see `flywheel versions`")
+        raise StartupError(f"version {version} {reason}; see `flywheel versions`")
 
 
 def _show(ledger: Ledger) -> None:

@@ -25,6 +25,7 @@ from shared.ledger.writer_queue import WriterQueue
 
 T = TypeVar("T")
 _IDLE_S = 2.0  # after a longer pause, a dedicated connection may have lost its server
+COPY_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
 _ATTEMPT_MS = 50  # to empty SQLite's log
 _PAUSE_S = 0.2  # between two attempts
 _DATABASE_ERRORS = (exc.DBAPIError, exc.TimeoutError, exc.ArgumentError)
@@ -70,7 +71,8 @@ class Ledger:
         """
         parsed = make_url(url)
         shown_url = _shown(parsed)
-        absent = LedgerError(f"{shown_url} holds no ledger; correct root_dir or database_url")
+        remedy = "correct root_dir or database_url, or start `flywheel up` first"
+        absent = LedgerError(f"{shown_url} holds no ledger; {remedy}")
         if parsed.get_backend_name() == "sqlite" and parsed.database:
             if not create and not Path(parsed.database).exists():
                 raise absent

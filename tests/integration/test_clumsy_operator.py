@@ -11,7 +11,7 @@ import pytest
 from services.cli import build_parser, main
 from services.supervisor import Supervisor
 from shared.config import load_config
-from shared.errors import ConfigError, LedgerError, StartupError
+from shared.errors import CannotRollBack, CannotServe, ConfigError, LedgerError, StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
 from tests.support.experiences import record_ready, rows
@@ -36,7 +36,7 @@ def test_without_a_ledger_nothing_is_made_up(database, call, tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     url = request.getfixturevalue("postgres").new_database() if database == "postgresql" else None
     config = make_config(tmp_path / "root", ["http://127.0.0.1:1"], database_url=url)
-    with pytest.raises(LedgerError, match="holds no ledger; correct root_dir or database_url"):
+    with pytest.raises(LedgerError, match="holds no ledger; correct root_dir or database_url, or start `flywheel up`"):
         run_here(config, *call)
     assert not (tmp_path / "root/ledger.sqlite3").exists()
     assert [file.name for file in tmp_path.iterdir()] == ["root"]
@@ -93,6 +93,20 @@ def test_a_version_and_a_tag_fit_the_ledger(config, ledger):
         run_here(config, "versions", "retry", "99999999999")
     with pytest.raises(ConfigError, match="has 201 characters; give it at most 200"):
         run_here(config, "versions", "tag", "0", "t" * 201)
+
+
+@pytest.mark.parametrize("call", [("retry", "3"), ("untag", "3"), ("tag", "3", "best")], ids=lambda call: call[0])
+def test_a_version_that_does_not_exist_is_named_as_such(config, ledger, call):
+    with pytest.raises(StartupError, match=r"version 3 does not exist; see `flywheel versions`"):
+        run_here(config, "versions", *call)
+
+
+def test_a_new_ledger_has_no_version_to_go_back_to_or_to_promote(config, ledger):
+    with pytest.raises(CannotRollBack, match="there is no version yet; see `flywheel versions`"):
+        run_here(config, "rollback")
+    for call in (("promote", "3"), ("traffic", "3=1")):
+        with pytest.raises(CannotServe, match="version 3 does not exist; on disk: none"):
+            run_here(config, *call)
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,9 @@ def test_what_stays_away_is_raised_when_the_retries_end():
     with away as url, flywheel.Client(url, retry_s=0.5) as client, pytest.raises(flywheel.Away) as caught:
         client.commit()
     assert caught.value.retry_after_s == 7
-    with flywheel.Client(f"http://127.0.0.1:{free_port()}", retry_s=0.3) as client:
-        with pytest.raises(flywheel.Unreachable, match="FLYWHEEL_URL"):
+    address = f"127.0.0.1:{free_port()}"
+    with flywheel.Client(f"http://me:secret@{address}/v1", retry_s=0.3) as client:
+        with pytest.raises(flywheel.Unreachable, match=rf"GET /status: no answer .*explorer at http://{address} up\?"):
             client.status()
         with pytest.raises(flywheel.Unreachable):
             client.wait_ready(timeout_s=0.1)

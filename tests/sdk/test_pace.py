@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from flywheel.results import Committed, Status
 class Talker:
     """A client whose explorer has so many READY rows."""
 
-    url = "http://h"
+    explorer = SimpleNamespace(shown_url="http://h", retry_s=30.0)
 
     def __init__(self, ready: int, batch_size: int | None = None) -> None:
         self.ready, self.batch_size = ready, batch_size
@@ -95,7 +96,7 @@ async def test_rows_are_collected_beyond_the_bound_if_no_trainer_is_required_and
 
 async def test_open_runs_count_by_what_the_committed_ones_made():
     held = pacer(0)
-    await held.look()
+    await held.look(asyncio.Event())
     ended(held, 2, 8, ready=8)
     held.starts()
     assert not await starts(held), "8 ready, as the commit said, and 4 to come"
@@ -178,7 +179,7 @@ async def test_broken_runs_leave_no_mark():
 async def test_a_bound_below_the_trainer_s_batch_is_warned_of_once(caplog, bound, warnings):
     held = pacer(0, bound=bound, batch_size=16)
     for _ in range(2):
-        await held.look(0.0)
+        await held.look(asyncio.Event(), 0.0)
     assert len(caplog.messages) == warnings
     assert all("max_ready_rows=15" in message and "at least 16" in message for message in caplog.messages)
 
@@ -186,7 +187,7 @@ async def test_a_bound_below_the_trainer_s_batch_is_warned_of_once(caplog, bound
 @pytest.mark.parametrize(("batch_size", "bound"), [(16, 32), (None, 1024)])
 async def test_the_bound_is_two_batches_of_the_trainer(batch_size, bound):
     held = pacer(0, bound=None, batch_size=batch_size)
-    await held.look()
+    await held.look(asyncio.Event())
     assert held.bound == bound
 
 
@@ -194,22 +195,23 @@ async def test_a_trainer_that_comes_back_in_time_is_waited_for_however_long_nobo
     now = [0.0]
     monkeypatch.setattr("flywheel.pace.time.monotonic", lambda: now[0])
     held = pacer(0)
-    await held.look()
+    await held.look(asyncio.Event())
     held.explorer.is_alive = False
     for moment in (1000.0, 1059.0):
         now[0] = moment
-        await held.look()
+        await held.look(asyncio.Event())
     now[0] = 1061.0
     with pytest.raises(NotTraining, match="for 60 s"):
-        await held.look()
+        await held.look(asyncio.Event())
     held.explorer.is_alive = True
     now[0] += 2.0
-    assert (await held.look()).is_training
+    found = await held.look(asyncio.Event())
+    assert found is not None and found.is_training
 
 
 async def test_the_version_is_known_also_where_no_trainer_has_been_alive_for_too_long():
     held = Held(0, 8)
     held.explorer.is_alive, held._patience_s = False, 0.0
-    assert await held.version(0.0) is None  # the status of this explorer names none
+    assert await held.version(asyncio.Event(), 0.0) is None  # the status of this explorer names none
     with pytest.raises(NotTraining):
         await held.wait(asyncio.Event())
