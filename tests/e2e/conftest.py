@@ -23,7 +23,7 @@ from tests.support.processes import Process, wait_for, write_config
 from tests.support.servers import free_port
 from tests.support.tool_model import make_tool_model
 
-ENGINE_START_S = 240.0
+ENGINE_START_S = 480.0
 LEDGER_S = 20.0  # a busy machine's disk may take seconds
 DEFAULT_REPETITION_PENALTY = 1.1  # of the model
 
