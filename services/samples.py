@@ -22,7 +22,7 @@ from sqlalchemy import Connection
 
 from explorer_service.chat.conversation import DIGEST_BYTES, read_prompt
 from explorer_service.engines.admin import EngineAdmin, open_client
-from explorer_service.errors import EngineRefused
+from explorer_service.errors import EngineRefused, EngineUnavailable
 from shared.adapters import adapter_version
 from shared.config import Config, RewardConfig
 from shared.engine_token import known_token
@@ -52,7 +52,6 @@ from shared.versions import version_path
 
 TIMEOUT_S = 120.0
 SignalsByKey = list[tuple[tuple[str | None, Scope], list[Signal]]]  # oldest first; by key, None: no key
-_NO_ENGINE = "rows without tokens need an engine that answers: start `flywheel up` or `flywheel engine`"
 _DEMONSTRATION = Signal("demonstration")
 Ends = frozenset[int]  # tokens that end a reply
 
@@ -97,7 +96,8 @@ class SampleReader:
                 except UNUSABLE as exc:
                     self.reasons.add(str(exc) or type(exc).__name__)
                 except EngineError as exc:
-                    raise StartupError(f"{_NO_ENGINE} ({exc})") from exc
+                    remedy = "; start `flywheel up` or `flywheel engine`" if isinstance(exc, EngineUnavailable) else ""
+                    raise StartupError(f"rows without tokens need an engine: {exc}{remedy}") from exc
         return samples
 
     async def _sample(self, row: dict[str, Any], engine: EngineAdmin) -> Sample:

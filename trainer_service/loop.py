@@ -143,7 +143,7 @@ class Trainer:
         if trip is not None:
             self._breaker.hold(trip)
             self._restore()
-            self._write(self._release_unsaved)
+            self._write(self._rollback.excluded(self._release_unsaved))
         return trip is None
 
     def _train(self, lease: Lease, rows: list[Experience]) -> Record:
@@ -185,7 +185,7 @@ class Trainer:
             self._release_unsaved(connection)
             return quarantined
 
-        if quarantined := self._write(give_back):
+        if quarantined := self._write(self._rollback.excluded(give_back)):
             log.error("rows quarantined", rows=quarantined, reason=failure)
 
     def _restore(self) -> None:
@@ -196,16 +196,16 @@ class Trainer:
     def _release_unsaved(self, connection: Connection) -> None:
         """Release the rows and withdraw the versions that no saved state contains."""
         name = self._config.trainer.name
-        transitions.give_back(connection, owner=name, rule=self._config.reward)
         transitions.withdraw_versions(connection, writer=name, after=self._saved.version)
+        transitions.give_back(connection, owner=name, rule=self._config.reward)
 
     def _release_leases(self) -> None:
         """Make the leased rows READY again now instead of at the next start."""
         name = self._config.trainer.name
         try:
             with self._ledger.write() as connection:
-                returned = transitions.give_back(connection, owner=name, rule=self._config.reward)
                 transitions.dismiss_trainer(connection, name=name)
+                returned = transitions.give_back(connection, owner=name, rule=self._config.reward)
         except LedgerError as error:
             log.warning("leases not released; the next start releases them", reason=str(error))
             return

@@ -56,6 +56,15 @@ class RollbackGuard:
 
         return check_and_work
 
+    def excluded(self, work: Callable[[Connection], T]) -> Callable[[Connection], T]:
+        """Return `work`, during which no rollback and no heartbeat of this trainer runs: all lock its row first."""
+
+        def lock_and_work(connection: Connection) -> T:
+            transitions.lock_trainer(connection, self._trainer)
+            return work(connection)
+
+        return lock_and_work
+
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Suppress RolledBack, and note that the trainer must start again."""

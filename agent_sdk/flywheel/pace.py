@@ -30,22 +30,7 @@ _GROUPS = 64  # number of last commits in the mean
 _HELD_POLL_S = (0.03, 0.2)  # while starts are delayed: a trainer must not run out of rows
 _POLL_SHARE = 0.1  # of that time, at most this share is spent on polls
 _QUIET_S = 3.0  # how long a call may take before a line of the log says so
-_LAST_LOOK_S = 2.0  # how long a call for the version may take once work is stopping
-
-
-async def unless_stopped(stopping: asyncio.Event, client: AsyncClient, call: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of a call to the explorer, or None if work is stopping first, which cancels the call."""
-    calling, stop = asyncio.ensure_future(call), asyncio.ensure_future(stopping.wait())
-    try:
-        done, _ = await asyncio.wait((calling, stop), timeout=_QUIET_S, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            log.warning("no answer from %s yet; trying for %g s", client.explorer.shown_url, client.explorer.retry_s)
-            await asyncio.wait((calling, stop), return_when=asyncio.FIRST_COMPLETED)
-        return calling.result() if calling.done() else None
-    finally:
-        stop.cancel()
-        calling.cancel()
-        await asyncio.gather(calling, return_exceptions=True)
+LAST_LOOK_S = 2.0  # how long a call for the version may take once work is stopping
 
 
 class Pacer:
@@ -80,8 +65,31 @@ class Pacer:
         self._open = 0  # runs that have started and are not committed
         self._groups: deque[tuple[int, int]] = deque(maxlen=_GROUPS)  # number of runs, and of their rows
         self._changed = asyncio.Event()
-        self._is_warned = False
+        self._is_warned = self._is_noted = False
         self._held_poll_s = _HELD_POLL_S[1]
+
+    async def unless_stopped(self, stopping: asyncio.Event, call: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of a call to the explorer, or None if work is stopping first, which cancels the call."""
+        if stopping.is_set():
+            call.close()
+            return None
+        calling, stop = asyncio.ensure_future(call), asyncio.ensure_future(stopping.wait())
+        try:
+            done, _ = await asyncio.wait((calling, stop), timeout=_QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                self._note_no_answer()
+                await asyncio.wait((calling, stop), return_when=asyncio.FIRST_COMPLETED)
+            return calling.result() if calling.done() else None
+        finally:
+            stop.cancel()
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+
+    def _note_no_answer(self) -> None:
+        """Log it once, until the explorer answers."""
+        if not self._is_noted:
+            self._is_noted, explorer = True, self._client.explorer
+            log.warning("no answer from %s yet; trying for up to %g s", explorer.shown_url, explorer.retry_s)
 
     def starts(self) -> None:
         """Count the start of a run."""
@@ -127,10 +135,10 @@ class Pacer:
 
     async def _ask(self, stopping: asyncio.Event) -> None:
         began = time.monotonic()
-        found = await unless_stopped(stopping, self._client, self._client.status())
+        found = await self.unless_stopped(stopping, self._client.status())
         if found is None:
             return
-        self.status = found
+        self.status, self._is_noted = found, False
         self._held_poll_s = min(max((time.monotonic() - began) / _POLL_SHARE, _HELD_POLL_S[0]), _HELD_POLL_S[1])
         self._asked_at, self._ready = time.monotonic(), self.status.ready
         self._warn(self.status.batch_size)
@@ -188,7 +196,7 @@ class Pacer:
         began = time.monotonic()
         while not stopping.is_set():
             status = await self.look(stopping)
-            if status is not None and status.has_engine:
+            if stopping.is_set() or (status is not None and status.has_engine):
                 return
             if time.monotonic() - began >= self._engine_patience_s:
                 raise Away(
@@ -203,11 +211,16 @@ class Pacer:
         await _first_of((stopping,), self._poll_s)
         await self.until_served(stopping)
 
-    async def version(self, stopping: asyncio.Event, max_age_s: float = math.inf) -> int | None:
-        """Return the version in service, from `look`; the last known one while the explorer is unavailable."""
-        if stopping.is_set():  # an answer is awaited, but not for long
+    async def version(
+        self, stopping: asyncio.Event, max_age_s: float = math.inf, last_look_s: float = LAST_LOOK_S
+    ) -> int | None:
+        """Return the version in service, from `look`; the last known one while the explorer is unavailable.
+
+        last_look_s: how long an answer is awaited if work is stopping already.
+        """
+        if stopping.is_set():
             stopping = asyncio.Event()
-            asyncio.get_running_loop().call_later(_LAST_LOOK_S, stopping.set)
+            asyncio.get_running_loop().call_later(last_look_s, stopping.set)
         with contextlib.suppress(Away, Unreachable, NotTraining):  # the last one ends starts of runs, by `wait`
             await self.look(stopping, max_age_s)
         return None if self.status is None else self.status.serving

@@ -13,11 +13,12 @@ from flywheel.episode import Attempts
 from flywheel.errors import Refused
 from flywheel.evaluation import Trial, try_serving
 from flywheel.feedback import send_all
-from flywheel.pace import Pacer, unless_stopped
+from flywheel.pace import LAST_LOOK_S, Pacer
 from flywheel.report import Evaluation, Report
 from flywheel.tasks import NamedTask, shuffled
 from flywheel.wire import get_ledger_made
 
+_LAST_EVALUATION_S = 30.0  # how long the version for the last evaluation is awaited
 _BREAK_OFF_S = 10.0  # how long runs in flight may take to finish after a failure
 
 
@@ -97,7 +98,7 @@ class Learning:
         """Note in which ledger the runs are. Raises JournalMismatch if those of earlier starts are in another one."""
         client = self.attempts.client
         asking = client.drive(get_ledger_made(client.explorer.retry_s))
-        made = await unless_stopped(self.stopping, client, asking)
+        made = await self.pacer.unless_stopped(self.stopping, asking)
         self.attempts.journal.check_ledger(made, client.explorer.shown_url)
 
     async def _send_again(self) -> None:
@@ -110,7 +111,7 @@ class Learning:
             # if no target is known, its rows have expired, or the ledger was emptied, and nothing can be rewarded
             try:
                 sending = client.drive(send_all(line["feedback"], client.explorer.retry_s))
-                if await unless_stopped(self.stopping, client, sending) is None:
+                if await self.pacer.unless_stopped(self.stopping, sending) is None:
                     return  # a later start sends it
                 journal.note({"kind": "sent", "place": place})
             except Refused as exc:
@@ -215,11 +216,11 @@ class Learning:
 
     async def _evaluate(self) -> None:
         """Evaluate the version in service, unless it was evaluated before, or learn was interrupted."""
-        version = await self.pacer.version(self.stopping, 0.0)
+        is_over = self.stopping.is_set() and self.report.stopped not in ("time", "versions")
+        version = await self.pacer.version(self.stopping, 0.0, LAST_LOOK_S if is_over else _LAST_EVALUATION_S)
         if self.report.version_first is None:
             self.report.version_first = version
         self.report.version_last = version
-        is_over = self.stopping.is_set() and self.report.stopped not in ("time", "versions")
         if not self._eval_tasks or version == self._evaluated or is_over:
             return
         job = asyncio.create_task(try_serving(self.attempts.client, self._trial, self._eval_tasks))

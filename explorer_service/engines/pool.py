@@ -116,12 +116,12 @@ class EnginePool:
             self.waiting -= 1
 
     async def wait_open(self, early_hold: Hold) -> None:
-        """Wait until the engine of a chat that was sent early is open. Raises WeightsUnproven, NoEngine."""
+        """Wait until the engine of an early chat is open. Raises WeightsUnproven if another one is, NoEngine."""
         try:
             async with asyncio.timeout(self.wait_s):
                 await early_hold.wait()
         except TimeoutError:
-            raise self._none_free() from None
+            raise WeightsUnproven("another engine is open") if self.serving else self._none_free() from None
 
     def _none_free(self) -> NoEngine:
         return none_free(self.wait_s, is_known=clock.since_boot_s() < self.known_until)

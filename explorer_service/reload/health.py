@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 
 from explorer_service.engines.admin import EngineAdmin
 from explorer_service.engines.engine import Engine, EngineState
@@ -104,40 +103,39 @@ async def while_open(engine: Engine, look: Callable[[], Awaitable[None]] | None 
     found: list[EngineError] = []
     try:
         async with asyncio.timeout(None) as limit:
-            waits = [partial(_wait_closed, engine)] + ([] if look is None else [partial(_wait_wrong, look)])
-            watches = [
-                asyncio.create_task(_end_block(limit, found, wait), name=f"watch-{engine.name}") for wait in waits
-            ]
+            watches = [asyncio.create_task(_end_when_closed(engine, limit), name=f"watch-{engine.name}")]
+            if look is not None:
+                watches.append(asyncio.create_task(_end_when_wrong(look, found, limit), name=f"look-{engine.name}"))
             try:
                 yield
             finally:
                 for watch in watches:
                     watch.cancel()
     except TimeoutError as exc:
-        raise (found[0] if found else EngineUnavailable(engine.reason)) from exc
+        if found:
+            raise found[0] from exc
+        kind = NotOwner if engine.state is EngineState.RELOADING else EngineUnavailable
+        raise kind(engine.reason) from exc
 
 
-async def _wait_closed(engine: Engine) -> EngineError:
-    """Return why the engine goes out of service, once it does."""
+async def _end_when_closed(engine: Engine, limit: asyncio.Timeout) -> None:
     while engine.is_open:  # noqa: ASYNC110 — the pool changes often
         await asyncio.sleep(_POLL_S)
-    return (NotOwner if engine.state is EngineState.RELOADING else EngineUnavailable)(engine.reason)
+    _end(limit)
 
 
-async def _wait_wrong(look: Callable[[], Awaitable[None]]) -> EngineError:
-    """Return the first error that `look` raises."""
-    while True:
+async def _end_when_wrong(
+    look: Callable[[], Awaitable[None]], found: list[EngineError], limit: asyncio.Timeout
+) -> None:
+    while not found:
         await asyncio.sleep(until_next_tick(HEALTH_INTERVAL_S))
         try:
             await look()
         except EngineError as error:
-            return error
+            found.append(error)
+    _end(limit)
 
 
-async def _end_block(
-    limit: asyncio.Timeout, found: list[EngineError], wait: Callable[[], Awaitable[EngineError]]
-) -> None:
-    """End the block by its time limit, with the error for which `wait` waits."""
-    found.append(await wait())
+def _end(limit: asyncio.Timeout) -> None:
     if not limit.expired():  # the block may take some time to end
         limit.reschedule(asyncio.get_running_loop().time())

@@ -169,10 +169,10 @@ class FullTakeUp:
         """Load and prove the staged target.
 
         good: the version to fall back to if the load fails. Raises TurnLost if nothing was done; NotOwner, LedgerError
-        if this explorer may not continue: the engine stays idle or paused until it is checked again; LoadUndone if the
-        load failed and `good` is loaded and proven, with all requests whole; EngineDied if the engine died or hung, or
-        could not be restored and is restarted; other EngineErrors if its weights are not proven: the requests in flight
-        are spoiled.
+        if this explorer may not continue: until the engine is checked again, it stays idle, paused, or resumed with its
+        replies held back; LoadUndone if the load failed and `good` is loaded and proven, with all requests whole;
+        EngineDied if the engine died or hung, or could not be restored and is restarted; other EngineErrors if its
+        weights are not proven: the requests in flight are spoiled.
         """
         bounds = {one.version: await self._tolerance.bounds(one) for one in (target, good) if one is not None}
         mode = await self._stop_new_chats(target)

@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
     console, learned = open_console(stderr=True, markup=False), config.trainer.learns_from
     counts = {"imported": 0, "known": 0, "unusable": 0}
     rows = read_rows(args.file)
-    part = list(islice(rows, TRANSACTION_ROWS))  # a file that cannot be read leaves no new ledger
+    part = list(islice(rows, TRANSACTION_ROWS))  # if it cannot be read, no new ledger is left
     if not part:
         raise StartupError(f"{args.file} holds no rows; name another file")
     with closing(Ledger.open(config.ledger_url)) as ledger:

@@ -5,23 +5,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sqlalchemy import Column, Connection, func, select, update
 
-from shared.config import TrainerConfig
+from shared.config import RewardConfig, TrainerConfig
 from shared.experience import Purpose
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger, database_time
-from shared.ledger.tables import batches, experiences, versions
+from shared.ledger.tables import batches, experiences, trainers, versions
 from shared.reward import Lesson
 from tests.integration.test_ledger_races import wait_for_lock
 from tests.integration.test_lessons_after_failures import publish_base
 from tests.support.lessons import RUN, UP, claim, commit, record, say, stands
 from tests.support.polls import StopAfterPolls
 from trainer_service.claim import Claimer
+from trainer_service.loop import Trainer
+from trainer_service.rollback import RollbackGuard
 
 Work = Callable[[Connection], object]
+CONFIG = SimpleNamespace(trainer=TrainerConfig(name="trainer"), reward=RewardConfig())
 
 
 @pytest.fixture
@@ -202,3 +207,43 @@ def test_a_rollback_locks_the_versions_with_shares_before_those_that_it_rejects(
         transitions.share_traffic(connection, {1: 1.0, 3: 1.0}, at_most=2, by="operator")
     work = partial(transitions.roll_back, to=2, by="operator")
     assert locks_in_order(ledger, work, versions.c.version, later=3)
+
+
+def test_a_tag_that_moves_to_a_later_version_locks_the_earlier_one_first(ledger):
+    serve(ledger, 1, 2)
+    with ledger.write() as connection:
+        assert transitions.tag_version(connection, 1, "good")
+    assert locks_in_order(ledger, lambda c: transitions.tag_version(c, 2, "good"), versions.c.version)
+
+
+def release_leases(ledger: Ledger) -> None:
+    """What a trainer does when it stops."""
+    stopping: Any = SimpleNamespace(_ledger=ledger, _config=CONFIG)
+    Trainer._release_leases(stopping)
+
+
+def release_unsaved(ledger: Ledger) -> None:
+    """What it does after a failed update."""
+    about: Any = SimpleNamespace(_config=CONFIG, _saved=SimpleNamespace(version=0))
+    with ledger.write() as connection:
+        RollbackGuard("trainer").excluded(partial(Trainer._release_unsaved, about))(connection)
+
+
+@pytest.mark.parametrize("release", [release_leases, release_unsaved])
+def test_a_trainer_that_releases_rows_during_a_rollback_waits_for_it_before_it_locks_them(ledger, release):
+    record(ledger, "a")
+    say(ledger, "a", UP)
+    commit(ledger)
+    with ledger.write() as connection:
+        about = {"step": 0, "version": 0, "state_path": None, "state_sha256": None}
+        transitions.announce_trainer(connection, name="trainer", **about)
+        assert transitions.claim(connection, owner="trainer", at_least=1, at_most=9, lease_s=600)
+    thread = threading.Thread(target=release, args=(ledger,))
+    with ledger.write() as connection:
+        connection.execute(select(trainers.c.name).with_for_update())
+        thread.start()
+        wait_for_lock(ledger)
+        for key in (batches.c.id, experiences.c.id):
+            assert connection.execute(select(key).with_for_update(skip_locked=True)).first() is not None
+    thread.join(240)
+    assert not thread.is_alive() and stands(ledger, "state") == [("READY",)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import flywheel
 import pytest
-from flywheel import pace
+from flywheel import pace, schedule
 
 from tests.sdk.conftest import COLLECT, TASKS, count, learn, say_async
 from tests.sdk.test_client import answering
@@ -80,7 +80,7 @@ def test_feedback_that_could_not_be_sent_again_is_sent_by_a_later_start(ended, e
 def test_ctrl_c_after_the_explorer_was_lost_is_not_held_up_by_the_version_for_the_report(
     scripted_engine: ScriptedEngine, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(pace, "_LAST_LOOK_S", 0.1)
+    monkeypatch.setattr(schedule, "LAST_LOOK_S", 0.1)
     explorer = RunningExplorer(make_config(tmp_path, [scripted_engine.url])).wait_ready()
 
     async def workflow(task: Any, model: flywheel.Model) -> float:
@@ -98,4 +98,4 @@ async def test_a_wait_for_an_answer_is_logged_with_the_address_and_without_its_p
         async with flywheel.AsyncClient(url.replace("://", "://me:secret@"), retry_s=0.5) as client:
             with pytest.raises(flywheel.Refused):
                 await flywheel.alearn(count, TASKS, client=client, folder=tmp_path, **COLLECT)
-    assert caplog.messages == [f"no answer from {url} yet; trying for 0.5 s"]
+    assert caplog.messages == [f"no answer from {url} yet; trying for up to 0.5 s"]

@@ -51,6 +51,18 @@ def pacer(ready: int, bound: int | None = 8, **options: Any) -> Held:
     return Held(ready, bound, **options)
 
 
+async def test_an_end_during_a_status_that_takes_long_is_no_missing_engine():
+    held, stopping = pacer(0, engine_patience_s=0.0), asyncio.Event()
+
+    async def status() -> Status:
+        stopping.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    held.explorer.status = status  # type: ignore[method-assign]
+    await held.until_served(stopping)
+
+
 @pytest.mark.parametrize(("ready", "may"), [(0, True), (8, True), (9, False)])
 async def test_nothing_starts_while_more_rows_are_ready_than_the_bound(ready, may):
     assert await starts(pacer(ready)) is may

@@ -11,7 +11,8 @@ A batch:     claim → LEASED → CONSUMED, or RETURNED
 
 Each function runs inside the caller's write transaction. Its statements require the state that they change, so the
 loser of a race changes nothing. On PostgreSQL a transaction locks trainers first, then versions, batches and rows, each
-in ascending order, so that two of them do not deadlock. Callers write `transitions.claim(...)`.
+in ascending order, so that two of them do not deadlock; a new version's row, for which nobody waits, comes before its
+base's. Callers write `transitions.claim(...)`.
 """
 
 from shared.ledger.transitions.adapters import expect_adapter, hold_adapters, pin_version, renew_adapters, renew_pin
@@ -65,7 +66,7 @@ from shared.ledger.transitions.retain import (
     untag_version,
     unusable_states,
 )
-from shared.ledger.transitions.rollback import Rollback, require_not_rolled_back, roll_back
+from shared.ledger.transitions.rollback import Rollback, lock_trainer, require_not_rolled_back, roll_back
 from shared.ledger.transitions.traffic import share_traffic
 from shared.ledger.transitions.versions import (
     fail_version,
@@ -84,9 +85,9 @@ __all__ = [
     "begin_trainer", "calibrate_engine", "choose_algorithms", "claim", "close_empty_batch", "close_stream", "commit",
     "commit_part", "confirm_engine", "count_load_failure", "discard_stale", "dismiss_trainer", "erase",
     "expect_adapter", "expire", "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_old_states",
-    "forget_states", "give_back", "give_up_files", "heartbeat", "hold_adapters", "lease_version", "mark_updating",
-    "merge_counts", "open_stream", "pin_version", "prove_version", "publish", "publish_ahead", "quarantine",
-    "recompute_rewards", "record", "record_state", "reject_version", "release_engine", "release_lease",
+    "forget_states", "give_back", "give_up_files", "heartbeat", "hold_adapters", "lease_version", "lock_trainer",
+    "mark_updating", "merge_counts", "open_stream", "pin_version", "prove_version", "publish", "publish_ahead",
+    "quarantine", "recompute_rewards", "record", "record_state", "reject_version", "release_engine", "release_lease",
     "release_version", "remember_answer", "remove", "renew_adapters", "renew_lease", "renew_pin", "report_trouble",
     "require_not_rolled_back", "reserve_version", "reset_breaker", "restore_quarantine", "restore_trained",
     "retry_version", "roll_back", "serve_version", "set_engine_state", "share_traffic", "sign_off", "skip_version",

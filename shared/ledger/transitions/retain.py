@@ -81,6 +81,7 @@ def release_version_leases(connection: Connection, owner: str) -> None:
 
 def tag_version(connection: Connection, version: int, tag: str) -> bool:
     """Give a version a tag, which keeps its files, and remove it from any other. Returns False if it has no files."""
+    lock_rows(connection, versions.c.version, or_(versions.c.version == version, versions.c.tag == tag))
     there = (versions.c.version == version, versions.c.deleted_at.is_(None), versions.c.state != VersionState.RESERVED)
     if not connection.execute(update(versions).where(*there).values(tag=tag)).rowcount:
         return False

@@ -45,8 +45,8 @@ def roll_back(
 
     to: None: the last version that has served before the one in service, which is the newest that answers chats. A
     trainer without a saved state of exactly this version starts from its weights, with a new optimizer. again: train
-    again on the rows that only rejected versions were trained on. rule: by which all scores of these rows, also those
-    that came after their training, become rewards; None: rewards stay as they are.
+    again on the rows that a version after `to` was trained on, and none that stays. rule: by which all scores of these
+    rows, also those that came after their training, become rewards; None: rewards stay as they are.
 
     Raises CannotRollBack if no engine has proven `to`, its files are gone, or no saved state contains it yet.
     """
@@ -145,7 +145,7 @@ def _make_ready(connection: Connection, to: int, rule: RewardConfig | None) -> i
 
 
 def _of_later(connection: Connection, to: int) -> tuple[ColumnElement[bool], ...]:
-    """Rows that a version after `to` has consumed, and none that is kept: not rejected, or `to` descends from it.
+    """Rows that a version after `to` has consumed, and none that stays: not rejected, or `to` descends from it.
 
     An engine may have rejected a version whose trainer went on from its weights. Of rows that were trained on before
     the lineage was stored, only the first version is known, with the row.
@@ -156,11 +156,11 @@ def _of_later(connection: Connection, to: int) -> tuple[ColumnElement[bool], ...
     ancestors = connection.execute(
         select(versions.c.version).where(versions.c.version.in_(select(line.c.version)), rejected)
     )
-    kept = select(versions.c.version).where(or_(~rejected, versions.c.version.in_(ancestors.scalars().all())))
+    staying = select(versions.c.version).where(or_(~rejected, versions.c.version.in_(ancestors.scalars().all())))
     first = experiences.c.consumed_version
     consumed = select(lineage.c.version).where(lineage.c.experience_id == experiences.c.id, lineage.c.consumed)
     later = or_(first > to, consumed.where(lineage.c.version > to).exists())
-    return first.not_in(kept), ~consumed.where(lineage.c.version.in_(kept)).exists(), later
+    return first.not_in(staying), ~consumed.where(lineage.c.version.in_(staying)).exists(), later
 
 
 def _return_trainers(connection: Connection, to: int, rejected: Sequence[int]) -> dict[str, bool]:
@@ -185,6 +185,11 @@ def _return_trainers(connection: Connection, to: int, rejected: Sequence[int]) -
         if connection.execute(changed).rowcount:
             found[name] = state is not None
     return found
+
+
+def lock_trainer(connection: Connection, name: str) -> None:
+    """Lock a trainer's row until the transaction ends (PostgreSQL; on SQLite it has all locks)."""
+    connection.execute(select(trainers.c.name).where(trainers.c.name == name).with_for_update())
 
 
 def require_not_rolled_back(

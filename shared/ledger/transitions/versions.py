@@ -144,6 +144,7 @@ def withdraw_versions(connection: Connection, *, writer: str, after: int) -> boo
     after: the newest version in that state. The rows of the rejected versions are trained on again.
     """
     own = and_(versions.c.writer == writer, versions.c.version > after, _MAY_BE_WITHDRAWN)
+    lock_rows(connection, versions.c.version, own)
     reason = f"its trainer went back to version {after}, the last one whose state it saved"
     return bool(_move(connection, own, VersionState.REJECTED, by=writer, reason=reason))
 
