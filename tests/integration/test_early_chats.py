@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from explorer_service.engines.dispatch import Dispatcher, EngineRequest
 from explorer_service.engines.pool import EnginePool
-from explorer_service.errors import EngineUnavailable
+from explorer_service.errors import EngineUnavailable, NoEngine, WeightsUnproven
 from explorer_service.metrics import ExplorerMetrics
 from shared.config import EngineAddress
 from shared.experience import Sampling
@@ -134,6 +134,21 @@ def test_a_chat_that_was_sent_early_waits_no_longer_for_the_announcement_than_fo
         assert (asked.status, "engines_busy" in asked.text) == (503, True)
         other.rollback()
     wait_until(lambda: states(explorer)[1] == "SERVING")
+
+
+async def test_an_early_chat_whose_engine_does_not_open_in_time_is_sent_to_one_that_has():
+    pool = EnginePool([EngineAddress(name=name, url=f"http://{name}") for name in ("e0", "e1")], 0.01)
+    proving, other = pool.engines
+    pool.switch(proving, {1: "agent"}, 0.0)
+    pool.waiting = 1
+    with pool.admitted(proving):
+        early = (await pool.acquire(None)).early_hold
+        assert early is not None
+        with pytest.raises(NoEngine):
+            await pool.wait_open(early)
+        pool.serve(other, {1: "agent"}, Sampling())
+        with pytest.raises(WeightsUnproven):
+            await pool.wait_open(early)
 
 
 async def test_an_early_chat_whose_engine_dies_waits_for_another_like_those_that_were_not_sent_early():
