@@ -66,7 +66,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 _COUNTED = (answer_chat, answer_completion)  # included in the metrics of chat
 _CALLER_LEFT = 499
-_OPENAI_PATHS = ("/chat/completions", "/completions", "/models", "/responses")  # that clients append to the base URL
+_OPENAI_PATHS = ("/completions", "/models", "/responses")  # ends of those that clients append to the base URL
 
 
 class ExplorerApp(FastAPI):

@@ -38,6 +38,13 @@ class Hold:
         self.is_on, self._spoiled = True, reason
         self._wake()
 
+    def end(self, wrong: str | None) -> None:
+        """Release these requests; wrong: why they are spoiled instead."""
+        if wrong is None:
+            self.release()
+        else:
+            self.spoil(wrong)
+
     async def wait(self) -> None:
         """Wait until replies may be forwarded. Raises WeightsUnproven if the weights are wrong."""
         while self.is_on:

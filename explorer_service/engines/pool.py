@@ -242,7 +242,7 @@ class EnginePool:
 
     def _end_early(self, engine: Engine, wrong: str | None) -> None:
         """Forward the replies to early chats. wrong: why these are sent again instead; their callers got nothing."""
-        engine.early_hold.release() if wrong is None else engine.early_hold.spoil(wrong)
+        engine.early_hold.end(wrong)
         engine.early_hold, engine.early_places = Hold(), 0  # the next take-up concerns later chats only
 
     def check(self, engine: Engine, reason: str) -> None:
