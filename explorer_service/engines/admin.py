@@ -13,9 +13,11 @@ import msgspec
 
 from explorer_service.engines.http import CONNECT_TIMEOUT_S, KEEPALIVE_S
 from explorer_service.errors import NO_JSON, EngineRefused, EngineTimeout, EngineUnavailable
+from shared.clock import since_boot_s
 from shared.errors import EngineError, VersionError, VersionMissing
 
 HEALTH_TIMEOUT_S = 5.0
+SUSPENDED_S = 1.0  # a process whose timer is so late stood still
 TOKEN_HEADER = "X-Flywheel-Engine-Token"  # the same as in services/engine/gate.py
 STAGE_PATH, RESTART_PATH = "/flywheel/stage", "/flywheel/restart"  # the same as in services/engine/gate.py
 IDENTITY_PATH = "/flywheel/identity"  # likewise
@@ -61,8 +63,13 @@ class EngineAdmin:
 
     async def check_health(self) -> None:
         """Raise EngineUnavailable unless the engine answers 200 on /health."""
+        asked_at = since_boot_s()
         try:
             await self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+        except EngineTimeout:
+            if since_boot_s() < asked_at + HEALTH_TIMEOUT_S + SUSPENDED_S:
+                raise
+            await self.check_health()  # this explorer was suspended, and may not have read the answer
         except EngineRefused as exc:  # it is warming up, or its core is dead
             raise EngineUnavailable(str(exc)) from exc
 

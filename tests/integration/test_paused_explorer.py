@@ -35,7 +35,9 @@ class Explorer:
 
     def chat(self) -> tuple[str, str]:
         """The message's id, and the weights that gave it, by the engine's own word."""
-        reply = httpx.post(self.url + "/chat", json={"messages": []}, timeout=240).raise_for_status().json()
+        answer = httpx.post(self.url + "/chat", json={"messages": []}, timeout=240)
+        assert answer.status_code == 200, answer.text
+        reply = answer.json()
         return reply["id"], reply["choices"][0]["message"]["content"].rpartition(" ")[2]
 
     def stand_still(self) -> None:
