@@ -22,10 +22,11 @@ _NEVER = 1 << 31  # versions between two saved states
 
 
 def train_next_version(config: Config, file: Path, epochs: int) -> int:
-    """Continue the state of the trainer of this name, and publish the next version of root_dir."""
+    """Continue the state of the trainer of this name, and publish the next version of root_dir with its state."""
     base = config.root / version_path(0)
     rows = _read(config, file, base if base.exists() else Path(config.model.path))
-    return run_trainer(config, partial(_work, rows=rows, epochs=epochs))
+    trainer = config.trainer.model_copy(update={"save_every": 1})  # a version without a state may be withdrawn
+    return run_trainer(config.model_copy(update={"trainer": trainer}), partial(_work, rows=rows, epochs=epochs))
 
 
 def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int:
@@ -44,7 +45,7 @@ def train_into_folder(config: Config, file: Path, epochs: int, out: Path) -> int
         versions = config.versions.model_copy(update={"delta": False})
         update = {"root_dir": root, "database_url": None, "trainer": trainer, "versions": versions}
         alone = config.model_copy(update=update)
-        status = run_trainer(alone, partial(_work, rows=rows, epochs=epochs, lasts=False))
+        status = run_trainer(alone, partial(_work, rows=rows, epochs=epochs))
         folder = _as_model_folder(Path(root), config.model)
         private = Path(root) / "trainer" / trainer.name
         for watched in (*private.glob("figures*.jsonl"), private / "tensorboard"):
@@ -77,14 +78,12 @@ def _read(config: Config, file: Path, model: Path) -> list[Experience]:
     return read_export(file, config, model)
 
 
-def _work(
-    config: Config, ranks: Ranks, stop: StopRequest, *, rows: list[Experience], epochs: int, lasts: bool = True
-) -> None:
+def _work(config: Config, ranks: Ranks, stop: StopRequest, *, rows: list[Experience], epochs: int) -> None:
     from trainer_service.errors import Stopped
     from trainer_service.offline import OfflineTrainer
 
     try:
         with resumed(config, ranks, stop, OfflineTrainer, rows) as trainer:
-            trainer.train(rows, epochs, stop, lasts=lasts)
+            trainer.train(rows, epochs, stop)
     except Stopped as exc:
         raise StartupError("asked to stop before all epochs were done; nothing was published") from exc

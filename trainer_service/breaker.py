@@ -28,12 +28,12 @@ from trainer_service.watch.record import Record
 log = StageLogger("update")
 
 _RATE = "lower trainer.learning_rate"
-_BOUNDS = {  # setting: the figure, and the fix
+_BOUNDS = {  # setting: the figure, and the fix, to which _fixes adds settings of the algorithms in use
     "change_of_update": ("change_of_update", f"{_RATE}, or trainer.epochs, or raise trainer.batch_size"),
     "kl_of_update": ("kl_of_update", _RATE),
-    "kl_to_base": ("kl_to_base", f"raise the algorithm's kl_coef, or {_RATE}"),
-    "min_entropy": ("entropy_after", f"{_RATE}, or raise the algorithm's entropy_coef"),
-    "max_entropy": ("entropy_after", f"{_RATE}, or lower the algorithm's entropy_coef"),
+    "kl_to_base": ("kl_to_base", _RATE),
+    "min_entropy": ("entropy_after", _RATE),
+    "max_entropy": ("entropy_after", _RATE),
     "policy_grad_norm": ("grad_norm_policy", f"check the rewards for outliers, or {_RATE}"),
     "critic_grad_norm": (
         "grad_norm_critic",
@@ -93,7 +93,7 @@ class Breaker:
         """show: called with the bound that was crossed, and with None after an operator resumed the trainer."""
         self._name, self._poll_interval_s, self._bounds = config.name, config.poll_interval_s, config.breaker
         self._ledger, self._patient, self._stop = ledger, patient, stop
-        self._show = show
+        self._show, self._fixes = show, _fixes(config)
         self._since: int | None = None  # newest version when an operator last resumed the trainer
 
     def check(self, record: Record, without: Collection[str] = ()) -> Trip | None:
@@ -105,12 +105,13 @@ class Breaker:
         drop = reward_drop([r for r in record.rewards if since is None or r.version > since], self._bounds)
         if drop is not None:
             figures["reward_drop"] = drop
-        for setting, (figure, fix) in _BOUNDS.items():
+        for setting, (figure, _) in _BOUNDS.items():
             bound, value = getattr(self._bounds, setting), figures.get(figure)
             if bound is None or value is None or setting in without:
                 continue
             if (value < bound) if setting.startswith("min_") else (value > bound):
-                return Trip(figure, value, f"trainer.breaker.{setting}", bound, fix, record.step, record.version)
+                about = (bound, self._fixes[setting], record.step, record.version)
+                return Trip(figure, value, f"trainer.breaker.{setting}", *about)
         return None
 
     def hold(self, trip: Trip) -> None:
@@ -149,6 +150,20 @@ class Breaker:
 
     def _find(self, connection: Connection) -> TrainerRow | None:
         return queries.find_trainer(connection, self._name)
+
+
+def _fixes(config: TrainerConfig) -> dict[str, str]:
+    """Return by bound what to change, of settings that the algorithms in use have."""
+    parts = {f"trainer.{name}": config.settings_of(name) for name in config.parts}
+    hold = [f"{key}.{name}" for key, part in parts.items() for name in ("kl_coef", "beta") if hasattr(part, name)]
+    entropy = {f"{key}.entropy_coef": part.entropy_coef for key, part in parts.items() if hasattr(part, "entropy_coef")}
+    of_algorithms = {
+        "kl_to_base": ("raise", hold),
+        "min_entropy": ("raise", [*entropy]),
+        "max_entropy": ("lower", [key for key, value in entropy.items() if value > 0]),
+    }
+    more = {bound: f", or {verb} {' or '.join(keys)}" for bound, (verb, keys) in of_algorithms.items() if keys}
+    return {bound: fix + more.get(bound, "") for bound, (_, fix) in _BOUNDS.items()}
 
 
 def reward_drop(rewards: Sequence[Rewards], bounds: BreakerConfig) -> float | None:

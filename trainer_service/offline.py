@@ -30,10 +30,8 @@ _LEFT_OUT = ("hints_contradicting", "hints_without_effect")  # figures of the al
 class OfflineTrainer(Trainer):
     """A trainer on the rows of an export. Its versions and states are those of the trainer of its name."""
 
-    def train(self, rows: list[Experience], epochs: int, stop: StopRequest, *, lasts: bool = True) -> int:
+    def train(self, rows: list[Experience], epochs: int, stop: StopRequest) -> int:
         """Train for this number of epochs and publish the result. Returns its version.
-
-        lasts: whether the trainer of this name is to continue from the result.
 
         Publishes nothing if it raises: Stopped after a stop request; StartupError if an update fails or crosses a bound
         of the breaker, the breaker has tripped before, no update changes a weight, or a token id is not in the model's
@@ -47,8 +45,6 @@ class OfflineTrainer(Trainer):
                 self._update_all(rows, epochs, stop)
                 self._progress.trained_on = self._write(partial(queries.ids_read, rows=rows))
                 self._publish()
-                if lasts:
-                    self._save_unsaved_versions()
         finally:
             self._release_leases()
         return self._progress.version

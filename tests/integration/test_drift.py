@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from shared.experience import Experience
+from shared.reward import Signal
 from tests.integration.test_update import build
 from tests.support.batches import batch_of, rows_batch, sequence
 from tests.support.experiences import make_experiences
@@ -55,6 +58,40 @@ def test_the_figures_after_an_update_are_those_of_plain_forward_passes(algorithm
         assert "kl_to_base" not in stats and "grad_norm_critic" not in stats
 
 
+def merged_conversations(model, *about: dict[str, Any]) -> list[Experience]:
+    """Conversations of two turns that become one sequence. about: of each second turn."""
+    made = make_experiences(model, 2 * len(about))
+    rows = []
+    for first, second, more in zip(made[::2], made[1::2], about, strict=True):
+        asked = np.concatenate([first.tokens.prompt_ids, first.tokens.reply_ids, second.tokens.prompt_ids])
+        tokens = replace(second.tokens, prompt_ids=asked.astype(np.int32))
+        of_one = {"conversation_id": first.conversation_id, "parent_id": first.msg_id}
+        rows += [first, replace(second, tokens=tokens, **of_one, **more)]
+    return rows
+
+
+RATED = [{"signals": (Signal("rating", text=text),)} for text in ("up", "down")]
+CORRECTED = [{"correction": np.array([40, 41], np.int32), "correction_key": "k"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said", "scored"),
+    [("kto", RATED, [2, 3]), ("dpo", CORRECTED, [3, 5])],  # 2 and 4 are the corrections
+)
+def test_the_distance_to_the_base_is_measured_on_single_replies_of_merged_turns(
+    algorithm, said, scored, tmp_path, model
+):
+    update, policy = build(tmp_path, model, algorithm=algorithm)
+    batch = rows_batch(merged_conversations(model, *said))
+    assert [len(places) for places in batch.members] == [1, 1], "merged"
+    replies = Batch([batch.sequences[place] for place in scored], [], [])
+    assert [one.row_ids for one in replies.sequences] == [[2], [4]]
+    before = log_policy(policy, replies)
+    stats = update.update(batch, step=0, version=0)
+    moved = of_actions(log_policy(policy, replies), replies) - of_actions(before, replies)
+    assert stats["kl_to_base"] == pytest.approx(float((moved**2 / 2).mean()), rel=1e-3)
+
+
 class OneOfTwo(Ranks):
     """A rank whose partner makes as many passes, and measures what it itself does."""
 
@@ -86,6 +123,32 @@ def test_a_sequence_that_is_computed_again_to_even_out_the_passes_of_the_ranks_c
         drift.Drift(precompute, ranks, batch, nothing).measure()
         counts.append(ranks.measured["entropy_after"][1])
     assert counts == [12, 6 + 5]
+
+
+def test_each_rank_compares_the_sequences_that_it_scored_before_if_the_base_scored_others():
+    """With the rated sequence, the longest, the ranks share the others differently than without it."""
+    batch = batch_of(*(sequence([1.0] * length) for length in (12, 6, 5)))
+    batch.ratings[batch.add(sequence([1.0] * 20))] = True
+    nothing, reference = [np.empty(0, np.float32)] * 4, [np.empty(0, np.float32)] * 3 + [np.zeros(20, np.float32)]
+    totals = {"change_of_update": 0, "kl_to_base": 0}
+    for rank in range(2):
+        ranks = OneOfTwo(rank, 2, None, 1.0)
+        precompute = Precompute(EvenOdds(), None, Packer(ranks, torch.device("cpu"), 16, Rows.SINGLE))
+        drift.Drift(precompute, ranks, batch, {"proximal": nothing, "reference": reference}).measure()
+        totals = {name: count + ranks.measured[name][1] for name, count in totals.items()}
+    assert totals == {"change_of_update": 12 + 6 + 5, "kl_to_base": 20}
+
+
+def test_the_distance_to_the_base_is_measured_on_the_sample_itself_if_the_base_scored_all_of_it():
+    batch = replace(batch_of(*(sequence([1.0] * length) for length in (4, 3))), written=[2])
+    written = batch.add(sequence([1.0] * 2))
+    batch.ratings.update({batch.add(sequence([1.0] * 5)): True, written: True})
+    batch.add(sequence([1.0] * 6))  # kto's own
+    scored, unscored = [np.zeros(4, np.float32)], [np.empty(0, np.float32)]
+    assert drift.choose_for_base(batch, scored * 5, [0, 1]) == [0, 1]
+    assert drift.choose_for_base(batch, scored + unscored + scored * 3, [0, 1]) == [0, 3], "of what was sampled"
+    assert drift.choose_for_base(batch, unscored * 2 + scored + unscored * 2, [0, 1]) == [written]
+    assert drift.choose_for_base(batch, unscored * 5, [0, 1]) == []
 
 
 def test_the_sample_is_bounded_and_prefers_what_was_sampled(model, monkeypatch):

@@ -38,10 +38,10 @@ def trained(tmp_path_factory, model, lives) -> Path:
     return root
 
 
-def train(lives: Any, root: Path, *arguments: str, status: int = 0) -> str:
+def train(lives: Any, root: Path, *arguments: str, status: int = 0, **faults: str) -> str:
     """Run `flywheel train` to its end, and return what it logged."""
     log = root / "offline.log"
-    with lives.begin(["train", "-c", str(root / "flywheel.yaml"), *arguments], log) as life:
+    with lives.begin(["train", "-c", str(root / "flywheel.yaml"), *arguments], log, **faults) as life:
         assert life.wait(240) == status, log.read_text()
     return log.read_text()
 
@@ -84,6 +84,18 @@ def test_an_export_makes_the_next_version_of_a_root_which_its_trainer_goes_on_fr
     assert versions[2] == (2, 1, 3, "PUBLISHED")
     assert (trainer_row.version, trainer_row.step, trainer_row.alive) == (2, 3, False)
     assert weights(tmp_path, 2) != weights(tmp_path, 1)
+
+
+def test_the_next_version_is_not_published_before_its_state_is_saved_however_seldom_the_trainer_saves(
+    trained, tmp_path, model, lives
+):
+    prepare(tmp_path, model, save_every=10)
+    said = train(lives, tmp_path, "--from", str(trained / "rows.parquet"), FULL_DISK='{"state": 1}')
+    assert "not published: the disk is full; trying again" in said
+    with contextlib.closing(open_ledger(tmp_path)) as ledger, ledger.read() as connection:
+        trainer_row, versions = find_trainer(connection, "trainer"), list_versions(connection)
+    assert [(row.version, row.state) for row in versions] == [(0, "PUBLISHED"), (1, "PUBLISHED")]
+    assert trainer_row.version == 1 and (tmp_path / trainer_row.state_path).is_dir()
 
 
 def test_rewards_that_fell_in_the_ledger_do_not_keep_an_export_from_being_trained_on(trained, tmp_path, model, lives):

@@ -276,7 +276,7 @@ def run(arguments: list[str]) -> int:
         os.environ.pop("FAULT", ""), int(os.environ.pop("FAULT_CALL", "1")), Path(points) if points else None
     )
     faults.watch_transitions()
-    if arguments[0] == "trainer":
+    if arguments[0] in ("train", "trainer"):
         faults.watch_trainer()
         faults.fill_disk(json.loads(os.environ.pop("FULL_DISK", "{}")))
         if hang := os.environ.pop("HANG_IN_UPDATE", ""):

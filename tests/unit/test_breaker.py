@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shared.config import BreakerConfig, TrainerConfig, load_config
@@ -29,9 +31,9 @@ SPOILED = [
 ]
 
 
-def breaker(**bounds: float | None) -> Breaker:
+def breaker(trainer: dict[str, Any] | None = None, **bounds: float | None) -> Breaker:
     """One that is asked about figures alone: it has no ledger."""
-    config, stop = TrainerConfig(breaker=BreakerConfig(**bounds)), StopRequest()
+    config, stop = TrainerConfig.model_validate({"breaker": BreakerConfig(**bounds), **(trainer or {})}), StopRequest()
     return Breaker(config, None, PatientLedger(None, stop, 0.1), stop, lambda tripped: None)
 
 
@@ -50,6 +52,33 @@ def test_a_figure_beyond_its_bound_trips_it_and_is_named_with_the_bound_and_a_fi
     assert (trip.figure, trip.setting, trip.value) == (figure, f"trainer.breaker.{setting}", value)
     assert figure in trip.reason and f"{trip.setting}={trip.bound:g}" in trip.reason
     assert trip.fix in trip.reason and "flywheel trainer --resume" in trip.reason
+
+
+RATE = "lower trainer.learning_rate"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "kl_to_base", "min_entropy", "max_entropy"),
+    [
+        ({"algorithm": "dpo"}, f"{RATE}, or raise trainer.dpo.beta", RATE, RATE),
+        ({"algorithm": "kto"}, f"{RATE}, or raise trainer.kto.beta", RATE, RATE),
+        ({"algorithm": "sft"}, RATE, RATE, RATE),
+        (
+            {"algorithm": "ppo"},
+            f"{RATE}, or raise trainer.ppo.kl_coef", f"{RATE}, or raise trainer.ppo.entropy_coef", RATE,
+        ),
+        (
+            {"algorithms": {"grpo": 1.0, "dpo": 0.2, "raft": 0.1}, "grpo": {"entropy_coef": 0.01}},
+            f"{RATE}, or raise trainer.grpo.kl_coef or trainer.dpo.beta",
+            f"{RATE}, or raise trainer.grpo.entropy_coef", f"{RATE}, or lower trainer.grpo.entropy_coef",
+        ),
+    ],
+)  # fmt: skip
+def test_the_fix_names_settings_that_the_algorithms_in_use_have(trainer, kl_to_base, min_entropy, max_entropy):
+    asked = breaker(trainer)
+    spoiled = ({"kl_to_base": 60.0}, {"entropy_after": 1e-9}, {"entropy_after": 9.0})
+    fixes = [asked.check(record(**figures)).fix for figures in spoiled]
+    assert fixes == [kl_to_base, min_entropy, max_entropy]
 
 
 @pytest.mark.parametrize(("setting", "figure", "value"), SPOILED)
