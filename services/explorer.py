@@ -45,7 +45,7 @@ from explorer_service.traffic.pins import Pins
 from explorer_service.traffic.router import Router
 from explorer_service.traffic.shares import Shares
 from shared.belonging import require_belonging, require_kind
-from shared.config import Config, ExplorerConfig, agreed_settings
+from shared.config import Config, ExplorerConfig, agreed_settings, is_loopback
 from shared.engine_token import engine_token
 from shared.errors import LedgerError, StartupError
 from shared.ledger.connect import Ledger
@@ -58,6 +58,7 @@ log = StageLogger("explorer")
 _GRACE_S = 10  # for open requests at the end
 _WORKER_STOP_TIMEOUT_S = 15.0  # less than STOP_TIMEOUT_S, after which `flywheel up` kills the workers' supervisor
 _BACKLOG = 2048  # uvicorn's default
+_MEMORY = Path("/dev/shm")  # a file system in memory
 _PROXIES = "127.0.0.1,::1,::ffff:127.0.0.1"  # of this machine, so believed; the last is the first at a socket of IPv6
 
 
@@ -81,11 +82,22 @@ def run_explorer(config: Config, file: Path, is_worker: bool = False) -> int:
         if not is_worker:
             require_belonging(config.root, ledger)
             require_kind(config.model.kind, ledger)
+            _warn_of_engines_elsewhere(config, ledger)
         if explorer.workers > 1 and not is_worker:
             return _run_workers(config, file, stop)
         return _serve(config, ledger, stop)
     finally:
         ledger.close()
+
+
+def _warn_of_engines_elsewhere(config: Config, ledger: Ledger) -> None:
+    elsewhere = [engine.name for engine in config.explorer.engines if not is_loopback(engine.host)]
+    if ledger.is_sqlite and elsewhere:
+        log.warning(
+            "the ledger is SQLite, which only processes of one machine may use; before an engine or a trainer of ours "
+            "runs on another machine, set database_url (FLYWHEEL_DATABASE_URL) to a PostgreSQL database",
+            engines=", ".join(elsewhere),
+        )
 
 
 def _run_workers(config: Config, file: Path, stop: StopRequest) -> int:
@@ -97,7 +109,9 @@ def _run_workers(config: Config, file: Path, stop: StopRequest) -> int:
         Child(f"worker-{number}", ["explorer", "-c", str(file), "--worker"], _WORKER_STOP_TIMEOUT_S, signal.SIGKILL)
         for number in range(config.explorer.workers)
     ]
-    with tempfile.TemporaryDirectory(prefix="flywheel-metrics-") as folder:
+    # in memory: on a full disk, a write to a mapped file ends the worker with SIGBUS
+    memory = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) and _MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="flywheel-metrics-", dir=memory) as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # read by the workers
         return Supervisor(children, stop).run()
 

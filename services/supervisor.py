@@ -116,7 +116,7 @@ class Supervisor:
         child.failures = 1 if now - child.started_at > STABLE_AFTER_S else child.failures + 1
         wait_s = BACKOFF_S[min(child.failures, len(BACKOFF_S)) - 1]
         child.restart_at = now + wait_s
-        log.warning("ended by itself; restarting", process=child.name, status=status, in_s=wait_s)
+        log.warning("ended by itself; restarting", process=child.name, **_how_it_ended(status), in_s=wait_s)
         return status
 
     def _end_all(self) -> None:
@@ -147,6 +147,14 @@ def _end_together(children: list[Child], kill: StopRequest | None) -> None:
             log.warning("killed by a second signal" if kill else "did not stop in time; killed", process=child.name)
         _end_group(child.process, signal.SIGKILL)
         child.process.wait()
+
+
+def _how_it_ended(status: int) -> dict[str, object]:
+    """Return the field that says it in the log: the signal's name, or the exit status."""
+    try:
+        return {"signal": signal.Signals(-status).name}
+    except ValueError:  # it exited, or the signal has no name
+        return {"status": status}
 
 
 def _end_group(process: subprocess.Popen[bytes], number: int) -> None:

@@ -61,7 +61,10 @@ def _is_exchanged(root: Path, row: VersionRow) -> bool:
 
 
 def require_known_versions(root: Path, ledger: Ledger) -> None:
-    """Raise StartupError if there are more versions without a row in the ledger than one crash leaves."""
+    """Raise StartupError if there are more versions without a row in the ledger than one crash leaves.
+
+    Logs a warning if the folder holds the base model only, and the ledger no version.
+    """
     folders = version_folders(root)  # before the ledger: a trainer reserves a number before it writes the folder
     newest = ledger.fetch(partial(list_versions, at_most=1))
     highest = newest[0].version if newest else -1
@@ -70,6 +73,13 @@ def require_known_versions(root: Path, ledger: Ledger) -> None:
         raise StartupError(
             f"{root / 'versions'} holds {in_short(unknown)}, and the ledger {ledger.shown_url} "
             f"{'knows no version' if highest < 0 else f'ends with {version_name(highest)}'}; {REMEDY}"
+        )
+    if folders and highest < 0:
+        log.warning(
+            "the folder holds version 0, and the ledger knows no version: unless a crash left this, the ledger is "
+            "another one; set database_url (FLYWHEEL_DATABASE_URL) to the one of this folder, or correct root_dir",
+            folder=root / "versions",
+            ledger=ledger.shown_url,
         )
 
 

@@ -1,12 +1,13 @@
-"""An ASGI middleware that vLLM's server loads: closed until the engine is warm, and then restricted for strangers.
+"""An ASGI middleware that vLLM's server loads: closed until the engine is warm, then restricted for strangers.
 
 The first requests to a fresh engine compile kernels. Until the warm-up ends, every route answers 503 to all callers but
-the warm-up itself, so that no health check finds the engine ready too early. Afterwards every client except a web page
-may sample, and read the routes in OPEN_ROUTES. Any other route of vLLM, in this or a later release, may change the
-engine or reveal data about its machine: it requires the token of the explorers. RESTART_PATH, STAGE_PATH and
-IDENTITY_PATH are our own; the process that started vLLM serves the second one on a socket, see stage.py. The third one
-answers the engine's own name, by which explorers notice that they name it by different urls. This file imports none of
-our modules, because it runs inside vLLM's process.
+the warm-up itself, so that no health check finds the engine ready too early. The gate closes again when the engine
+stops; requests that have passed it end. In between, every client except a web page may sample, and read the routes in
+OPEN_ROUTES. Any other route of vLLM, in this or a later release, may change the engine or reveal data about its
+machine: it requires the token of the explorers. RESTART_PATH, STAGE_PATH and IDENTITY_PATH are our own; the process
+that started vLLM serves the second one on a socket, see stage.py. The third one answers the engine's own name, by which
+explorers notice that they name it by different urls. This file imports none of our modules, because it runs inside
+vLLM's process.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ STAGE_VARIABLE = "ENGINE_STAGE_SOCKET"
 IDENTITY_VARIABLE = "ENGINE_IDENTITY"
 WARMUP_HEADER = "x-flywheel-warmup"
 ADMIN_HEADER = "x-flywheel-engine-token"
-OPEN_PATH = "/flywheel/open"
+OPEN_PATH, CLOSE_PATH = "/flywheel/open", "/flywheel/close"
 STAGE_PATH = "/flywheel/stage"
 STAGE_BODY_BYTES = 16_384
 RESTART_PATH = "/flywheel/restart"  # the same as in explorer_service/engines/admin.py
@@ -46,7 +47,10 @@ OPEN_ROUTES = frozenset((
 
 
 class EngineGate:
-    """Answers 503 until a caller with the warm-up's token requests OPEN_PATH; afterwards 403 to strangers."""
+    """Closed until a caller with the warm-up's token requests OPEN_PATH, and after CLOSE_PATH: it answers 503.
+
+    While it is open, it answers 403 to strangers. CLOSE_PATH is answered when no request is in flight.
+    """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
@@ -55,6 +59,8 @@ class EngineGate:
         self._stage_socket = os.environ.get(STAGE_VARIABLE, "")
         self._identity = os.environ.get(IDENTITY_VARIABLE, "")
         self._open = not self._warmup
+        self._in_flight, self._idle = 0, asyncio.Event()
+        self._idle.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -67,12 +73,16 @@ class EngineGate:
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = scope["headers"]
         if not self._open and not _has_token(headers, WARMUP_HEADER, self._warmup):
-            await _refuse(send, 503, "the engine is warming up; try again soon")
+            await _refuse(send, 503, "the engine is warming up or stopping; try again soon")
         elif not self._open and scope["path"] == OPEN_PATH:
             self._open = True
             await _answer(send, 200, b"{}")
         elif not self._open:
             await self._app(scope, receive, send)
+        elif scope["path"] == CLOSE_PATH and _has_token(headers, WARMUP_HEADER, self._warmup):
+            self._open = False
+            await self._idle.wait()
+            await _answer(send, 200, b"{}")
         elif _has_token(headers, ADMIN_HEADER, self._admin):
             if any(name == b"content-type" and not value.startswith(b"application/json") for name, value in headers):
                 await _refuse(send, 415, "the body must be JSON; send the header Content-Type: application/json")
@@ -89,7 +99,18 @@ class EngineGate:
         elif any(name == b"origin" for name, _ in headers):
             await _refuse(send, 403, "a web page may not use the engine")
         else:
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request that the end of the engine waits for."""
+        self._in_flight += 1
+        self._idle.clear()
+        try:
             await self._app(scope, receive, send)
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
 
     async def _stage(self, receive: Receive, send: Send) -> None:
         """Forward the request to the staging process, and return its answer."""

@@ -19,10 +19,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from services.engine.adapters import adapter_arguments, warm_up_adapters
 from services.engine.cpu import one_process, runs_on_cpu
+from services.engine.ending import DRAIN_S, drain, end
 from services.engine.gate import ADMIN_VARIABLE, IDENTITY_VARIABLE, STAGE_VARIABLE, WARMUP_VARIABLE
 from services.engine.lease import StartLease
 from services.engine.output import EngineOutput
@@ -43,7 +42,6 @@ from shared.stop_request import StopRequest
 from shared.versions import read_manifest, version_label, version_path
 
 log = StageLogger("engine")
-STOP_TIMEOUT_S = 10.0
 
 
 def run_engine(config: Config, name: str | None) -> int:
@@ -94,13 +92,16 @@ def _run_vllm(config: Config, address: EngineAddress, host: str, folder: Path, s
             log.info("ready", name=address.name, url=address.url)
             while process.poll() is None and not stop.wait(0.5):
                 pass
-        if not stop:
+        if stop and process.poll() is None:
+            with WarmingEngine(url, config.model.name, warmup_token) as serving:
+                drain(serving)
+        elif not stop:
             raise StartupError(
                 f"vLLM ended by itself with status {process.returncode}: {output.reason(in_service=True)}"
             )
         return 0
     finally:
-        _end(process)
+        end(process)
 
 
 def listen_host(config: Config, address: EngineAddress) -> str:
@@ -187,6 +188,7 @@ def command_line(config: Config, address: EngineAddress, host: str, folder: Path
         "--dtype": saved_dtype(folder) if engine.dtype == "auto" else engine.dtype,
         "--logprobs-mode": "processed_logprobs",  # as sampled, at any temperature and top_p
         "--uvicorn-log-level": "warning",
+        "--shutdown-timeout": str(DRAIN_S),
         "--middleware": "services.engine.gate.EngineGate",
     }
     flags = ["--enable-prefix-caching", "--disable-uvicorn-access-log"]
@@ -269,7 +271,7 @@ def _start(
         while not (stop or is_late) and not wait([warmed], 0.2).done:
             is_late = time.monotonic() - started > timeout_s
         if not warmed.done():
-            _end(process)  # which ends its calls
+            end(process)  # which ends its calls
     try:
         warmed.result()
     except EngineError as error:
@@ -284,17 +286,3 @@ def _start(
         ) from error
     log.info("warm", seconds=time.monotonic() - started)
     return True
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End vLLM and all its processes, which become this one's children when it has ended."""
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=2.0)
-    for child in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from services.engine.adapters import WarmUpAdapters
-from services.engine.gate import OPEN_PATH, WARMUP_HEADER
+from services.engine.gate import CLOSE_PATH, OPEN_PATH, WARMUP_HEADER
 from shared.errors import EngineError
 
 
@@ -86,6 +86,10 @@ class WarmingEngine:
     def open_gate(self) -> None:
         """Open the engine to all callers."""
         self._call("POST", OPEN_PATH)
+
+    def close_gate(self, timeout_s: float) -> None:
+        """Close the engine to all callers, and wait for the end of requests in flight. Raises EngineError."""
+        self._call("POST", CLOSE_PATH, timeout_s=timeout_s)
 
     def _chat(self, number: int, model: str | None = None) -> None:
         body = {

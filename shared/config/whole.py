@@ -124,7 +124,8 @@ def agreed_settings(config: Config) -> dict[str, Any]:
 
     They say what a chat and a reward mean, which rows are trained on, and how many versions an engine serves.
     """
-    dumped = config.model_dump(mode="json", include={"model": {"name", "kind"}, "engine": {"dtype"}, "reward": True})
+    compared: dict[str, Any] = {"model": {"name", "kind"}, "engine": {"dtype", "tool_parser"}, "reward": True}
+    dumped = config.model_dump(mode="json", include=compared)
     agreed = {f"{section}.{key}": value for section, keys in dumped.items() for key, value in keys.items()}
     agreed["trainer.learns_from"] = sorted(config.trainer.learns_from)
     agreed["trainer.batch_size"] = config.trainer.batch_size

@@ -22,7 +22,9 @@ from shared.errors import LedgerError
 from shared.ledger.driver import OPERATOR, Patience, make_engine, require_same_file
 from shared.ledger.migrate import bring_to_head, schema_version
 from shared.ledger.writer_queue import WriterQueue
+from shared.log import StageLogger
 
+log = StageLogger("ledger")
 T = TypeVar("T")
 _IDLE_S = 2.0  # after a longer pause, a dedicated connection may have lost its server
 COPY_ROWS = 16  # number of rows from which PostgreSQL's COPY is faster than inserts
@@ -82,11 +84,14 @@ class Ledger:
             with migrating.write() as connection:
                 if not migrating.is_sqlite:  # two processes may create the same tables at once
                     connection.exec_driver_sql("SELECT pg_advisory_xact_lock(732160)")
-                if not create and schema_version(connection) is None:
+                is_new = schema_version(connection) is None
+                if is_new and not create:
                     raise absent
                 bring_to_head(connection)
         finally:
             migrating.close()
+        if is_new:
+            log.info("a new ledger begins", url=shown_url)
         return cls(make_engine(parsed, patience, create=False), shown_url)
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +35,13 @@ STREAMS = 6
 class Service:
     """One engine that loads adapters, an explorer, and a hand that publishes."""
 
-    def __init__(self, config: Config, file: Path, engine: Process, http: httpx.Client, ledger: Ledger) -> None:
+    def __init__(
+        self, config: Config, file: Path, processes: tuple[Process, Process], http: httpx.Client, ledger: Ledger
+    ) -> None:
+        """processes: of engine and explorer."""
         self.config = config
         self.file = file
-        self.engine = engine
+        self.processes = processes
         self.http = http
         self.ledger = ledger
         self.publisher = AdapterPublisher(config, ledger, size=0.2)
@@ -99,7 +103,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     ):
         wait_for(lambda: _is_ready(http, engine, explorer), "ready", 240, 0.5)
         with contextlib.closing(Ledger.open(config.ledger_url)) as ledger:
-            yield Service(config, file, engine, http, ledger)
+            yield Service(config, file, (engine, explorer), http, ledger)
         assert explorer.stop() == 0, explorer.output()[-2000:]
         assert engine.stop() == 0, engine.output()[-2000:]
 
@@ -235,3 +239,22 @@ def test_a_trainer_goes_on_from_the_newest_adapter_and_what_it_learns_is_served(
     assert stats["logprob_gap_max"] < LOGPROB_TOLERANCE
     pinned = service.chat(model=f"agent@{before}", max_tokens=4)
     assert pinned.headers["X-Flywheel-Version"] == str(before)
+
+
+def test_streams_in_flight_when_engine_and_explorer_stop_together_end_whole_and_are_recorded(service):
+    """The last test of this service: afterwards it has ended."""
+    ends: dict[str, str] = {}
+    begun = threading.Semaphore(0)
+    threads = [threading.Thread(target=stream, args=(service, n, "agent", ends, begun)) for n in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        begun.acquire()
+    for process in service.processes:
+        process.send(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert list(ends.values()) == ["data: [DONE]"] * STREAMS
+    with service.ledger.read() as connection:
+        query = select(experiences.c.msg_id).where(experiences.c.msg_id.in_(ends))
+        assert set(connection.execute(query).scalars()) == set(ends)

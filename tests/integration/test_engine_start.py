@@ -217,7 +217,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_a_warm_up_that_hangs_ends_at_a_stop_request_and_at_the_limit_of_the_start(is_stopped, tmp_path, monkeypatch):
-    monkeypatch.setattr("services.engine.launch._end", subprocess.Popen.kill)  # this process has other children
+    monkeypatch.setattr("services.engine.launch.end", subprocess.Popen.kill)  # this process has other children
     stop, port = StopRequest(), free_port()
     with (
         subprocess.Popen([sys.executable, "-c", HANGS, f"{port}"], stdout=subprocess.PIPE) as process,
@@ -247,3 +247,27 @@ def test_vllm_finds_our_gate_and_modules_of_the_working_folder_also_if_packages_
     command = command_line(config, config.explorer.engines[0], "127.0.0.1", tmp_path)
     python = [*command[: command.index("-m")], "-c", "import of_a_user, services.engine.gate"]
     subprocess.run(python, env={**os.environ, **environment(config)}, check=True)
+
+
+ENDS = """
+import subprocess, sys
+from services.engine.ending import end
+
+loads = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+serves = f'''
+import signal, subprocess, sys
+core = subprocess.Popen([sys.executable, "-c", {loads!r}])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(core.wait() + signal.SIGKILL))
+signal.pause()
+'''
+process = subprocess.Popen([sys.executable, "-c", serves], stdout=subprocess.PIPE)
+process.stdout.read(1)  # its core ignores SIGTERM now
+end(process)
+sys.exit(process.returncode)
+"""
+
+
+def test_vllm_that_still_loads_ends_at_once_because_its_core_is_killed():
+    """It exits by itself: it is not killed at the limit."""
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stderr

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.explorer import run_explorer
+from services.engine.ending import DRAIN_S, LONGEST_S
+from services.explorer import _GRACE_S, run_explorer
 from services.supervisor import STOP_TIMEOUT_S, Child, Supervisor, listen_for_two
 from shared.errors import StartupError
 from shared.ledger.connect import Ledger
@@ -284,6 +285,7 @@ def test_the_trainer_has_time_to_save_and_workers_end_before_their_explorer_is_k
     limits = {child.name: child.stop_timeout_s for child in composed}
     assert limits["trainer"] > config.trainer.rank_timeout_s
     assert limits["engine-e0"] == limits["explorer"] == STOP_TIMEOUT_S
+    assert _GRACE_S < DRAIN_S < LONGEST_S < limits["engine-e0"]
     composed.clear()
     assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
     assert len(composed) == 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +35,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.paths: list[str] = []
+        self.answers_completions = threading.Event()
+        self.answers_completions.set()
         self.answers: dict[str, tuple[int, bytes]] = {}
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -44,6 +48,8 @@ class Engine:
 
     async def _answer(self, scope, receive, send) -> None:
         self.paths.append(scope["path"])
+        if scope["path"] == "/v1/completions":
+            await asyncio.to_thread(self.answers_completions.wait, SLOW_S)
         status, body = self.answers.get(scope["path"], (200, b"{}"))
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": body})
@@ -71,6 +77,31 @@ def test_only_the_warm_up_passes_the_gate_until_it_opens_it(engine):
             other.open_gate()
         warming.open_gate()
     assert httpx.get(engine.url + "/health", timeout=SLOW_S).status_code == 200
+
+
+def test_an_engine_that_stops_refuses_all_callers_and_only_the_process_that_started_it_closes_it(engine):
+    with WarmingEngine(engine.url, "agent", "secret") as warming, WarmingEngine(engine.url, "agent", "guess") as other:
+        warming.open_gate()
+        with pytest.raises(EngineError, match="answered 403"):
+            other.close_gate(SLOW_S)
+        assert httpx.get(engine.url + "/health", timeout=SLOW_S).status_code == 200
+        warming.close_gate(SLOW_S)
+    for headers in ({}, {ADMIN_HEADER: "obey"}):
+        assert httpx.get(engine.url + "/health", headers=headers, timeout=SLOW_S).status_code == 503
+
+
+def test_an_engine_that_stops_is_closed_at_once_and_waits_for_what_is_in_flight(engine):
+    with WarmingEngine(engine.url, "agent", "secret") as warming, ThreadPoolExecutor(2) as pool:
+        warming.open_gate()
+        engine.answers_completions.clear()
+        chat = pool.submit(httpx.post, engine.url + "/v1/completions", timeout=SLOW_S)
+        wait_until(lambda: "/v1/completions" in engine.paths)
+        closing = pool.submit(warming.close_gate, SLOW_S)
+        wait_until(lambda: httpx.get(engine.url + "/health", timeout=SLOW_S).status_code == 503)
+        assert not closing.done()
+        engine.answers_completions.set()
+        assert chat.result().status_code == 200
+        closing.result()
 
 
 def test_the_warm_up_samples_pauses_under_load_and_scores(engine):

@@ -26,6 +26,7 @@ def settings(**sections: object) -> dict[str, object]:
             "trainer.learns_from is ['metric', 'rating', 'reward'] here and ['correction', 'demonstration'] there",
         ),
         ({"engine": {"max_loras": 2}}, "engine.max_loras is 4 here and 2 there; engine.max_cpu_loras is 8 here and 4"),
+        ({"engine": {"tool_parser": "glm47"}}, "engine.tool_parser is None here and 'glm47' there"),
         ({"engine": {"max_cpu_loras": 8}}, ""),  # the default
         ({"model": {"path": "elsewhere", "kind": "full"}}, "model.kind is 'lora' here and 'full' there"),
     ],

@@ -89,6 +89,15 @@ def test_a_container_may_do_no_more_than_it_must(name):
     assert "cap_add" not in service or name == "postgres"
 
 
+def test_the_init_of_a_container_whose_process_changes_its_user_may_signal_it():
+    """Docker's init is root, and has no right to signal another user but by KILL; it ends if it cannot."""
+    services = compose()["services"]
+    changing = {name for name, service in services.items() if "SETUID" in service.get("cap_add", [])}
+    assert changing == {"postgres"}
+    assert all("KILL" in services[name]["cap_add"] for name in changing if services[name]["init"])
+    assert len(services["postgres"]["cap_add"]) == 6 and "six\n  capabilities" in (ROOT / "docs/compose.md").read_text()
+
+
 def mounts(service: dict) -> dict[str, tuple[str, str]]:
     """Target → (source, mode)."""
     parts = [re.sub(r"\$\{[^}]*\}", "model", mount).split(":") for mount in service["volumes"]]
@@ -221,6 +230,7 @@ def test_a_container_has_as_much_time_to_end_as_the_process_in_it_takes():
     assert "TRAINER_STOP_LIMIT=" in (ROOT / "deploy/compose/env.example").read_text()
     for name in ("explorer", "engine", "engine-gpu"):
         assert services[name]["stop_grace_period"] == "30s"
+    assert services["postgres"]["stop_grace_period"] == "60s"  # a checkpoint, of up to its shared buffers
 
 
 def test_the_example_names_a_profile_so_that_every_command_of_compose_acts_on_the_services():

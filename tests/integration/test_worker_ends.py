@@ -1,0 +1,72 @@
+"""What ends the workers of `explorer.workers`, and how the log names it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from services.explorer import run_explorer
+from services.supervisor import Child, Supervisor
+from shared.stop_request import StopRequest
+from tests.support.processes import wait_for
+from tests.support.servers import make_config
+
+
+@pytest.fixture
+def folder_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that workers share their metrics through, once an explorer runs here. No worker starts."""
+    folders: list[Path] = []
+
+    class Unstarted:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self) -> int:
+            folders.append(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
+            assert folders[0].is_dir()
+            return 0
+
+    monkeypatch.setattr("services.supervisor.Supervisor", Unstarted)
+    monkeypatch.setattr("shared.stop_request.StopRequest.listen", lambda request: request)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # restored afterwards
+    return folders
+
+
+def test_a_full_disk_ends_no_worker_because_metrics_are_in_memory(tmp_path, folder_of_metrics):
+    """A write to a mapped file ends a process with SIGBUS if the file system has no room for it."""
+    config = make_config(tmp_path, ["http://127.0.0.1:1"], workers=2)
+    assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
+    (folder,) = folder_of_metrics
+    assert folder.parent == Path("/dev/shm") and not folder.exists()
+
+
+def test_a_machine_without_a_file_system_in_memory_has_them_in_its_temporary_folder(
+    tmp_path, folder_of_metrics, monkeypatch
+):
+    monkeypatch.setattr("services.explorer._MEMORY", tmp_path / "none")
+    config = make_config(tmp_path, ["http://127.0.0.1:1"], workers=2)
+    assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
+    assert [folder.parent for folder in folder_of_metrics] == [tmp_path]
+
+
+@pytest.mark.parametrize(("ends", "named"), [("kill -BUS $$", "signal=SIGBUS"), ("exit 3", "status=3")])
+def test_the_log_names_the_signal_that_ended_a_process_or_its_status(ends, named, tmp_path, monkeypatch, caplog):
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\nulimit -c 0\n{ends}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    caplog.set_level(logging.WARNING, "flywheel.up")
+    child, stop = Child("worker-0", ["explorer"]), StopRequest()
+    running = threading.Thread(target=Supervisor([child], stop).run)
+    running.start()
+    wait_for(lambda: "restarting" in caplog.text, "the end of the child", 240)
+    stop.set()
+    running.join(240)
+    assert named in caplog.text
