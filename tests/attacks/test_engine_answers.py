@@ -134,7 +134,8 @@ def test_an_engine_whose_health_does_not_end_is_away(engine, start_explorer, mon
     monkeypatch.setattr(admin, "MAX_ANSWER_BYTES", 1_000_000)
     explorer = start_explorer([engine.url]).wait_ready()
     engine.repeat, engine.health = CHUNK, CHUNKED % b"application/json"
-    wait_until(lambda: explorer.http.get("/ready").status_code == 503)
+    wait_until(lambda: "answered more than 1000000 bytes" in explorer.deps.pool.engines[0].reason)
+    assert explorer.http.get("/ready").status_code == 503
     engine.health, engine.repeat = OK, b""
     explorer.wait_ready()
 

@@ -166,19 +166,22 @@ def read_all(received: bytes) -> list[tuple[int, bytes | None]]:
     return answers
 
 
-def check(asked: Asked, answers: list[tuple[int, bytes | None]]) -> None:
+def check(asked: Asked, answers: list[tuple[int, bytes | None]]) -> int:
+    """The number of answers with a mark."""
     for number, (status, mark) in enumerate(answers):
         if number < len(asked.marks):
             assert mark is None or mark == asked.marks[number], "an answer to another request"
         else:
             assert mark is None, "an answer to what was no request"
             assert status in REFUSALS and number == len(answers) - 1, "more answers than requests"
+    return sum(mark is not None for _, mark in answers)
 
 
 # ------------------------------------------------------------------------------------------------------ the streams
 
 
-async def run_stream(explorer: RunningExplorer, seed: int) -> None:
+async def run_stream(explorer: RunningExplorer, seed: int) -> int:
+    """The number of its answers with a mark."""
     rng = random.Random(seed)
     data = b"".join(make_request(rng, f"mark-{seed}-{number}") for number in range(rng.randrange(1, 5)))
     data = mutate(rng, data)
@@ -188,7 +191,7 @@ async def run_stream(explorer: RunningExplorer, seed: int) -> None:
     try:
         async with asyncio.timeout(LONGEST_S):
             await asyncio.gather(_send(rng, data, writer), _receive(reader, received, asked))
-        check(asked, read_all(bytes(received)))
+        return check(asked, read_all(bytes(received)))
     except (AssertionError, TimeoutError, h11.ProtocolError) as error:
         raise AssertionError(f"seed {seed}: {error!r}\n{data!r}\n{asked}\n{bytes(received)!r}") from error
     finally:
@@ -224,15 +227,14 @@ async def test_no_mutated_stream_gets_an_answer_to_another_request_hangs_or_fill
     seeds = iter(range(STREAMS))
     process = psutil.Process()
 
-    async def work() -> None:
-        for seed in seeds:
-            await run_stream(explorer, seed)
+    async def work() -> int:
+        return sum([await run_stream(explorer, seed) for seed in seeds])
 
     for seed in range(STREAMS, STREAMS + 50):  # what is allocated once
         await run_stream(explorer, seed)
     before, started = process.memory_info().rss, time.monotonic()
     async with asyncio.TaskGroup() as group:
-        for _ in range(AT_ONCE):
-            group.create_task(work())
+        workers = [group.create_task(work()) for _ in range(AT_ONCE)]
+    assert sum(worker.result() for worker in workers) > STREAMS // 4, "too few answers that tell their request"
     grown = process.memory_info().rss - before
     assert grown < MEMORY_BYTES, f"{grown >> 20} MB more than at the start, after {time.monotonic() - started:.0f} s"

@@ -72,7 +72,7 @@ def followed(scripted_engine, start_explorer, lasting_leases) -> Followed:
     return Followed(*sorted(both, key=lambda explorer: not shown(explorer)["owned"]))
 
 
-def test_an_engine_that_its_owner_checks_after_a_reload_is_not_shown_as_reloading_and_asked_all_the_time(followed):
+def test_an_engine_that_its_owner_checks_after_a_reload_is_shown_as_checking(followed):
     followed.announce("reloading", 0)
     wait_until(lambda: followed.show_state() == "reloading")
     followed.announce("checking", None)

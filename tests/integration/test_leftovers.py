@@ -88,7 +88,7 @@ def test_with_an_older_backup_of_the_ledger_nothing_is_deleted(reserved, unknown
 
 
 @pytest.mark.parametrize(("reserved", "refused"), [(True, False), (False, True)])
-def test_a_state_is_deleted_only_where_its_version_s_number_is_reserved(reserved, refused, tmp_path, ledger):
+def test_a_state_is_kept_and_accepted_only_where_its_version_s_number_is_reserved(reserved, refused, tmp_path, ledger):
     with ledger.write() as connection:
         about = {"step": 1, "version": 1, "state_path": None, "state_sha256": None}
         transitions.announce_trainer(connection, name="trainer", **about)
@@ -97,6 +97,7 @@ def test_a_state_is_deleted_only_where_its_version_s_number_is_reserved(reserved
     (tmp_path / "trainer/trainer/state-000002").mkdir(parents=True)
     with pytest.raises(StartupError, match="state-000002") if refused else contextlib.nullcontext():
         remove_leftovers(tmp_path, ledger, "trainer")
+    assert (tmp_path / "trainer/trainer/state-000002").is_dir()
 
 
 def test_a_trainer_that_was_killed_while_it_saved_its_last_version_s_state_before_its_exit_starts_again(

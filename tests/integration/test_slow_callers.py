@@ -7,10 +7,11 @@ import re
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tests.support.forms import one_database
-from tests.support.servers import wait_until
+from tests.support.script import Script
+from tests.support.servers import RunningExplorer, wait_until
 
 pytestmark = one_database
 
@@ -53,36 +54,38 @@ def test_a_caller_that_leaves_in_the_middle_of_its_body_is_no_error_of_ours(expl
     assert "a reason of ours" not in caplog.text
 
 
-def test_a_stream_that_nobody_reads_holds_up_nobody(explorer, scripted_engine):
-    scripted_engine.script.reply_ids = list(range(11, 11 + 3000))
-    scripted_engine.script.logprobs = [-0.5] * 3000
-    body = b'{"messages": [], "stream": true}'
-    with connect(explorer, HEAD.replace(b"1000", str(len(body)).encode()) + body) as deaf:
-        deaf.recv(1)
-        scripted_engine.script.reply_ids, scripted_engine.script.logprobs = [11], [-0.5]
-        assert all(explorer.chat().status_code == 200 for _ in range(20))
-
-
 def _stands_still(count: Callable[[], int]) -> bool:
     before = count()
     time.sleep(0.3)
     return before == count() > 0
 
 
-def test_a_stream_that_is_read_late_comes_whole_and_in_order(explorer, scripted_engine):
+@contextlib.contextmanager
+def unread_stream(explorer: RunningExplorer, script: Script) -> Iterator[socket.socket]:
+    """A stream whose caller reads nothing, once the explorer waits for the caller."""
     count = 20_000
-    scripted_engine.script.padding = " " * 1500  # more in all than what the kernel holds for the connections
-    scripted_engine.script.reply_ids = list(range(11, 11 + count))
-    scripted_engine.script.logprobs = [-0.5] * count
+    script.padding = " " * 1500  # more in all than what the kernel holds for the connections
+    script.reply_ids, script.logprobs = list(range(11, 11 + count)), [-0.5] * count
     body = b'{"messages": [], "stream": true, "return_token_ids": true}'
-    late = socket.socket()
-    late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the explorer soon has to wait
-    late.connect((explorer.http.base_url.host, explorer.http.base_url.port))
-    with late:
-        late.settimeout(120)
-        late.sendall(HEAD.replace(b"1000", str(len(body)).encode()) + body)
-        wait_until(lambda: _stands_still(lambda: scripted_engine.script.events))
-        assert scripted_engine.script.events < count, "the explorer read on for a caller who does not"
+    with socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the explorer soon has to wait
+        caller.connect((explorer.http.base_url.host, explorer.http.base_url.port))
+        caller.settimeout(120)
+        caller.sendall(HEAD.replace(b"1000", str(len(body)).encode()) + body)
+        wait_until(lambda: _stands_still(lambda: script.events))
+        assert script.events < count, "the explorer read on for a caller who does not"
+        yield caller
+
+
+def test_a_stream_that_nobody_reads_holds_up_nobody(explorer, scripted_engine):
+    script = scripted_engine.script
+    with unread_stream(explorer, script):
+        script.reply_ids, script.logprobs = [11], [-0.5]
+        assert all(explorer.chat(stream=bool(number % 2)).status_code == 200 for number in range(20))
+
+
+def test_a_stream_that_is_read_late_comes_whole_and_in_order(explorer, scripted_engine):
+    with unread_stream(explorer, scripted_engine.script) as late:
         late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
         said = bytearray()
         while b"data: [DONE]" not in said[-100:]:

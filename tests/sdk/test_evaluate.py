@@ -245,7 +245,7 @@ def test_an_evaluation_states_how_many_runs_were_before_it(explorer, tmp_path):
     assert [found.after_runs for found in report.evaluations] == [0, len(TASKS)]
 
 
-async def test_an_evaluation_that_failed_starts_no_further_run(explorer):
+async def test_an_evaluation_that_failed_starts_at_most_the_run_that_was_next(explorer):
     started = []
 
     async def workflow(task: Any, model: flywheel.Model) -> float:

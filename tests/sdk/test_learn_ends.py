@@ -107,6 +107,22 @@ def test_after_a_second_ctrl_c_what_runs_has_at_most_a_moment_to_end(explorer, t
     assert json.loads((tmp_path / "runs/report.json").read_text())["stopped"] == "interrupted"
 
 
+def test_after_a_second_ctrl_c_what_does_not_end_in_a_moment_is_cancelled(explorer, tmp_path, monkeypatch):
+    monkeypatch.setattr(schedule, "_BREAK_OFF_S", 0.1)
+
+    async def endless(task: Any, model: flywheel.Model) -> float:
+        await say_async(model)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(0)
+        await asyncio.Event().wait()
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        learn(explorer, tmp_path, endless, TASKS[:1])
+    assert [(row.state, row.reward) for row in rows(explorer)] == [("RECORDED", None)]
+
+
 @pytest.mark.parametrize("ended", ["neither", "the second"])
 async def test_ctrl_c_stops_every_learn_of_a_program_that_has_not_ended(explorer, tmp_path, ended):
     reached = [asyncio.Event(), asyncio.Event()]
