@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
 import ssl
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from explorer_service.engines import admin
+from services.supervisor import Child
 from shared.config import Config
 from shared.ledger.connect import Ledger
 from tests.support.forms import DATABASES, on_one_database
@@ -177,6 +179,32 @@ def lasting_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """An explorer that stands still for some seconds goes on to own its engines."""
     for module in ("transitions", "transitions.engine_leases"):
         monkeypatch.setattr(f"shared.ledger.{module}.ENGINE_LEASE_S", 3600.0)
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """This process has its own signal handlers again afterwards."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def composed(monkeypatch: pytest.MonkeyPatch, own_handlers: None) -> list[Child]:
+    """The children that a command would supervise; none of them starts."""
+    children: list[Child] = []
+
+    class Composed:
+        def __init__(self, given: list[Child], *_: object) -> None:
+            children.extend(given)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr("services.supervisor.Supervisor", Composed)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # restored afterwards
+    return children
 
 
 @pytest.fixture(scope="module")

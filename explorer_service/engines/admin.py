@@ -65,11 +65,15 @@ class EngineAdmin:
         """Raise EngineUnavailable unless the engine answers 200 on /health."""
         asked_at = since_boot_s()
         try:
-            await self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
+            await self._require_health()
         except EngineTimeout:
             if since_boot_s() < asked_at + HEALTH_TIMEOUT_S + SUSPENDED_S:
                 raise
-            await self.check_health()  # this explorer was suspended, and may not have read the answer
+            await self._require_health()  # this explorer was suspended, and may not have read the answer
+
+    async def _require_health(self) -> None:
+        try:
+            await self._call("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
         except EngineRefused as exc:  # it is warming up, or its core is dead
             raise EngineUnavailable(str(exc)) from exc
 

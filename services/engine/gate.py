@@ -2,9 +2,9 @@
 
 The first requests to a fresh engine compile kernels. Until the warm-up ends, every route answers 503 to all callers but
 the warm-up itself, so that no health check finds the engine ready too early. The gate closes again when the engine
-stops; requests that have passed it end. In between, every client except a web page may sample, and read the routes in
-OPEN_ROUTES. Any other route of vLLM, in this or a later release, may change the engine or reveal data about its
-machine: it requires the token of the explorers. RESTART_PATH, STAGE_PATH and IDENTITY_PATH are our own; the process
+stops; requests that have passed it end. While it is open, every client except a web page may sample, and read the
+routes in OPEN_ROUTES. Any other route of vLLM, in this or a later release, may change the engine or reveal data about
+its machine: it requires the token of the explorers. RESTART_PATH, STAGE_PATH and IDENTITY_PATH are our own; the process
 that started vLLM serves the second one on a socket, see stage.py. The third one answers the engine's own name, by which
 explorers notice that they name it by different urls. This file imports none of our modules, because it runs inside
 vLLM's process.

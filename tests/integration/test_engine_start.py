@@ -267,6 +267,32 @@ sys.exit(process.returncode)
 """
 
 
+SHARES = """
+import subprocess, sys, time
+from pathlib import Path
+from services.engine.ending import end
+
+core = '''
+import time
+from multiprocessing.shared_memory import SharedMemory
+print(SharedMemory(create=True, size=16).name, flush=True)
+time.sleep(600)
+'''
+serves = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {core!r}])"
+process = subprocess.Popen([sys.executable, "-c", serves], stdout=subprocess.PIPE)
+shared = Path("/dev/shm") / process.stdout.readline().decode().strip()
+assert shared.is_file()
+end(process)
+while shared.exists():
+    time.sleep(0.01)
+"""
+
+
+def test_vllm_s_shared_memory_is_removed_at_its_end():
+    ended = subprocess.run([sys.executable, "-c", SHARES], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_vllm_that_still_loads_ends_at_once_because_its_core_is_killed():
     """It exits by itself: it is not killed at the limit."""
     ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False, timeout=120)

@@ -65,23 +65,11 @@ def test_a_ledger_without_versions_beside_a_folder_that_has_version_0_is_a_warni
         assert not lines.records
 
 
-class Unstarted:
-    """In the place of a supervisor: it starts nothing."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def run(self) -> int:
-        return 0
-
-
+@pytest.mark.usefixtures("composed")
 @pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("localhost", False), ("10.0.0.2", True)])
 def test_an_explorer_on_sqlite_warns_if_its_engines_are_on_other_machines(
-    host: str, warned: bool, tmp_path: Path, monkeypatch, capsys
+    host: str, warned: bool, tmp_path: Path, capsys
 ):
-    monkeypatch.setattr("services.supervisor.Supervisor", Unstarted)
-    monkeypatch.setattr("shared.stop_request.StopRequest.listen", lambda request: request)
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # restored afterwards
     config = make_config(tmp_path, ["http://127.0.0.1:1", f"http://{host}:8101"], workers=2)
     assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "the ledger is SQLite" in line]

@@ -51,15 +51,6 @@ def stop(up: Process, number: signal.Signals) -> None:
     assert up.output().rstrip().endswith("stopped")
 
 
-@pytest.fixture
-def own_handlers() -> Iterator[None]:
-    """This process has its own signal handlers again afterwards."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.usefixtures("own_handlers")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_explorer_that_is_asked_to_stop_while_it_opens_its_ledger_serves_nobody(workers, tmp_path, monkeypatch):
@@ -259,25 +250,7 @@ Supervisor([worker], StopRequest().listen()).run()
     wait_for(lambda: not psutil.pid_exists(pid), "the end of the worker", 240)
 
 
-@pytest.fixture
-def composed(monkeypatch) -> list[Child]:
-    """The children that a command would supervise; none of them starts."""
-    children: list[Child] = []
-
-    class Composed:
-        def __init__(self, given: list[Child], *_: StopRequest) -> None:
-            children.extend(given)
-
-        def run(self) -> int:
-            return 0
-
-    monkeypatch.setattr("services.supervisor.Supervisor", Composed)
-    return children
-
-
-@pytest.mark.usefixtures("own_handlers")
-def test_the_trainer_has_time_to_save_and_workers_end_before_their_explorer_is_killed(composed, tmp_path, monkeypatch):
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # restored afterwards
+def test_the_trainer_has_time_to_save_and_workers_end_before_their_explorer_is_killed(composed, tmp_path):
     config = make_config(tmp_path, [f"http://127.0.0.1:{free_port()}"], workers=2)
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").touch()

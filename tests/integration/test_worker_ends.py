@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,41 +20,29 @@ from tests.support.servers import make_config
 
 
 @pytest.fixture
-def folder_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders that workers share their metrics through, once an explorer runs here. No worker starts."""
-    folders: list[Path] = []
-
-    class Unstarted:
-        def __init__(self, *_: object) -> None:
-            pass
-
-        def run(self) -> int:
-            folders.append(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
-            assert folders[0].is_dir()
-            return 0
-
-    monkeypatch.setattr("services.supervisor.Supervisor", Unstarted)
-    monkeypatch.setattr("shared.stop_request.StopRequest.listen", lambda request: request)
+def folder_of_metrics(composed: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Run an explorer of two workers, which do not start. Returns the folder that they would share metrics through."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # restored afterwards
-    return folders
+
+    def find() -> Path:
+        config = make_config(tmp_path, ["http://127.0.0.1:1"], workers=2)
+        assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
+        return Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+
+    return find
 
 
-def test_a_full_disk_ends_no_worker_because_metrics_are_in_memory(tmp_path, folder_of_metrics):
+def test_the_metrics_of_workers_are_in_memory_and_not_on_a_disk_that_may_be_full(folder_of_metrics):
     """A write to a mapped file ends a process with SIGBUS if the file system has no room for it."""
-    config = make_config(tmp_path, ["http://127.0.0.1:1"], workers=2)
-    assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
-    (folder,) = folder_of_metrics
+    folder = folder_of_metrics()
     assert folder.parent == Path("/dev/shm") and not folder.exists()
 
 
 def test_a_machine_without_a_file_system_in_memory_has_them_in_its_temporary_folder(
-    tmp_path, folder_of_metrics, monkeypatch
+    folder_of_metrics, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("services.explorer._MEMORY", tmp_path / "none")
-    config = make_config(tmp_path, ["http://127.0.0.1:1"], workers=2)
-    assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
-    assert [folder.parent for folder in folder_of_metrics] == [tmp_path]
+    assert folder_of_metrics().parent == tmp_path
 
 
 @pytest.mark.parametrize(("ends", "named"), [("kill -BUS $$", "signal=SIGBUS"), ("exit 3", "status=3")])
