@@ -60,6 +60,16 @@ def own_umask() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    """Each test begins with Python's signal handlers: a command that a test runs in this process sets others."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def schema_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A new SQLite ledger that this process opens is a copy of one that was migrated at the start of the session."""
@@ -182,16 +192,7 @@ def lasting_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def own_handlers() -> Iterator[None]:
-    """This process has its own signal handlers again afterwards."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
-def composed(monkeypatch: pytest.MonkeyPatch, own_handlers: None) -> list[Child]:
+def composed(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
     """The children that a command would supervise; none of them starts."""
     children: list[Child] = []
 

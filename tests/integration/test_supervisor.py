@@ -51,7 +51,6 @@ def stop(up: Process, number: signal.Signals) -> None:
     assert up.output().rstrip().endswith("stopped")
 
 
-@pytest.mark.usefixtures("own_handlers")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_explorer_that_is_asked_to_stop_while_it_opens_its_ledger_serves_nobody(workers, tmp_path, monkeypatch):
     config = make_config(tmp_path, ["http://127.0.0.1:1"], workers=workers)
@@ -72,7 +71,6 @@ def test_an_explorer_that_is_asked_to_stop_while_it_opens_its_ledger_serves_nobo
     assert run_explorer(config, tmp_path / "flywheel.yaml") == 0
 
 
-@pytest.mark.usefixtures("own_handlers")
 def test_an_explorer_gives_its_ledger_the_time_that_its_callers_wait(tmp_path, monkeypatch):
     config = make_config(tmp_path, ["http://127.0.0.1:1"], ledger_timeout_s=7.0)
     opened: list[object] = []
@@ -218,7 +216,7 @@ def test_a_child_has_its_own_time_to_end_and_is_killed_after_that(tmp_path):
     assert [child.process.returncode for child in children if child.process] == [-signal.SIGKILL, 0]
 
 
-@pytest.mark.usefixtures("program", "own_handlers")
+@pytest.mark.usefixtures("program")
 def test_a_second_signal_kills_what_takes_long_to_end_and_a_repeat_of_the_first_does_not(tmp_path, monkeypatch):
     stop, kill = StopRequest(), StopRequest()
     listen_for_two(stop, kill)

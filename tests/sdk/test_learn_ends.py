@@ -96,12 +96,9 @@ def test_after_a_second_ctrl_c_what_runs_has_at_most_a_moment_to_end(explorer, t
             await asyncio.sleep(0.2)
         return 1.0
 
-    found = signal.signal(signal.SIGINT, before)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            learn(explorer, tmp_path, slow, TASKS[:1])
-    finally:
-        signal.signal(signal.SIGINT, found)
+    signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        learn(explorer, tmp_path, slow, TASKS[:1])
     if before is not signal.SIG_IGN:  # else it interrupts at once
         assert [(row.state, row.reward) for row in rows(explorer)] == [("READY", 1.0)]
     assert json.loads((tmp_path / "runs/report.json").read_text())["stopped"] == "interrupted"

@@ -80,12 +80,9 @@ def test_a_handler_of_ctrl_c_is_as_before_after_learn(explorer, tmp_path):
     def own(*_: object) -> None:
         """What the program does at Ctrl-C."""
 
-    before = signal.signal(signal.SIGINT, own)
-    try:
-        learn(explorer, tmp_path, tasks=TASKS[:1])
-        assert signal.getsignal(signal.SIGINT) is own
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, own)
+    learn(explorer, tmp_path, tasks=TASKS[:1])
+    assert signal.getsignal(signal.SIGINT) is own
 
 
 async def test_a_loop_s_handler_of_ctrl_c_is_called_after_alearn(explorer, tmp_path):
@@ -111,9 +108,6 @@ async def test_a_handler_of_ctrl_c_that_is_set_while_alearn_runs_stays(explorer,
     async def set_own() -> None:
         signal.signal(signal.SIGINT, own)
 
-    before, loop = signal.getsignal(signal.SIGINT), asyncio.get_running_loop()
-    try:
-        await flywheel.alearn(sets, TASKS[:1], url=explorer.url, folder=tmp_path / "runs", **COLLECT)
-        assert signal.getsignal(signal.SIGINT) is own
-    finally:
-        signal.signal(signal.SIGINT, before)
+    loop = asyncio.get_running_loop()
+    await flywheel.alearn(sets, TASKS[:1], url=explorer.url, folder=tmp_path / "runs", **COLLECT)
+    assert signal.getsignal(signal.SIGINT) is own
