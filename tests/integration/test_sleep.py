@@ -219,6 +219,7 @@ def test_an_owner_that_slept_in_its_proof_forwards_nothing_before_it_knows_what_
     machine, start_explorer, scripted_engine, monkeypatch
 ):
     monkeypatch.setattr(engine_leases, "ENGINE_LEASE_S", 2 * SLEEP_S)  # the other owner's lease lasts until the end
+    monkeypatch.setattr(transitions.membership, "_DEAD_S", 4 * SLEEP_S)  # and nobody takes that owner for dead
     explorer = start_explorer([scripted_engine.url], reload=SETTINGS).wait_ready()
     publish(explorer, 0)
     wait_until(lambda: states(explorer)[0] == "SERVING" and shown(explorer)["state"] == "serving")
