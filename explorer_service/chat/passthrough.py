@@ -21,6 +21,7 @@ from explorer_service.chat.redact import rename
 from explorer_service.chat.stream import RECORDED_HEADER, VERSION_HEADER, EventStream, split_events
 from explorer_service.deps import Deps
 from explorer_service.engines.dispatch import EngineRequest, Exchange
+from explorer_service.engines.faults import message_of
 
 _SAMPLE = ("/v1/responses", "/v1/messages")
 
@@ -56,6 +57,8 @@ async def _forward(request: EngineRequest, name: str, deps: Deps, resources: Asy
             events = exchange.chunks() if exchange.slot.model == name else _renamed(exchange, name)
             return _NamedEventStream(events, headers, resources.pop_all(), exchange.status)
         reply = await exchange.read()
+        if reply.status >= 400 and not message_of(reply.content):  # such as 404 of an engine without this route
+            raise ApiError(reply.status, f"the engine answered {request.path} with status {reply.status}")
         content = rename(reply.content, exchange.slot.model, name)
         return Response(content, reply.status, headers, media_type=reply.content_type)
 

@@ -130,8 +130,7 @@ def parse_chat(
     messages = body.get("messages") if surface.has_messages else None
     if isinstance(messages, list) and len(messages) > settings.max_messages:
         raise bad_request(f"at most {settings.max_messages} messages in one chat (explorer.max_messages)", "messages")
-    if not isinstance(body.get("structured_outputs"), dict | None):  # to which vLLM answers 500
-        raise bad_request("structured_outputs must be an object", "structured_outputs")
+    _check_types(body)
     affinity = conversation_affinity(messages) if router.uses_affinity else 0
     logprobs = body.get("logprobs")
     return ChatRequest(
@@ -152,6 +151,18 @@ def parse_chat(
     )
 
 
+def _check_types(body: dict[str, Any]) -> None:
+    """Raise ApiError 400 for what the engine would not refuse: it ignores `store`, and answers the others with 500."""
+    store, tools = body.get("store"), body.get("tools")
+    if not (_is_true(store) or _is_false(store)):
+        raise bad_request("store must be true or false", "store")
+    if not isinstance(body.get("structured_outputs"), dict | None):
+        raise bad_request("structured_outputs must be an object", "structured_outputs")
+    names_one = isinstance(body.get("tool_choice"), dict) and isinstance(tools, list)
+    if names_one and not all("name" in _function_of(tool) for tool in tools):
+        raise bad_request('each of tools must be {"type": "function", "function": {"name": …}}', "tools")
+
+
 def _read_sampling(body: dict[str, Any], tool_parser: str | None) -> dict[str, Any]:
     """Return the fields of Sampling that the caller set."""
     sampling: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := _number(body, name)) is not None}
@@ -169,14 +180,14 @@ def _is_masked(body: dict[str, Any], tool_parser: str | None) -> bool:
         or isinstance(choice, dict)
         or (bool(tools) and body.get("parallel_tool_calls") is not None and _is_false(body["parallel_tool_calls"]))
         or (bool(tools) and choice != "none" and tool_parser in _CONSTRAINING_PARSERS)
-        or any(_is_strict(tool) for tool in (tools if isinstance(tools, list) else ()))
+        or (isinstance(tools, list) and any(_function_of(tool).get("strict") for tool in tools))
     )
 
 
-def _is_strict(tool: Any) -> bool:
-    """Whether the engine may constrain a call's arguments to the tool's schema."""
+def _function_of(tool: Any) -> dict[str, Any]:
+    """Return a tool's function; empty if it has none."""
     function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and bool(function.get("strict"))
+    return function if isinstance(function, dict) else {}
 
 
 def _count_choices(surface: Surface, body: dict[str, Any], most: int) -> int:

@@ -83,6 +83,32 @@ def test_structured_outputs_that_are_no_object_are_a_400_and_never_reach_vllm_wh
     assert reply.status_code == 200 or reply.json()["error"]["param"] == "structured_outputs"
 
 
+@pytest.mark.parametrize("value", ["maybe", "", 2, 1.5, {}, []])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_chat_is_not_left_out_of_the_ledger_because_store_is_no_boolean(explorer, path, value):
+    reply = explorer.http.post(path, json={"messages": [], "prompt": "hi", "store": value})
+    check(reply)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "store")
+
+
+FLAT = {"type": "function", "name": "f", "parameters": {}}  # as POST /v1/responses has it
+
+
+@pytest.mark.parametrize("tools", [[FLAT], [{}], [{"type": "function", "function": {}}], [5]])
+def test_tools_without_names_are_a_400_if_one_is_chosen_and_never_reach_vllm_which_answers_500(explorer, tools):
+    chosen = {"type": "function", "function": {"name": "f"}}
+    reply = explorer.http.post("/chat", json={"messages": [], "tools": tools, "tool_choice": chosen})
+    check(reply)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/tokenize", "/detokenize"])
+def test_a_route_that_the_engine_lacks_is_an_error_of_the_same_shape(explorer, path):
+    reply = explorer.http.post(path, json={})
+    assert (reply.status_code, reply.headers["content-type"]) == (404, "application/json")
+    check(reply)
+
+
 @settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(path=st.sampled_from(POSTS), body=st.one_of(values.map(encode), st.binary(max_size=60)))
 def test_no_bytes_break_anything(explorer, path, body):
