@@ -36,7 +36,7 @@ class ConfigError(FlywheelError):
 
 
 class StartupError(FlywheelError):
-    """A process cannot start: a port in use, a missing model folder, a folder that cannot be written."""
+    """A process cannot start: a port in use, a model that cannot be loaded, a folder that cannot be written."""
 
 
 class LedgerError(FlywheelError):

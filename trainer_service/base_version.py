@@ -28,8 +28,8 @@ log = StageLogger("publish")
 def ensure_base_version(config: Config, ledger: Ledger) -> None:
     """Publish version 0, the base model, unless it exists. Engine and trainer may call this at the same time.
 
-    Raises ConfigError if version 0 came from another model, or later versions are of another kind; StartupError if
-    the model folder is missing or broken, or the root folder contains versions that are not in the ledger.
+    Raises ConfigError if the model folder is missing, version 0 came from another model, or later versions are of
+    another kind; StartupError if the model is broken, or the root folder contains versions that are not in the ledger.
     """
     model_folder = Path(config.model.path)
     (config.root / "versions").mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from shared.errors import StartupError, first_line
+from shared.errors import ConfigError, StartupError, first_line
 from trainer_service import attention, head
 from trainer_service.logprobs import Scores, score
 from trainer_service.packing import MicroBatch
@@ -22,20 +22,21 @@ _CONVERTED = ("fp8", "mxfp4")  # quantized weights that Transformers converts wh
 
 
 def load_prepared(folder: Path) -> Any:
-    """Load a causal LM for packed rows, in float32. Raises StartupError."""
+    """Load a causal LM for packed rows, in float32. Raises ConfigError, StartupError."""
     model = load_causal_lm(folder)
     prepare(model)
     return model
 
 
 def load_causal_lm(folder: Path) -> Any:
-    """Load a causal LM in float32, as Transformers computes it. Raises StartupError with the folder and the reason.
+    """Load a causal LM in float32, as Transformers computes it.
 
-    Weights in 8-bit floats or MXFP4 are converted; other quantized weights cannot be trained.
+    Weights in 8-bit floats or MXFP4 are converted; other quantized weights cannot be trained. Raises ConfigError if
+    the folder is none of a model, StartupError with the reason if the model cannot be loaded.
     """
     disable_progress_bar()
     if not (folder / "config.json").exists():
-        raise StartupError(f"{folder} is no model folder (no config.json in it); correct model.path")
+        raise ConfigError(f"{folder} is no model folder (no config.json in it); correct model.path")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         _convert_weights(config, folder)

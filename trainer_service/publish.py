@@ -55,7 +55,7 @@ def saved_type(folder: Path) -> torch.dtype:
 
 
 def write_base_version(root: Path, model_folder: Path) -> Manifest:
-    """Write version 0. Raises StartupError and VersionError."""
+    """Write version 0. Raises ConfigError, StartupError, VersionError."""
     model = load_causal_lm(model_folder)
     dtype = saved_type(model_folder)
     untie(model)

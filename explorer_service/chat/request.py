@@ -153,13 +153,12 @@ def parse_chat(
 
 def _check_types(body: dict[str, Any]) -> None:
     """Raise ApiError 400 for what the engine would not refuse: it ignores `store`, and answers the others with 500."""
-    store, tools = body.get("store"), body.get("tools")
+    store, tools = body.get("store"), body.get("tools") if isinstance(body.get("tool_choice"), dict) else None
     if not (_is_true(store) or _is_false(store)):
         raise bad_request("store must be true or false", "store")
     if not isinstance(body.get("structured_outputs"), dict | None):
         raise bad_request("structured_outputs must be an object", "structured_outputs")
-    names_one = isinstance(body.get("tool_choice"), dict) and isinstance(tools, list)
-    if names_one and not all("name" in _function_of(tool) for tool in tools):
+    if isinstance(tools, list) and not all("name" in _function_of(tool) for tool in tools):
         raise bad_request('each of tools must be {"type": "function", "function": {"name": …}}', "tools")
 
 

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from services.commands import add_config, read_config
-from shared.errors import ConfigError, StartupError
+from shared.errors import ConfigError
 
 PARTS = ("engines", "explorer", "trainer")
 HELP = "start and supervise engines, explorer and trainer on this machine"
@@ -21,7 +21,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Run everything except the parts left out until SIGINT or SIGTERM; a second one kills. Raises StartupError."""
+    """Run everything except the parts left out until SIGINT or SIGTERM; a second one kills.
+
+    Raises ConfigError, StartupError.
+    """
     config = read_config(args)
     if len(set(args.without)) == len(PARTS):
         raise ConfigError("--without leaves all parts out, and nothing is left to run; name one less")
@@ -42,7 +45,7 @@ def run(args: Namespace) -> int:
     if "explorer" not in args.without:
         require_free_port(config.explorer.host, config.explorer.port, "explorer.host or explorer.port")
     if not (Path(config.model.path) / "config.json").exists():
-        raise StartupError(
+        raise ConfigError(
             f"model.path={config.model.path!r} is no model folder (no config.json in it); correct model.path"
         )
     with closing(Ledger.open(config.ledger_url)) as ledger:  # reports an error once, and not from every process

@@ -84,8 +84,8 @@ def test_a_missing_configuration_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["up", "engine", "trainer"])
-def test_a_missing_model_folder_is_named(command, tmp_path, refused):
-    line = refused(command, "-c", str(config_file(tmp_path)))
+def test_a_missing_model_folder_is_a_wrong_configuration(command, tmp_path, refused):
+    line = refused(command, "-c", str(config_file(tmp_path)), status=2)
     assert str(tmp_path / "base") in line and "model.path" in line
 
 
