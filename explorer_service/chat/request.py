@@ -153,7 +153,8 @@ def parse_chat(
 
 def _check_types(body: dict[str, Any]) -> None:
     """Raise ApiError 400 for what the engine would not refuse: it ignores `store`, and answers the others with 500."""
-    store, tools = body.get("store"), body.get("tools") if isinstance(body.get("tool_choice"), dict) else None
+    store = body.get("store")
+    tools = body.get("tools") if isinstance(body.get("tool_choice"), dict) else None
     if not (_is_true(store) or _is_false(store)):
         raise bad_request("store must be true or false", "store")
     if not isinstance(body.get("structured_outputs"), dict | None):
