@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,19 +17,30 @@ from shared.versions import fsync
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder beside `target`, which gets its name at the end of the block, or is removed after an error.
 
-    Raises ConfigError if `target` exists and is no empty folder.
+    An empty `target` is replaced. Raises ConfigError if it holds anything, is no folder, or is a mount point.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target} is there already; name a new folder")
     target = target.resolve()  # `.` has no name
+    _remove_empty(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".tmp-{target.name}-{process_name()}")
     try:
         part.mkdir()
         yield part
-        if target.exists():
-            target.rmdir()
         part.rename(target)
         fsync(target.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _remove_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        if exc.errno != errno.EBUSY:
+            raise
+        inside = folder / "flywheel"
+        raise ConfigError(f"--to {folder} is a mount point; name a new folder in it, such as {inside}") from exc

@@ -33,7 +33,7 @@ def run(args: Namespace) -> int:
     holds no rows.
     """
     config = read_config(args)
-    from shared.config import check_database_url, ledger_url
+    from shared.config import check_database_url
 
     if args.to is not None:
         try:
@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
         if not args.force:
             _require_unused(source)
         with (
-            closing(Ledger.open(ledger_url(args.to))) as target,
+            closing(Ledger.open(_absolute(args.to))) as target,
             progress_bars(console) as show,
             source.write() as reading,
             target.write() as writing,
@@ -62,7 +62,8 @@ def run(args: Namespace) -> int:
             copied = copy_ledger(reading, writing, show)
         if not any(copied.values()):
             raise StartupError(f"{source.shown_url} holds no rows, so nothing was copied; {_OTHER_SOURCE}")
-    console.print(f"{sum(copied.values())} rows copied and verified; set database_url to the new database")
+    done = f"{sum(copied.values())} rows copied and verified; set database_url to {target.shown_url}"
+    console.print(done, soft_wrap=True)
     return 0
 
 
@@ -82,6 +83,18 @@ def _require_unused(source: Ledger) -> None:
 def names_same_database(one: str, other: str) -> bool:
     """Whether two URLs name one database, whatever user and options they give. Other names of a host are not known."""
     return _place_of(one) == _place_of(other)
+
+
+def _absolute(url: str) -> str:
+    """Return SQLAlchemy's form of a URL, with the whole path of SQLite's file, as database_url needs it elsewhere."""
+    from sqlalchemy import make_url
+
+    from shared.config import ledger_url
+
+    parsed = make_url(ledger_url(url))
+    if parsed.get_backend_name() == "sqlite" and parsed.database:
+        parsed = parsed.set(database=str(Path(parsed.database).absolute()))
+    return parsed.render_as_string(hide_password=False)
 
 
 def _place_of(url: str) -> tuple[str, ...]:

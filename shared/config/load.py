@@ -116,11 +116,13 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> dict
             )
         if variable == ENV_MODEL and ":" not in text:
             continue
-        node = tree
+        node, path = tree, []
         for part in parents:
-            node = node.setdefault(part, {})
+            path.append(_spelled(part, node))
+            node = node.setdefault(path[-1], {})
             if not isinstance(node, dict):
                 raise ConfigError(f"environment variable {variable}: {part!r} is not a section; set it in the file")
+        leaf = _spelled(leaf, node)
         try:
             if variable in ENV_PLAIN_TEXT:
                 node[leaf] = None if text in ("", "null") else text
@@ -132,8 +134,13 @@ def _apply_environment(tree: dict[str, Any], environ: Mapping[str, str]) -> dict
             ) from exc
         except (yaml.YAMLError, RecursionError) as exc:
             raise ConfigError(f"the value of environment variable {variable} is not YAML; quote it") from exc
-        set_by[*parents, leaf] = variable
+        set_by[*path, leaf] = variable
     return set_by
+
+
+def _spelled(name: str, section: Mapping[str, Any]) -> str:
+    """Return a key of the section that differs in upper case only, such as a metric's, or else the name itself."""
+    return next((key for key in section if isinstance(key, str) and key.lower() == name), name)
 
 
 def _resolve_paths(config: Config, base: Path) -> Config:

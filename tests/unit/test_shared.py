@@ -56,6 +56,13 @@ def test_an_environment_variable_without_a_value_restores_the_default(tmp_path, 
     assert load_config(file, {"FLYWHEEL_DATABASE_URL": text}).database_url is None
 
 
+def test_a_variable_sets_a_metric_s_weight_whatever_the_file_s_spelling_of_its_name(tmp_path):
+    file = tmp_path / "flywheel.yaml"
+    file.write_text("model: {path: base}\nreward: {metrics: {F1: 0.5, solved: 1}}")
+    environ = {"FLYWHEEL_REWARD__METRICS__F1": "2", "FLYWHEEL_REWARD__METRICS__SPEED": "0.1"}
+    assert load_config(file, environ).reward.metrics == {"F1": 2.0, "solved": 1.0, "speed": 0.1}
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
