@@ -64,7 +64,7 @@ class AsyncClient(Base):
     async def _send(self, ask: Ask) -> Outcome:
         try:
             response = await self._http.send(self._request(self._http, ask))
-        except httpx.TransportError as exc:
+        except httpx.RequestError as exc:
             return self._unanswered(ask, exc)
         return Answer(response.status_code, response.headers, response.content)
 

@@ -98,7 +98,11 @@ class Base:
 
     def _request(self, http: httpx.Client | httpx.AsyncClient, ask: Ask) -> httpx.Request:
         headers = {**self._headers(), **({"Idempotency-Key": ask.key} if ask.key else {})}
-        return http.build_request(ask.method, self.url + ask.path, content=ask.body, headers=headers, params=ask.query)
+        limit_s = http.timeout if ask.limit_s is None else ask.limit_s
+        address = self.url + ask.path
+        return http.build_request(
+            ask.method, address, content=ask.body, headers=headers, params=ask.query, timeout=limit_s
+        )
 
 
 class Client(Base):
@@ -146,7 +150,7 @@ class Client(Base):
     def _send(self, ask: Ask) -> Outcome:
         try:
             response = self._http.send(self._request(self._http, ask))
-        except httpx.TransportError as exc:
+        except httpx.RequestError as exc:
             return self._unanswered(ask, exc)
         return Answer(response.status_code, response.headers, response.content)
 

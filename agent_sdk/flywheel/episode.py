@@ -172,6 +172,7 @@ class Attempts:
             raise
         except Exception as exc:  # noqa: BLE001 — a user's credit function
             return exc
+        run.forget()  # its work is done: what the workflow left running sends nothing about it
         await self.journal.write(self._line(place, run, reward, outcome, time.monotonic() - began, feedback))
         if not await self.client.drive(send_all(feedback, self.client.explorer.retry_s)):
             await self.journal.write({"kind": "void", "place": place})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,24 @@ def _pin_of(client: AsyncClient, model: Model) -> Pin:
     return Pin(origin_of(model.base_url), name, {**model.overrides, "model": model.name}, model.params, model)
 
 
-async def try_serving(client: AsyncClient, trial: Trial, tasks: list[NamedTask]) -> Evaluation:
-    """Evaluate the version in service; again if another version replaced it and runs failed meanwhile."""
+async def try_serving(
+    client: AsyncClient, trial: Trial, tasks: list[NamedTask], serving: Callable[[], Awaitable[int | None]]
+) -> Evaluation:
+    """Evaluate the version in service; again if another version replaced it and runs failed meanwhile.
+
+    serving: returns the version in service.
+    """
     for _ in range(_TRIES):
-        version = (await client.status()).serving
+        version = await serving()
         model = client.model(version).untrained().with_params(**trial.params)
         found = await try_version(client, trial, tasks, model)
-        if not found.failed or (await client.status()).serving == version:
+        if not found.failed or await serving() == version:
             break
     return found
+
+
+async def _serving(client: AsyncClient) -> int | None:
+    return (await client.status()).serving
 
 
 def cause_of(error: Exception) -> str:
@@ -174,7 +184,7 @@ async def aevaluate(
             judging = None if judge is None else Caller(judge, ("task", "reply", "run"), pool)
             trial = Trial(offered, judging, runs_per_task, at_once, timeout_s, params or {})
             if model is None:
-                return await try_serving(client, trial, load_tasks(tasks))
+                return await try_serving(client, trial, load_tasks(tasks), partial(_serving, client))
             if not isinstance(model, Model):
                 model = client.model(model)
             elif model.connections is not None:

@@ -138,7 +138,9 @@ class Journal:
         self._lines.put((_encode(line), None))
 
     async def write(self, line: dict[str, Any]) -> None:
-        """Write a line; it is durable when this returns."""
+        """Write a line; it is durable when this returns. Raises ValueError if the journal is closed."""
+        if not self._thread.is_alive():
+            raise ValueError(f"{self.path} is closed")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._lines.put((_encode(line), done))
         await done

@@ -92,7 +92,10 @@ class Learning:
             self.report.stopped = "interrupted"
             raise
         finally:
-            await self._drain(_BREAK_OFF_S)
+            try:
+                await self._drain(_BREAK_OFF_S)
+            finally:  # also if learn is cancelled once more meanwhile
+                await self._break_off()
 
     async def _check_ledger(self) -> None:
         """Note in which ledger the runs are. Raises JournalMismatch if those of earlier starts are in another one."""
@@ -198,6 +201,10 @@ class Learning:
             if left_s <= 0:
                 break
             await asyncio.wait(self._running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        await self._break_off()
+
+    async def _break_off(self) -> None:
+        """Cancel running runs."""
         late = list(self._running)
         for job in late:
             job.cancel()
@@ -207,6 +214,11 @@ class Learning:
         version = await self.pacer.version(self.stopping)
         if version is not None and version >= max(0, self._evaluated or 0) + self.how.eval_every_versions:
             await self._evaluate()
+
+    async def _serving(self) -> int | None:
+        """Return the version in service; the last known one if learn is stopping first. Raises Away, Unreachable."""
+        status = await self.pacer.unless_stopped(self.stopping, self.attempts.client.status())
+        return await self.pacer.version(self.stopping, 0.0) if status is None else status.serving
 
     async def _end_when_learned(self) -> None:
         wanted = self.how.versions
@@ -223,7 +235,7 @@ class Learning:
         self.report.version_last = version
         if not self._eval_tasks or version == self._evaluated or is_over:
             return
-        job = asyncio.create_task(try_serving(self.attempts.client, self._trial, self._eval_tasks))
+        job = asyncio.create_task(try_serving(self.attempts.client, self._trial, self._eval_tasks, self._serving))
         self._evaluation = job
         try:
             await asyncio.wait({job})

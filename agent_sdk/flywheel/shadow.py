@@ -12,13 +12,13 @@ import math
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from typing import Any
 
 from flywheel.async_client import AsyncClient
 from flywheel.credit import Credit
-from flywheel.errors import FlywheelError, TimedOut, Unreachable, UnsafeTool, describe
+from flywheel.errors import TimedOut, Unreachable, UnsafeTool, describe
 from flywheel.model import Model
 from flywheel.reward import Reward, read_reward
 from flywheel.run import AsyncRun
@@ -31,6 +31,7 @@ from flywheel.workflow import Caller, Function, within
 
 log = logging.getLogger("flywheel")
 Agent = Callable[[Executor], Callable[[Any, Model], Awaitable[Any]]]  # from the threads for its sync functions
+_LOOK_S = 0.1  # between two checks that the shadow thread runs
 LAST_S = 5.0  # minimum time for the commit of stop, and for cancelled runs to end
 
 
@@ -118,9 +119,14 @@ class Shadow:
         """
         if self._loop is None:
             return
-        committed = asyncio.run_coroutine_threadsafe(self._commit(), self._loop)
-        if threading.current_thread() is not self._thread:
-            committed.result()
+        committing = self._commit()
+        try:
+            committed = asyncio.run_coroutine_threadsafe(committing, self._loop)
+        except RuntimeError:  # the loop was just closed, after the commit of stop
+            committing.close()
+            return
+        while self._thread.is_alive() and threading.current_thread() is not self._thread and not committed.done():
+            wait({committed}, timeout=_LOOK_S)
 
     def _main(self) -> None:
         try:
@@ -247,7 +253,10 @@ class Shadow:
         spoken, self._spoken = self._spoken, 0  # the explorer's answer counts rows of all callers
         try:
             await self._client.commit()
-        except FlywheelError as exc:
+        except asyncio.CancelledError:
+            self._spoken += spoken
+            raise
+        except Exception as exc:  # noqa: BLE001 — such as a proxy's answer: the next commit retries
             self._spoken += spoken
             self._failed("commit", exc)
             return False

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 8.0
 _POLL_S = 0.5  # between two requests of GET /ready
+_READY_S = 30.0  # how long one of them may take
 UNSERVED = frozenset({502, 503, 504})  # no engine serves, or a proxy got no answer from the explorer
 _RETRIED = UNSERVED | {408, 429}
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,80}")
@@ -51,6 +52,7 @@ class Ask(NamedTuple):
     body: bytes | None = None
     key: str | None = None  # Idempotency-Key
     query: Mapping[str, str] | None = None
+    limit_s: float | None = None  # how long an answer is awaited; None: as the client's owner says
 
 
 class Pause(NamedTuple):
@@ -251,7 +253,8 @@ def get_ready(timeout_s: float) -> Steps[None]:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            answer = yield from exchange(Ask("GET", "/ready"), 0.0)
+            limit_s = max(_POLL_S, min(deadline - time.monotonic(), _READY_S))
+            answer = yield from exchange(Ask("GET", "/ready", limit_s=limit_s), 0.0)
             if answer.status == 200:
                 return
             raise Refused(answer.status, f"GET /ready: {_read_error(answer)[0]}")

@@ -256,3 +256,25 @@ def test_a_report_counts_the_failed_attempts_of_all_starts(explorer, tmp_path):
     again = learn(explorer, tmp_path, fails, **given)
     assert (again.rewarded, again.dropped, again.failures) == (4, 2, {"ValueError": 4})
     assert json.loads((tmp_path / "runs/report.json").read_text())["failures"] == {"ValueError": 4}
+
+
+async def test_a_learn_that_is_cancelled_twice_leaves_no_run_behind(explorer, tmp_path):
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def endless(task: Any, model: flywheel.Model) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    learning = asyncio.create_task(
+        flywheel.alearn(endless, TASKS[:1], url=explorer.url, folder=tmp_path / "runs", **COLLECT)
+    )
+    await begun.wait()
+    for _ in range(2):
+        learning.cancel()
+        await asyncio.wait({learning}, timeout=0.1)
+    with pytest.raises(asyncio.CancelledError):
+        await learning
+    assert ended.is_set()

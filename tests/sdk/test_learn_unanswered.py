@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,3 +100,21 @@ async def test_a_wait_for_an_answer_is_logged_with_the_address_and_without_its_p
             with pytest.raises(flywheel.Refused):
                 await flywheel.alearn(count, TASKS, client=client, folder=tmp_path, **COLLECT)
     assert caplog.messages == [f"no answer from {url} yet; trying for up to 0.5 s"]
+
+
+def test_the_end_of_the_time_ends_an_evaluation_that_waits_for_a_lost_explorer(
+    scripted_engine: ScriptedEngine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pace, "LAST_LOOK_S", 0.1)
+    explorer = RunningExplorer(make_config(tmp_path, [scripted_engine.url])).wait_ready()
+    lost = threading.Event()
+    end_when(monkeypatch, lost.is_set)
+
+    async def workflow(task: Any, model: flywheel.Model) -> float:
+        await asyncio.to_thread(explorer.stop)
+        lost.set()
+        raise ValueError("a failed run of an evaluation, after which the version in service is asked for")
+
+    report = learn(explorer, tmp_path, workflow, TASKS[:1], eval_tasks=TASKS[:1], seconds=0.1)
+    assert (report.stopped, report.runs) == ("time", 0)
+    assert [one.failed for one in report.evaluations] == [1]

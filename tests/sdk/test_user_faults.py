@@ -169,3 +169,31 @@ def test_a_judge_that_hangs_leaves_its_runs_without_a_reward_and_learn_ends(expl
     report = learn(explorer, tmp_path, tasks=TASKS[:2], eval_tasks=TASKS[:1], judge=endless, **options)
     assert (report.runs, report.rewarded, report.failures) == (2, 0, {"JudgeFailed": 2})
     assert report.evaluations[0].failed == 1
+
+
+def test_what_a_run_that_timed_out_left_running_does_not_change_its_reward(explorer, tmp_path, monkeypatch):
+    spoken, left = threading.Event(), threading.Event()
+    limit_when(monkeypatch, "episode", spoken.is_set)
+
+    async def late(model: flywheel.Model, run: flywheel.AsyncRun) -> None:
+        async with run:
+            await say_async(model)
+            spoken.set()
+            await asyncio.to_thread(wait_until, lambda: [row.reward for row in rows(explorer)] == [-1.0])
+            run.reward(1.0)
+
+    def workflow(task: Any, model: flywheel.Model, run: flywheel.AsyncRun) -> float:
+        try:
+            if task == TASKS[0]:
+                asyncio.run(late(model, run))
+            else:  # learn runs until the first workflow has ended
+                left.wait(60)
+        finally:
+            left.set()
+        return 1.0
+
+    options = {"timeout_s": 0.5, "on_timeout": -1.0, "max_failed_share": 1.0, "retries": 0, "at_once": 2}
+    learn(explorer, tmp_path, workflow, TASKS[:1], **options)
+    assert left.wait(60)
+    assert [row.reward for row in rows(explorer)] == [-1.0]
+    assert len(said(explorer)) == 1
