@@ -22,9 +22,10 @@ def new_folder(target: Path) -> Iterator[Path]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target} is there already; name a new folder")
     target = target.resolve()  # `.` has no name
-    _remove_empty(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".tmp-{target.name}-{process_name()}")
+    if target.exists():
+        _require_renamable(target, part)
     try:
         part.mkdir()
         yield part
@@ -34,13 +35,13 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _remove_empty(folder: Path) -> None:
+def _require_renamable(folder: Path, free: Path) -> None:
+    """Raise ConfigError for a mount point: the kernel does not replace it. free: a name that does not exist."""
     try:
-        folder.rmdir()
-    except FileNotFoundError:
-        return
+        folder.rename(free)
     except OSError as exc:
         if exc.errno != errno.EBUSY:
             raise
         inside = folder / "flywheel"
         raise ConfigError(f"--to {folder} is a mount point; name a new folder in it, such as {inside}") from exc
+    free.rename(folder)

@@ -1,33 +1,33 @@
 """Converts a dataset's rows to samples and records them, for `flywheel import`.
 
-Rows with tokens are recorded unchanged. In other rows the last message is the reply: the engine's chat template
-produces the tokens, once, and the engine computes their logprobs by the newest version that it holds, which the row
-names. No version sampled such a reply.
+Rows with tokens are recorded unchanged. In other rows the last message is the reply: render.py makes its tokens, once,
+and the engine computes their logprobs by the newest version that it holds, which the row names. No version sampled such
+a reply.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 from sqlalchemy import Connection
 
 from explorer_service.chat.conversation import DIGEST_BYTES, read_prompt
 from explorer_service.engines.admin import EngineAdmin, open_client
 from explorer_service.errors import EngineRefused, EngineUnavailable
+from services.render import end_tokens, render
 from shared.adapters import adapter_version
 from shared.config import Config, RewardConfig
 from shared.engine_token import known_token
 from shared.errors import EngineError, StartupError
-from shared.experience import Sample, Sampling, Tokens, choice_name
+from shared.experience import Sample, Sampling, choice_name
 from shared.ledger import transitions
 from shared.ledger.conditions import split_name
 from shared.ledger.given import (
@@ -36,24 +36,26 @@ from shared.ledger.given import (
     Trained,
     choice_of,
     conversation_of,
+    exchange_of,
     names_of,
     number_of,
     quarantine_of,
     signals_of,
+    texts_of,
     time_of,
     tokens_of,
     trained_of,
     version_end_of,
 )
-from shared.ledger.queries import known_choices
+from shared.ledger.queries import exchange_of_choice, known_choices
 from shared.reward import Kind, Scope, Signal
 from shared.tokenizer import tokenizer_digest
 from shared.versions import version_path
 
 TIMEOUT_S = 120.0
+Names = dict[str, str | None]  # of a row, as given.names_of returns them
 SignalsByKey = list[tuple[tuple[str | None, Scope], list[Signal]]]  # oldest first; by key, None: no key
 _DEMONSTRATION = Signal("demonstration")
-Ends = frozenset[int]  # tokens that end a reply
 
 
 class ImportedRow(NamedTuple):
@@ -63,6 +65,7 @@ class ImportedRow(NamedTuple):
     signals: SignalsByKey
     trained: Trained | None
     quarantine: str | None = None  # why the row was in quarantine; None: it was not
+    parent: str | None = None  # the choice that it continued when it was recorded: ID or ID#CHOICE
 
 
 class SampleReader:
@@ -78,7 +81,7 @@ class SampleReader:
         self._published = self._versions.union(published)
         self._newest = max(self._versions, default=0)
         folders = (config.root / version_path(0), Path(config.model.path))
-        self._ends = _end_tokens(*folders)
+        self._ends = end_tokens(*folders)
         self._tokenizer = next(filter(None, map(tokenizer_digest, folders)), None)  # None: it is not known
         self.reasons: set[str] = set()  # reasons why rows were left out
         self._alike: Counter[bytes] = Counter()  # rows without a message id, by content
@@ -91,8 +94,10 @@ class SampleReader:
             engine = EngineAdmin(client, url, name, TIMEOUT_S, known_token(self._config))
             for row in rows:
                 try:
-                    sample, signals = await self._sample(row, engine), self._signals(row)
-                    samples.append(ImportedRow(sample, signals, trained_of(row), quarantine_of(row)))
+                    names = names_of(row)
+                    sample, signals = await self._sample(row, names, engine), self._signals(row)
+                    about = trained_of(row), quarantine_of(row), names["parent_id"]
+                    samples.append(ImportedRow(sample, signals, *about))
                 except UNUSABLE as exc:
                     self.reasons.add(str(exc) or type(exc).__name__)
                 except EngineError as exc:
@@ -100,21 +105,20 @@ class SampleReader:
                     raise StartupError(f"rows without tokens need an engine: {exc}{remedy}") from exc
         return samples
 
-    async def _sample(self, row: dict[str, Any], engine: EngineAdmin) -> Sample:
-        names, created_at, (messages, tools) = names_of(row), time_of(row, time.time()), conversation_of(row)
+    async def _sample(self, row: dict[str, Any], names: Names, engine: EngineAdmin) -> Sample:
+        created_at, (messages, tools) = time_of(row, time.time()), conversation_of(row)
         (msg_id, choice), (version, version_end) = choice_of(row, names["msg_id"] or ""), self._versions_of(row)
         if row.get("prompt_ids") is not None:
             self._require_same_tokenizer(row)
             tokens, sampling = tokens_of(row)
         elif messages and messages[-1].get("role") == "assistant":
             (name, version), version_end = await self._held_by(engine), NOT_OURS
-            tokens, sampling = await _render(engine, messages, tools, self._ends, name), Sampling()
+            tokens, sampling = await render(engine, messages, tools, self._ends, name), Sampling()
         else:
             raise ValueError("a row needs prompt_ids, reply_ids and logprobs, or messages that end with the model's")
         tokens.check()
         sampling.check()
-        is_kept = messages and self._config.explorer.store_text
-        request = {"messages": messages[:-1], **({"tools": tools} if tools else {})} if is_kept else None
+        request, reply = texts_of(row) if self._config.explorer.store_text else (None, None)
         msg_id = msg_id or self._name_of(row)
         exchange, extends = _links(names, choice_name(msg_id, choice), messages)
         return Sample(
@@ -131,9 +135,9 @@ class SampleReader:
             run_id=names["run_id"],
             key_name=names["key_name"],
             key_group=names["key_group"],
-            request=None if request is None else msgspec.json.encode(request),
-            reply=msgspec.json.encode(messages[-1]) if request is not None else None,
-            exchange=exchange,
+            request=request,
+            reply=reply,
+            exchange=exchange_of(row) or exchange,
             extends=extends,
         )
 
@@ -190,7 +194,7 @@ class SampleReader:
         return [(key, list(signals)) for key, signals in by_key]
 
 
-def _links(names: dict[str, str | None], name: str, messages: list[dict[str, Any]]) -> tuple[bytes, tuple[bytes, ...]]:
+def _links(names: Names, name: str, messages: list[dict[str, Any]]) -> tuple[bytes, tuple[bytes, ...]]:
     """Return the digests of a row's exchange and of those that it may continue: from messages, or else from names."""
     if messages:
         digest, extends = read_prompt(messages[:-1], names["key_name"], names["task_id"], names["run_id"])
@@ -204,44 +208,10 @@ def _digest_of_name(name: str) -> bytes:
     return hashlib.blake2b(f"row {choice_name(msg_id, choice or 0)}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def _end_tokens(*folders: Path) -> Ends:
-    """Return the tokens that end the model's replies, by the first folder that names some; empty if none does."""
-    for file in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
-        try:
-            ends = json.loads(file.read_bytes()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue
-        if ends is not None:
-            return frozenset(ends if isinstance(ends, list) else [ends])
-    return frozenset()
-
-
-async def _render(
-    engine: EngineAdmin, messages: list[Any], tools: Any, ends: Ends = frozenset(), model: str | None = None
-) -> Tokens:
-    """Tokenize a conversation by the model's own template; the engine computes the logprobs now.
-
-    model: the name of the adapter that computes them; None: the configured name.
-
-    Text that the template writes before a reply, such as an empty thought, belongs to the reply. Of the text after it,
-    the model samples what precedes the first of `ends`, and that token, or else the first token. Raises ValueError if
-    the template shows neither.
-    """
-    prompt = await engine.tokenize(messages[:-1], tools, ends_with_reply=False)
-    whole, zero, one = [
-        await engine.tokenize([*messages[:-1], reply], tools, ends_with_reply=True)
-        for reply in (messages[-1], *({"role": "assistant", "content": digit} for digit in "01"))
-    ]
-    backwards = zip(reversed(zero), reversed(one), strict=False)  # the two differ only in the reply
-    after = next((n for n, (a, b) in enumerate(backwards) if a != b), 0)
-    end = next((n for n, token in enumerate(zero[-after:]) if token in ends), 0) if after else 0
-    rest = after - end  # tokens from the one that ends a reply on
-    if not after or any(tokens[: len(prompt)] != prompt for tokens in (whole, zero)) or whole[-rest:] != zero[-rest:]:
-        raise ValueError("the model's chat template does not write a reply after its prompt")
-    reply_ids = whole[len(prompt) : len(whole) - rest + 1]
-    (logprobs,) = await engine.score([[*prompt, *reply_ids]], model)
-    sampled = np.array(logprobs[len(prompt) - 1 :], np.float32)
-    return Tokens(np.array(prompt, np.int32), np.array(reply_ids, np.int32), sampled)
+def _linked(connection: Connection, sample: Sample, parent: str | None) -> Sample:
+    """Return the sample as a continuation of its parent, if that is in the ledger; else as its messages tell."""
+    continued = None if parent is None else exchange_of_choice(connection, *split_name(parent))
+    return sample if continued is None else replace(sample, extends=(continued,))
 
 
 def _restore_trained(connection: Connection, sample: Sample, trained: Trained) -> None:
@@ -269,16 +239,18 @@ def store(
     quarantine stays there.
     learned: the kinds of signals that are learned from. default_reward: for samples without signals.
     """
+    transitions.lock_imports(connection)
     known = known_choices(connection, [row.sample.msg_id for row in rows])
     default: SignalsByKey = (
         [] if default_reward is None else [((None, "message"), [Signal("reward", value=default_reward)])]
     )
     stored = 0
-    for sample, signals_by_key, trained, quarantine in rows:
+    for sample, signals_by_key, trained, quarantine, parent in rows:
         if (sample.msg_id, sample.choice) in known:
             continue
         known.add((sample.msg_id, sample.choice))  # a file may contain a row twice
-        transitions.record(connection, [sample], waits=False)  # one at a time: a turn is linked to the previous turn
+        linked = _linked(connection, sample, parent)
+        transitions.record(connection, [linked], waits=False)  # one at a time: a turn is linked to the previous turn
         stored += 1
         is_silent = all(signals == [_DEMONSTRATION] for _, signals in signals_by_key)
         for (key_name, scope), signals in [*signals_by_key, *(default if is_silent else ())]:

@@ -24,7 +24,6 @@ from shared.ledger.given import (
     names_of,
     number_of,
     quarantine_of,
-    read_rows,
     signals_of,
     time_of,
     tokens_of,
@@ -32,6 +31,7 @@ from shared.ledger.given import (
 )
 from shared.ledger.queries.lease import check_rewards, rewarded_rows
 from shared.ledger.queries.preferences import prefer
+from shared.ledger.row_files import read_rows
 from shared.log import StageLogger
 from shared.reward import EVERY_LESSON, Lesson, Signal, credit_of, has_effect
 from shared.tokenizer import tokenizer_digest

@@ -76,8 +76,9 @@ def _move(
     one with them. So is a row that another archive has removed.
     """
     from shared.ledger.conditions import is_done
-    from shared.ledger.dataset import conversations, replace_whole
+    from shared.ledger.dataset import conversations
     from shared.ledger.queries import count_signals, names_of_rows, oldest_done
+    from shared.ledger.row_files import replace_whole
     from shared.ledger.tables import experiences
 
     before = None if older_than_days is None else time.time() - 86400 * older_than_days
@@ -115,8 +116,7 @@ def _remove(ledger: Ledger, ids: list[int], said: dict[int, int]) -> list[int]:
 
 def _keep_only(names: set[tuple[str, int]], file: Path) -> None:
     """Leave only these rows in a file, and delete the file if there are none."""
-    from shared.ledger.dataset import replace_whole
-    from shared.ledger.given import read_rows
+    from shared.ledger.row_files import read_rows, replace_whole
 
     if names:
         replace_whole(file, (row for row in read_rows(file) if (row["msg_id"], row["choice"]) in names))

@@ -38,7 +38,8 @@ def run(args: Namespace) -> int:
     """Write the rows that the options select. Raises ConfigError and StartupError."""
     config = read_config(args)
     from shared.ledger.connect import Ledger
-    from shared.ledger.dataset import conversations, replace_whole
+    from shared.ledger.dataset import conversations
+    from shared.ledger.row_files import replace_whole
     from shared.tokenizer import tokenizer_digest
     from shared.versions import version_path
 

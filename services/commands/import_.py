@@ -40,8 +40,9 @@ def run(args: Namespace) -> int:
     from services.samples import SampleReader, store
     from shared.experience import MAY_SERVE, VersionState
     from shared.ledger.connect import Ledger
-    from shared.ledger.given import read_rows, require_accepted
+    from shared.ledger.given import require_accepted
     from shared.ledger.queries import count_ready, list_versions
+    from shared.ledger.row_files import read_rows
 
     try:
         require_accepted(args.reward, config.reward)

@@ -1,111 +1,32 @@
-"""Reads rows of a file that `flywheel export` or other software wrote, and checks each before use.
+"""Reads the columns of a row of a file (row_files.py), and checks each before use.
 
 Rows must meet the same conditions as data of callers, because the ledger and the trainer rely on them.
 """
 
 from __future__ import annotations
 
-import gzip
 import math
 import re
 import sys
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from shared.config import RewardConfig
-from shared.errors import StartupError
 from shared.experience import LARGEST_TOP_K, CorruptTokens, Sampling, State, TokenArray, Tokens
 from shared.ledger.conditions import MAX_ID_BYTES, split_name
-from shared.ledger.dataset import CHUNK, PACKED
 from shared.ledger.tables import experiences, signals
+from shared.ledger.transitions.feedback import MAX_SIGNALS
 from shared.reward import Lesson, Scope, Signal
 
 _NAMES = ("msg_id", "task_id", "run_id", "parent_id", "conversation_id", "key_name", "key_group", "finish_reason")
 NOT_OURS = -1  # as `version_end`: of an imported row that no version of this ledger sampled to its end
 _NUMBERS = {"choice": (0, 10**9 - 1), "version": (0, 2**31 - 1), "version_end": (NOT_OURS, 2**31 - 1)}
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_NO_NUMBER = re.compile(rb"[\[:,]\s*-?(NaN|Infinity)\b")  # of json.dumps and pandas
-_ONE_LINE = "write one object on each line"
+_DIGEST = re.compile(r"[0-9a-f]{16}")  # of explorer_service.chat.conversation
 UNUSABLE = (CorruptTokens, AttributeError, KeyError, TypeError, ValueError, OverflowError)  # errors of a bad row
-
-
-def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file. Raises StartupError with the line."""
-    try:
-        yield from _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
-    except (EOFError, zlib.error) as exc:
-        raise StartupError(f"{file} cannot be read: it is cut off or damaged ({exc}); copy it again") from exc
-    except OSError as exc:
-        raise StartupError(f"{file} cannot be read ({exc.strerror or exc})") from exc
-
-
-def _read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            text = line.removeprefix(_BYTE_ORDER_MARK).strip()
-            try:
-                row = msgspec.json.decode(text) if text else None
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-                fix = "NaN and Infinity are not JSON, write null" if _NO_NUMBER.search(text) else _ONE_LINE
-                reason = f"not JSON in UTF-8 ({exc}); {fix}"
-                raise StartupError(f"{file}, line {number}: {reason}") from exc
-            if isinstance(row, dict):
-                yield row
-            elif text:
-                raise StartupError(f"{file}, line {number}: not a JSON object")
-
-
-def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as exc:
-        raise StartupError(
-            "Parquet needs pyarrow, which is not installed; pip install pyarrow, or write a .jsonl file"
-        ) from exc
-    try:
-        with pq.ParquetFile(file) as parquet:
-            for batch in parquet.iter_batches(CHUNK):
-                for row in batch.to_pylist():
-                    yield _unpacked(row)
-    except (pa.ArrowException, UnicodeDecodeError) as exc:
-        raise StartupError(f"{file} cannot be read as Parquet ({exc}); write it again, or as .jsonl") from exc
-
-
-def _unpacked(row: dict[str, Any]) -> dict[str, Any]:
-    messages = row.get("messages")
-    if isinstance(messages, list):
-        row["messages"] = [_unflat(message) if isinstance(message, dict) else message for message in messages]
-    return {**row, **{name: _decoded(row[name]) for name in PACKED if name in row}}
-
-
-def _unflat(message: dict[str, Any]) -> dict[str, Any]:
-    given = {name: value for name, value in message.items() if value is not None}
-    unpack = {"tool_calls": _decoded, "content": _parts}
-    return {name: unpack[name](value) if name in unpack else value for name, value in given.items()}
-
-
-def _parts(content: Any) -> Any:
-    """Return a message's parts if its content is JSON of parts; any other content unchanged."""
-    found = _decoded(content) if isinstance(content, str) and content.startswith("[{") else None
-    is_parts = isinstance(found, list) and all(isinstance(part, dict) and "type" in part for part in found)
-    return found if is_parts else content
-
-
-def _decoded(value: Any) -> Any:
-    """Decode a JSON string; return any other value unchanged."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return msgspec.json.decode(value)
-    except (msgspec.DecodeError, RecursionError):
-        return value
 
 
 def names_of(row: dict[str, Any]) -> dict[str, str | None]:
@@ -170,6 +91,26 @@ def conversation_of(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any
     return messages, tools
 
 
+def texts_of(row: dict[str, Any]) -> tuple[bytes | None, bytes | None]:
+    """Return the row's request and reply as the ledger stores them; None for what it does not have. Raises ValueError.
+
+    The request is that of the messages, with the fields of `request` beside them.
+    """
+    messages, tools = conversation_of(row)
+    request, reply = (row.get(name) if isinstance(row.get(name), dict) else None for name in ("request", "reply"))
+    if messages:
+        request = {**(request or {}), "messages": messages[:-1], **({"tools": tools} if tools else {})}
+        reply = messages[-1]
+    encode = msgspec.json.encode
+    return None if request is None else encode(request), None if reply is None else encode(reply)
+
+
+def exchange_of(row: dict[str, Any]) -> bytes | None:
+    """Return the stored digest of the messages including the reply; None if the row has none."""
+    stored = row.get("exchange")
+    return bytes.fromhex(stored) if isinstance(stored, str) and _DIGEST.fullmatch(stored) else None
+
+
 def tokens_of(row: dict[str, Any]) -> tuple[Tokens, Sampling]:
     """Return the tokens of a row that has them, and its sampling parameters. Raises errors of bad data."""
     for name in ("prompt_ids", "reply_ids", "logprobs"):
@@ -199,6 +140,8 @@ def signals_of(row: dict[str, Any], rule: RewardConfig) -> list[Signal]:
     Exported signals were accepted when they were sent; a reward without signals is checked here.
     """
     exported = [replace(one, id=None) for one in msgspec.convert(row.get("signals") or [], list[Signal])]
+    if len(exported) > MAX_SIGNALS:
+        raise ValueError(f"it has {len(exported)} signals; a row may have {MAX_SIGNALS}")
     for one in exported:
         _check(one)
     reward = row.get("reward")

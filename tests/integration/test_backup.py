@@ -198,10 +198,10 @@ def test_nothing_is_written_over_a_folder(serving, tmp_path):
 def test_a_folder_that_is_a_mount_point_is_refused_before_anything_is_copied(serving, tmp_path, monkeypatch):
     (tmp_path / "volume").mkdir()
 
-    def rmdir(folder: Path) -> None:
+    def rename(folder: Path, to: Path) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(folder))
 
-    monkeypatch.setattr(Path, "rmdir", rmdir)  # as of a mount point
+    monkeypatch.setattr(Path, "rename", rename)  # as of a mount point
     with pytest.raises(ConfigError, match=r"volume is a mount point; name a new folder in it, such as .*volume/flywh"):
         back_up(serving, tmp_path / "volume")
     assert not list(tmp_path.glob(".tmp-*"))

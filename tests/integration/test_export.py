@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigError, StartupError
-from shared.ledger.dataset import replace_whole
+from shared.ledger.row_files import replace_whole
 from tests.support.processes import run_here
 
 
@@ -60,7 +60,7 @@ def test_a_slice_is_chosen_by_reward_task_and_state(talked, tmp_path: Path):
 
 def test_two_exports_to_one_file_do_not_mix(tmp_path: Path):
     file = tmp_path / "rows.jsonl"
-    again = [sys.executable, "-c", "import sys; from pathlib import Path; from shared.ledger.dataset import *;"]
+    again = [sys.executable, "-c", "import sys; from pathlib import Path; from shared.ledger.row_files import *;"]
     again[-1] += f"replace_whole(Path({str(file)!r}), [{{'row': n}} for n in range(3)])"
 
     def slowly():
@@ -76,7 +76,7 @@ def test_two_exports_to_one_file_do_not_mix(tmp_path: Path):
 def test_what_a_killed_export_left_goes_with_the_next_one_to_that_file(tmp_path: Path):
     file, other = tmp_path / "rows.jsonl", tmp_path / ".part-of-somebody-else-rows.jsonl"
     other.touch()
-    killed = "import os; from pathlib import Path; from shared.ledger.dataset import *;"
+    killed = "import os; from pathlib import Path; from shared.ledger.row_files import *;"
     killed += f"replace_whole(Path({str(file)!r}), (os.kill(os.getpid(), 9) for _ in range(1)))"
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
     assert len(list(tmp_path.iterdir())) == 2

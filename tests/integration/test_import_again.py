@@ -17,9 +17,9 @@ from shared.errors import StartupError
 from shared.experience import Tokens, trajectory_key
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.dataset import replace_whole
-from shared.ledger.given import read_rows, signals_of
+from shared.ledger.given import signals_of
 from shared.ledger.queries import count_by_state
+from shared.ledger.row_files import read_rows, replace_whole
 from shared.ledger.tables import experiences, payloads, signals
 from shared.reward import Signal
 from shared.tokenizer import tokenizer_digest

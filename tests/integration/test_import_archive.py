@@ -19,10 +19,9 @@ from shared.errors import ConfigError, StartupError
 from shared.experience import Sampling, Tokens
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.dataset import replace_whole
-from shared.ledger.given import read_rows
 from shared.ledger.prefix import load_tokens
 from shared.ledger.queries import count_by_state, size_bytes
+from shared.ledger.row_files import read_rows, replace_whole
 from shared.ledger.tables import experiences, payloads, signals
 from shared.reward import Signal
 from tests.support.experiences import record_ready, rows
@@ -181,7 +180,8 @@ def test_an_archive_that_left_the_rest_small_enough_moves_nothing_when_it_runs_a
     record_ready(ledger, rows(400))
     with ledger.write() as connection:
         connection.execute(update(experiences).values(state="CONSUMED", teaches=0))
-        connection.execute(update(payloads).values(request=random.Random(1).randbytes(20_000)))
+        prompt = random.Random(1).randbytes(10_000).hex()
+        connection.execute(update(payloads).values(request=msgspec.json.encode({"prompt": prompt})))
         half = f"{size_bytes(connection) / 2 / 1e9:.9f}"
     counts = []
     for _ in range(3):
@@ -216,11 +216,11 @@ def test_of_archives_that_run_at_once_the_one_that_moved_a_row_has_it(ledger, co
     command = ("archive", "--to", str(tmp_path / "archive"), "--older-than-days", "0")
 
     def written(file: Path, lines: Any) -> None:
-        monkeypatch.setattr("shared.ledger.dataset.replace_whole", replace_whole)
+        monkeypatch.setattr("shared.ledger.row_files.replace_whole", replace_whole)
         run_here(config, *command)  # another one begins, and ends
         replace_whole(file, lines)
 
-    monkeypatch.setattr("shared.ledger.dataset.replace_whole", written)
+    monkeypatch.setattr("shared.ledger.row_files.replace_whole", written)
     run_here(config, *command)
     archived = [row["msg_id"] for file in (tmp_path / "archive").iterdir() for row in read_rows(file)]
     assert sorted(archived) == ["m0", "m1"], "neither replaces what the other has moved"
@@ -277,7 +277,7 @@ def test_what_is_said_while_an_archive_is_written_is_not_lost(ledger, config, tm
                 run_here(config, "archive", "--to", str(tmp_path / "b"), "--older-than-days", "0")
 
     said: list[bool] = []
-    monkeypatch.setattr("shared.ledger.dataset.replace_whole", written)
+    monkeypatch.setattr("shared.ledger.row_files.replace_whole", written)
     run_here(config, "archive", "--to", str(tmp_path / "a"), "--older-than-days", "0")
     with ledger.read() as connection:
         kept = set(connection.execute(select(signals.c.text)).scalars())

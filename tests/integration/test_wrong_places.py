@@ -16,7 +16,7 @@ from shared.config import load_config
 from shared.errors import ConfigError, LedgerError, StartupError
 from shared.ledger import transitions
 from shared.ledger.connect import Ledger
-from shared.ledger.dataset import replace_whole
+from shared.ledger.row_files import replace_whole
 from shared.ports import require_free_port
 from tests.support.processes import REPOSITORY, environment, run_here, write_config
 from tests.support.servers import make_config

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.samples import SampleReader, _end_tokens, _render
+from services.render import end_tokens, render
+from services.samples import SampleReader
 from tests.support.servers import make_config
 
 THOUGHT = "<think>\n\n</think>\n\n"
@@ -43,7 +44,7 @@ def with_white_space(message: Any) -> str:
 
 def rendered(template: Any, reply: str, ends: str = "") -> tuple[str, str]:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": reply}]
-    tokens = asyncio.run(_render(Engine(template), messages, None, frozenset(map(ord, ends))))  # type: ignore[arg-type]
+    tokens = asyncio.run(render(Engine(template), messages, None, frozenset(map(ord, ends))))  # type: ignore[arg-type]
     return "".join(map(chr, tokens.prompt_ids)), "".join(map(chr, tokens.reply_ids))
 
 
@@ -74,7 +75,7 @@ def test_white_space_before_the_token_that_ends_a_reply_is_the_models_own():
 def test_the_tokens_that_end_a_reply_are_those_of_the_model_s_folder(files, ends, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    assert _end_tokens(tmp_path / "none", tmp_path) == ends
+    assert end_tokens(tmp_path / "none", tmp_path) == ends
 
 
 class Holder(Engine):

@@ -27,6 +27,7 @@ from shared.ledger.queries.rehearsal import draw_rehearsal
 from shared.ledger.queries.rows import (
     count_by_state,
     count_ready,
+    exchange_of_choice,
     known_choices,
     list_run,
     names_of_rows,
@@ -64,8 +65,8 @@ from shared.ledger.queries.versions import (
 __all__ = [
     "EngineRow", "Followed", "LedgerProgress", "Pace", "Rewards", "StateRow", "Target", "Targets", "TrainerRow",
     "Tripped", "VersionRow", "Wanted", "answers_about", "answers_before", "any_lease_expired", "any_published",
-    "any_stream_open", "corrected_later", "count_by_state", "count_ready", "count_signals",
-    "deaths_will_be_blamed", "do_repeat", "draw_rehearsal", "failures_of_oldest", "find_targets", "find_trainer",
+    "any_stream_open", "corrected_later", "count_by_state", "count_ready", "count_signals", "deaths_will_be_blamed",
+    "do_repeat", "draw_rehearsal", "exchange_of_choice", "failures_of_oldest", "find_targets", "find_trainer",
     "find_versions", "held_rows", "ids_read", "is_leased", "is_to_blame", "kept_versions", "known_choices",
     "leased_versions", "ledger_status", "list_run", "list_states", "list_trainers", "list_versions", "live_explorers",
     "live_trainers", "load_lease", "load_signals", "names_of_rows", "oldest_done", "oldest_ready", "owned_engines",

@@ -62,6 +62,13 @@ def known_choices(connection: Connection, msg_ids: list[str]) -> set[tuple[str, 
     return {(row.msg_id, row.choice) for row in connection.execute(query)}
 
 
+def exchange_of_choice(connection: Connection, msg_id: str, choice: int | None) -> bytes | None:
+    """Return the digest of the exchange that a choice ends; None if it has none, or is not stored."""
+    mine = experiences.c.msg_id == msg_id, experiences.c.choice == (choice or 0)
+    found: bytes | None = connection.execute(select(experiences.c.exchange).where(*mine)).scalar()
+    return found
+
+
 def ids_of(connection: Connection, choices: Collection[tuple[str, int]]) -> set[int]:
     """Return the ids of these choices, as far as they are stored."""
     query = select(experiences.c.id, experiences.c.msg_id, experiences.c.choice)

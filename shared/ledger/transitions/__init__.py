@@ -53,7 +53,7 @@ from shared.ledger.transitions.publish import (
     reset_breaker,
     trip_breaker,
 )
-from shared.ledger.transitions.record import record, restore_quarantine, restore_trained
+from shared.ledger.transitions.record import lock_imports, record, restore_quarantine, restore_trained
 from shared.ledger.transitions.release import close_empty_batch, extend_lease, give_back
 from shared.ledger.transitions.retain import (
     VERSION_LEASE_S,
@@ -81,15 +81,16 @@ from shared.ledger.transitions.versions import (
 
 __all__ = [
     "ENGINE_LEASE_S", "LEASE_S", "NO_ANSWER", "VERSION_LEASE_S", "Erased", "GivenFeedback", "Receipt", "ReceiptState",
-    "Rollback", "RunName", "Whole", "acquire_engine", "acquire_lease", "announce_trainer", "apply_feedback", "apply_to",
-    "begin_trainer", "calibrate_engine", "choose_algorithms", "claim", "close_empty_batch", "close_stream", "commit",
-    "commit_part", "confirm_engine", "count_load_failure", "discard_stale", "dismiss_trainer", "erase",
-    "expect_adapter", "expire", "extend_lease", "fail_update", "fail_version", "forget_answers", "forget_old_states",
-    "forget_states", "give_back", "give_up_files", "heartbeat", "hold_adapters", "lease_version", "lock_trainer",
-    "mark_updating", "merge_counts", "open_stream", "pin_version", "prove_version", "publish", "publish_ahead",
-    "quarantine", "recompute_rewards", "record", "record_state", "reject_version", "release_engine", "release_lease",
-    "release_version", "remember_answer", "remove", "renew_adapters", "renew_lease", "renew_pin", "report_trouble",
-    "require_not_rolled_back", "reserve_version", "reset_breaker", "restore_quarantine", "restore_trained",
-    "retry_version", "roll_back", "serve_version", "set_engine_state", "share_traffic", "sign_off", "skip_version",
-    "tag_version", "take_key", "trip_breaker", "untag_version", "unusable_states", "withdraw_versions",
+    "Rollback", "RunName", "Whole", "acquire_engine", "acquire_lease", "announce_trainer", "apply_feedback",
+    "apply_to", "begin_trainer", "calibrate_engine", "choose_algorithms", "claim", "close_empty_batch",
+    "close_stream", "commit", "commit_part", "confirm_engine", "count_load_failure", "discard_stale",
+    "dismiss_trainer", "erase", "expect_adapter", "expire", "extend_lease", "fail_update", "fail_version",
+    "forget_answers", "forget_old_states", "forget_states", "give_back", "give_up_files", "heartbeat",
+    "hold_adapters", "lease_version", "lock_imports", "lock_trainer", "mark_updating", "merge_counts", "open_stream",
+    "pin_version", "prove_version", "publish", "publish_ahead", "quarantine", "recompute_rewards", "record",
+    "record_state", "reject_version", "release_engine", "release_lease", "release_version", "remember_answer",
+    "remove", "renew_adapters", "renew_lease", "renew_pin", "report_trouble", "require_not_rolled_back",
+    "reserve_version", "reset_breaker", "restore_quarantine", "restore_trained", "retry_version", "roll_back",
+    "serve_version", "set_engine_state", "share_traffic", "sign_off", "skip_version", "tag_version", "take_key",
+    "trip_breaker", "untag_version", "unusable_states", "withdraw_versions",
 ]  # fmt: skip

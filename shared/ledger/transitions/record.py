@@ -73,6 +73,12 @@ def _record(connection: Connection, samples: Sequence[Sample], waits: bool) -> N
         connection.exec_driver_sql(insert_payload, texts[0] if one else texts)
 
 
+def lock_imports(connection: Connection) -> None:
+    """Wait for the transaction of another import, which may record the same messages."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("SELECT pg_advisory_xact_lock(732161)")
+
+
 def restore_trained(
     connection: Connection,
     msg_id: str,
