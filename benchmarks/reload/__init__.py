@@ -13,7 +13,8 @@ models this on the same engine.
 Short chats of two tokens measure a request that arrives during the event. One is due each `--chat-every-s` from the
 event's begin until one is answered by the new version, whether those before have ended or not. Its first token is
 measured from the time when it was due. In the turn without an event beside it, as many are due. "gap_above_ms" and
-"first_token_above_ms" are the differences between these two turns, of the longest gaps and of the slowest first tokens.
+"first_token_above_ms" are the differences between these two turns, of the longest gaps and of the slowest first tokens;
+"within_bound" is the share of at most 50 ms, and "beyond" has the others.
 
 Gaps are between two events of a stream. A reply counts as failed if its status is not 200 or it ends in an error, a
 short chat also if it is truncated: "failed" contains the short chats that failed, "late_failed" of "late_chats", and

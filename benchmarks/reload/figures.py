@@ -14,6 +14,8 @@ from benchmarks.reload.turn import TOKENS, Turn
 from shared.experience import Tokens
 from shared.ledger.tables import experiences, payloads
 
+BOUND_MS = 50  # above a turn without a load: of adapters, and of two engines
+
 
 def row_to_first_chat(turn: Turn) -> float:
     """Seconds from the version's row until a caller received the first token of a chat that only it answered.
@@ -37,6 +39,13 @@ def slowest_first_s(turn: Turn) -> float:
 def above_ms(of: Callable[[Turn], float], pairs: Sequence[tuple[Turn, Turn]]) -> list[float]:
     """By how much the figure of the first turn of each pair is above that of the second; not finite: unknown."""
     return [1000 * (of(one) - of(other)) for one, other in pairs]
+
+
+def compare(differences: list[float]) -> dict[str, Any]:
+    """The spread of above_ms, the share within BOUND_MS, and those beyond. An unknown one is not within the bound."""
+    beyond = sorted(round(value) for value in differences if math.isfinite(value) and value > BOUND_MS)
+    within = sum(value <= BOUND_MS for value in differences)
+    return spread(differences) | {"within_bound": within / max(1, len(differences)), "beyond": beyond}
 
 
 def row_to_first_token(turn: Turn, crossed: set[str]) -> float:

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import sys
 from contextlib import ExitStack
 from itertools import pairwise
@@ -20,6 +19,7 @@ from sqlalchemy import select
 from benchmarks.reload.figures import (
     above_ms,
     as_json,
+    compare,
     count_failed,
     read_recorded,
     row_to_first_chat,
@@ -37,7 +37,6 @@ from shared.versions import version_path
 
 RIGHT = 1e-3  # of a logprob; another adapter differs a hundred times as much
 SIDE_BY_SIDE = 4  # versions
-BOUND_MS = 50  # above a turn without a load
 AT_ONCE = 16  # rows of a forward pass
 
 
@@ -76,9 +75,9 @@ async def run_turns(service: Service, streams: int, loads: int) -> dict[str, Any
     for name, of in turns.items():
         report[name]["gap_under_way_ms"] = spread([1000 * _gap_under_way_s(turn) for turn in of])
     return report | {
-        "gap_above_ms": spread(gaps) | _shares(gaps),
-        "first_token_above_ms": spread(firsts) | _shares(firsts),
-        "gap_above_between_turns_without_ms": spread(noise) | _shares(noise),
+        "gap_above_ms": compare(gaps),
+        "first_token_above_ms": compare(firsts),
+        "gap_above_between_turns_without_ms": compare(noise),
         "first_load": {"gap_above_ms": gaps[0], "first_token_above_ms": firsts[0]},
         "row_to_first_chat_ms": spread([1000 * row_to_first_chat(turn) for turn in turns["load"]]),
     }
@@ -176,13 +175,6 @@ def _logprobs(model: Any, rows: list[Tokens]) -> list[npt.NDArray[np.float32]]:
 
 def _gap(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
     return float(np.abs(one - other).max())
-
-
-def _shares(differences: list[float]) -> dict[str, Any]:
-    """The share of turns within the bound, and the differences beyond it. An unknown one is not within the bound."""
-    beyond = sorted(round(value) for value in differences if math.isfinite(value) and value > BOUND_MS)
-    within = sum(value <= BOUND_MS for value in differences)
-    return {"within_bound": within / max(1, len(differences)), "beyond": beyond}
 
 
 def _gap_under_way_s(turn: Turn) -> float:

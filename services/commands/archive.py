@@ -45,6 +45,7 @@ def run(args: Namespace) -> int:
     with closing(Ledger.open(config.ledger_url, create=False)) as ledger:
         try:
             args.to.mkdir(parents=True, exist_ok=True)
+            _remove_left_behind(args.to)
             for file, rows in _move(ledger, args.to, tokenizer, args.older_than_days, args.keep_gb):
                 moved += rows
                 console.print(f"{moved} rows archived; {file}")
@@ -132,6 +133,15 @@ def _new_file(folder: Path, name: str) -> Path:
             file.touch(exist_ok=False)  # another archive may run
             break
     return file
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """Delete what killed archives left: temporary files, and the empty files that reserved their names."""
+    from shared.ledger.row_files import remove_left_behind
+
+    for file in (folder / name for name in remove_left_behind(folder)):
+        if file.exists() and file.stat().st_size == 0:
+            file.unlink()
 
 
 def _rows_over(ledger: Ledger, keep_gb: float) -> int:

@@ -49,7 +49,8 @@ OPEN_ROUTES = frozenset((
 class EngineGate:
     """Closed until a caller with the warm-up's token requests OPEN_PATH, and after CLOSE_PATH: it answers 503.
 
-    While it is open, it answers 403 to strangers. CLOSE_PATH is answered when no request is in flight.
+    While it is open, it answers 403 to strangers. CLOSE_PATH is answered when no request is in flight. Until then,
+    explorers still end their reloads, but find the engine unhealthy.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
@@ -59,6 +60,7 @@ class EngineGate:
         self._stage_socket = os.environ.get(STAGE_VARIABLE, "")
         self._identity = os.environ.get(IDENTITY_VARIABLE, "")
         self._open = not self._warmup
+        self._is_stopping = False
         self._in_flight, self._idle = 0, asyncio.Event()
         self._idle.set()
 
@@ -71,35 +73,49 @@ class EngineGate:
             await self._app(scope, receive, send)
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = scope["headers"]
-        if not self._open and not _has_token(headers, WARMUP_HEADER, self._warmup):
-            await _refuse(send, 503, "the engine is warming up or stopping; try again soon")
-        elif not self._open and scope["path"] == OPEN_PATH:
+        headers, route = scope["headers"], (scope["method"], scope["path"])
+        if self._open:
+            await self._call_open(scope, receive, send)
+        elif _has_token(headers, WARMUP_HEADER, self._warmup):
+            if scope["path"] != OPEN_PATH:
+                await self._app(scope, receive, send)
+                return
             self._open = True
             await _answer(send, 200, b"{}")
-        elif not self._open:
-            await self._app(scope, receive, send)
-        elif scope["path"] == CLOSE_PATH and _has_token(headers, WARMUP_HEADER, self._warmup):
-            self._open = False
+        elif self._is_stopping and route != ("GET", "/health") and _has_token(headers, ADMIN_HEADER, self._admin):
+            await self._command(scope, receive, send)  # a reload ends, so that what it paused is answered
+        else:
+            await _refuse(send, 503, "the engine is warming up or stopping; try again soon")
+
+    async def _call_open(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        if scope["path"] == CLOSE_PATH and _has_token(headers, WARMUP_HEADER, self._warmup):
+            self._open, self._is_stopping = False, True
             await self._idle.wait()
             await _answer(send, 200, b"{}")
         elif _has_token(headers, ADMIN_HEADER, self._admin):
-            if any(name == b"content-type" and not value.startswith(b"application/json") for name, value in headers):
-                await _refuse(send, 415, "the body must be JSON; send the header Content-Type: application/json")
-            elif (scope["method"], scope["path"]) == ("POST", STAGE_PATH):
-                await self._stage(receive, send)
-            elif (scope["method"], scope["path"]) == ("POST", RESTART_PATH):
-                _end_vllm()
-            elif (scope["method"], scope["path"]) == ("GET", IDENTITY_PATH):
-                await _answer(send, 200, b'{"identity":"%s"}' % self._identity.encode())
-            else:
-                await self._app(scope, receive, send)
+            await self._command(scope, receive, send)
         elif (scope["method"], scope["path"]) not in OPEN_ROUTES:
             await _refuse(send, 403, "this route needs the engine's token; set engine.admin_token for the explorer")
         elif any(name == b"origin" for name, _ in headers):
             await _refuse(send, 403, "a web page may not use the engine")
         else:
             await self._serve(scope, receive, send)
+
+    async def _command(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve an explorer, which has the token."""
+        route = scope["method"], scope["path"]
+        kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+        if not all(kind.startswith(b"application/json") for kind in kinds):
+            await _refuse(send, 415, "the body must be JSON; send the header Content-Type: application/json")
+        elif route == ("POST", STAGE_PATH):
+            await self._stage(receive, send)
+        elif route == ("POST", RESTART_PATH):
+            _end_vllm()
+        elif route == ("GET", IDENTITY_PATH):
+            await _answer(send, 200, b'{"identity":"%s"}' % self._identity.encode())
+        else:
+            await self._app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request that the end of the engine waits for."""

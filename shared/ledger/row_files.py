@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import gzip
 import re
 import zlib
@@ -88,7 +87,7 @@ def replace_whole(file: Path, rows: Iterable[dict[str, Any]]) -> None:
         raise StartupError(f"{str(file)!r}: the name must end in .jsonl, .jsonl.gz or .parquet")
     temporary = file.with_name(f".part-{process_name()}-{file.name}")  # another export of this name may be running
     try:
-        _remove_left_behind(file)
+        remove_left_behind(file.parent)
         writers[file.suffix](rows, temporary)
         fsync(temporary)
         temporary.replace(file)
@@ -100,12 +99,16 @@ def replace_whole(file: Path, rows: Iterable[dict[str, Any]]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _remove_left_behind(file: Path) -> None:
-    """Delete temporary files of killed exports of this name."""
-    for left in file.parent.glob(f".part-*-{glob.escape(file.name)}"):
-        owner = left.name.removeprefix(".part-").removesuffix(f"-{file.name}")
-        if owner.count("-") == process_name().count("-") and is_gone(owner):
+def remove_left_behind(folder: Path) -> list[str]:
+    """Delete temporary files of killed exports. Returns the names of the files that they were to become."""
+    found = []
+    fields = process_name().count("-") + 1
+    for left in folder.glob(".part-*"):
+        *owner, name = left.name.removeprefix(".part-").split("-", fields)
+        if len(owner) == fields and is_gone("-".join(owner)):
             left.unlink(missing_ok=True)
+            found.append(name)
+    return found
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -140,3 +142,18 @@ def test_an_imported_row_without_a_stored_parent_is_linked_by_its_messages(ledge
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     assert run_here(config, "import", str(tmp_path / "rows.jsonl")) == 0
     assert columns(ledger, "msg_id", "parent_id")[1] == ("m1", "m0")
+
+
+def test_what_a_killed_archive_left_goes_with_the_next_one(ledger, config, tmp_path: Path):
+    with ledger.write() as connection:
+        transitions.record(connection, [sample("m0", quarantine="slow")])
+    folder = tmp_path / "archive"
+    folder.mkdir()
+    killed = "import os; from pathlib import Path; from shared.ledger.row_files import *;"
+    killed += f"file = Path({str(folder)!r}) / 'rows-000000000001-000000000001.jsonl.gz'; file.touch();"
+    killed += "replace_whole(file, (os.kill(os.getpid(), 9) for _ in range(1)))"
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
+    assert len(list(folder.iterdir())) == 2
+    run_here(config, "archive", "--to", str(folder), "--older-than-days", "0")
+    (file,) = folder.iterdir()
+    assert [row["msg_id"] for row in read_rows(file)] == ["m0"]

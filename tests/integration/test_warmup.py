@@ -99,6 +99,10 @@ def test_an_engine_that_stops_is_closed_at_once_and_waits_for_what_is_in_flight(
         closing = pool.submit(warming.close_gate, SLOW_S)
         wait_until(lambda: httpx.get(engine.url + "/health", timeout=SLOW_S).status_code == 503)
         assert not closing.done()
+        resuming = {ADMIN_HEADER: "obey"}
+        assert httpx.post(engine.url + "/resume", headers=resuming, timeout=SLOW_S).status_code == 200, "a reload ends"
+        assert httpx.get(engine.url + "/health", headers=resuming, timeout=SLOW_S).status_code == 503
+        assert httpx.post(engine.url + "/resume", timeout=SLOW_S).status_code == 503
         engine.answers_completions.set()
         assert chat.result().status_code == 200
         closing.result()
