@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -175,21 +175,25 @@ def failures(service: Service, version: int) -> int:
 
 def test_a_full_disk_while_staging_leaves_the_engine_serving(service):
     good, held = serving(service), label(service)
-    limit(service.launcher().pid, 100_000)
-    with Streams(service) as chats:
+    with Streams(service) as chats, limited(service.launcher().pid, 100_000):
         version = service.publish()
-        wait_for(lambda: "free space there" in str(service.status()["engines"]), "the reason", 240)
+        reason = "cannot be staged in engine.staging_dir (File too large)"
+        wait_for(lambda: reason in str(service.status()["engines"]), "the reason", 240)
         assert serving(service) == good and label(service) == held
         assert service.row(version).state == "PUBLISHED"
     assert set(chats.ends.values()) == WHOLE
-    limit(service.launcher().pid, resource.RLIM_INFINITY)
     service.wait_serving(version, chats)
 
 
-def limit(pid: int, file_bytes: int) -> None:
+@contextmanager
+def limited(pid: int, file_bytes: int) -> Iterator[None]:
     """The kernel lets a process write no larger files."""
-    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (file_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("is_good", [True, False], ids=["good", "wrong probe"])
