@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine,
 from shared.ledger.failures import has_lost_its_file
 
 T = TypeVar("T")
+_PAUSE_S = 0.01  # between two attempts to set SQLite's journal mode
 _FILE = "flywheel_file"  # key in a connection's info: the file that it opened
 
 
@@ -73,14 +75,28 @@ def _sqlite(url: URL, patience: Patience, create: bool) -> Engine:
 def prepare_sqlite(connection: sqlite3.Connection, patience: Patience) -> None:
     """Configure a new connection."""
     connection.isolation_level = None  # Ledger issues BEGIN; the driver's own would be DEFERRED
+    _use_wal(connection, patience.file_lock_s)
     for pragma in (
-        "journal_mode=WAL",
         "synchronous=FULL",
         "foreign_keys=ON",
         "secure_delete=ON",
         f"busy_timeout={int(patience.file_lock_s * 1000)}",
     ):
         connection.execute(f"PRAGMA {pragma}")
+
+
+def _use_wal(connection: sqlite3.Connection, seconds: float) -> None:
+    """Set the journal mode, which SQLite refuses without waiting while another connection begins the same database."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY  # the rest of an extended code says why
+            if not is_busy or time.monotonic() >= deadline:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 def require_same_file(connection: Connection) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,10 @@ def test_of_writers_that_never_pause_none_is_kept_out(url):
     seen: list[list[int]] = []
     barrier = threading.Barrier(len(done))
 
+    ledgers = [Ledger.open(url) for _ in done]
+
     def write(writer: int) -> None:
-        ledger = Ledger.open(url)
+        ledger = ledgers[writer]
         barrier.wait()
         for _ in range(WRITES):
             with ledger.write():
@@ -41,6 +45,18 @@ def test_of_writers_that_never_pause_none_is_kept_out(url):
     for thread in threads:
         thread.join()
     assert min(seen[0]) > WRITES / 3, "when the first one has ended"
+
+
+def test_a_new_ledger_that_another_process_begins_at_the_same_moment_is_waited_for(url, tmp_path):
+    other = sqlite3.connect(tmp_path / "ledger.sqlite3", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(Ledger.open, url)
+        wait([opening], timeout=0.2)
+        assert not opening.done()
+        other.execute("COMMIT")
+        opening.result(60).close()
+    other.close()
 
 
 def write_once(url: str) -> None:
